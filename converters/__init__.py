@@ -1,0 +1,1 @@
+"""How checkpoint formats lie on disk, and one logical view of them all."""

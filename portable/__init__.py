@@ -1,0 +1,1 @@
+"""The run: configuration, launch, data, model, optimizer, the training loop, checkpoints."""

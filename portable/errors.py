@@ -1,0 +1,16 @@
+"""The one exception for what a person can put right."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Refused input: the message names the file or key and the remedy.
+
+    The command line prints it as a single ``error: ...`` line and exits with code 2. Anything else that
+    escapes is a bug of ours and keeps its traceback.
+    """
+
+
+def one_line(text: object) -> str:
+    """Fold ``text`` into one line, so that an error stays exactly one line on stderr."""
+    return " ".join(str(text).split())

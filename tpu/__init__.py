@@ -1,0 +1,1 @@
+"""The backend on torch_xla."""
