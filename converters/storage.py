@@ -1,0 +1,291 @@
+"""Bytes on disk: files, spans of files with their CRC, and spans joined end to end.
+
+Everything above this module asks a `Source` for bytes; nothing above it opens a shard file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from isal import isal_zlib
+
+from converters.errors import CheckpointError
+
+Touched = set["FileSpan"]
+
+# Bytes per read: small enough that the CRC finds them in the cache, large enough to hide the call.
+CHUNK = 1 << 20
+_MAX_OPEN_FILES = 64
+
+
+class Source(Protocol):
+    """A run of bytes that can be read at random."""
+
+    nbytes: int
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        """Fill `buffer` from byte `at`; add every file span that took part to `touched`."""
+        ...
+
+
+class _Descriptor:
+    """An open file that closes with its last user, so that eviction never closes it under a reader."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = -1  # set first: __del__ runs even when os.open fails
+        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class Folder:
+    """The files of one checkpoint folder: names that stay inside it, and a bounded set of open files."""
+
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        self.path = path
+        self.verify = verify
+        self.lock = threading.Lock()
+        self._files: dict[str, SourceFile] = {}
+        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
+
+    def file(self, name: str) -> SourceFile:
+        """The file `name`, a relative path; CheckpointError if it leaves the folder or is not a plain file."""
+        known = self._files.get(name)
+        if known is None:
+            pure = PurePosixPath(name)
+            if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts:
+                raise CheckpointError(f"{self.path}: the file name {name!r} leaves the checkpoint folder")
+            path = self.path / name
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise CheckpointError(f"{path}: {error.strerror or error}") from None
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path}: not a regular file")
+            known = self._files[name] = SourceFile(self, name, path, status.st_size)
+        return known
+
+    def descriptor(self, file: SourceFile) -> _Descriptor:
+        with self.lock:
+            descriptor = self._open.get(file.name)
+            if descriptor is None:
+                try:
+                    descriptor = _Descriptor(file.path)
+                except OSError as error:
+                    raise CheckpointError(f"{file.path}: {error.strerror or error}") from None
+                self._open[file.name] = descriptor
+                if len(self._open) > _MAX_OPEN_FILES:
+                    self._open.popitem(last=False)
+            else:
+                self._open.move_to_end(file.name)
+            return descriptor
+
+
+class SourceFile:
+    """One file of a checkpoint, opened when it is first read."""
+
+    def __init__(self, folder: Folder, name: str, path: Path, nbytes: int) -> None:
+        self.folder = folder
+        self.name = name
+        self.path = path
+        self.nbytes = nbytes
+
+    def read_into(self, buffer: memoryview, at: int) -> None:
+        """Fill `buffer` from byte `at` of the file; CheckpointError where the file ends early."""
+        descriptor = self.folder.descriptor(self)
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(descriptor.fd, [buffer[done:]], at + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {error.strerror or error}") from None
+            if count == 0:
+                raise CheckpointError(f"{self.path}: the file ends early, at byte {at + done}")
+            done += count
+
+    def read(self, at: int, count: int) -> bytes:
+        """`count` bytes from `at`; refused before allocating when the file is shorter."""
+        if at < 0 or count < 0 or at + count > self.nbytes:
+            raise CheckpointError(
+                f"{self.path}: truncated or damaged, bytes {at} to {at + count} of {self.nbytes} are asked for"
+            )
+        buffer = bytearray(count)
+        self.read_into(memoryview(buffer), at)
+        return bytes(buffer)
+
+    def span(self, offset: int, nbytes: int, *, crc32: int | None = None, what: str = "") -> FileSpan:
+        """Bytes [offset, offset + nbytes) as a source; CheckpointError if they lie outside the file."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise CheckpointError(
+                f"{self.path}: truncated or damaged, {what or 'data'} would end at byte {offset + nbytes} "
+                f"of {self.nbytes}"
+            )
+        return FileSpan(self, offset, nbytes, crc32, what)
+
+
+class FileSpan:
+    """A span of one file, with the CRC32 that the writer stored for the whole of it, if any.
+
+    Whatever order the bytes are read in, each part's CRC is kept and the parts are combined, so that reading
+    a span piece by piece costs no second pass. `verify` reads only what nobody has read so far.
+    """
+
+    def __init__(self, file: SourceFile, offset: int, nbytes: int, crc32: int | None, what: str) -> None:
+        self.file = file
+        self.offset = offset
+        self.nbytes = nbytes
+        self.what = what
+        self.crc32 = crc32 if file.folder.verify else None
+        # Disjoint parts read so far, sorted: (start, stop, crc32 of that part).
+        self._parts: list[tuple[int, int, int]] = []
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        if at < 0 or at + len(buffer) > self.nbytes:
+            raise CheckpointError(f"{self.file.path}: {self.what or 'data'} is shorter than its tensor")
+        if self.crc32 is None:
+            self.file.read_into(buffer, self.offset + at)
+            return
+        touched.add(self)
+        for start in range(0, len(buffer), CHUNK):
+            part = buffer[start : start + CHUNK]
+            self.file.read_into(part, self.offset + at + start)
+            self._record(at + start, part)
+
+    def verify(self) -> None:
+        """Check the stored CRC over the whole span; CheckpointError if the bytes are not those written."""
+        if self.crc32 is None:
+            return
+        gap = self._next_gap(0)
+        if gap is not None:
+            scratch = memoryview(bytearray(min(CHUNK, self.nbytes)))
+            while gap is not None:
+                start, stop = gap
+                part = scratch[: min(len(scratch), stop - start)]
+                self.file.read_into(part, self.offset + start)
+                self._record(start, part)
+                gap = self._next_gap(start + len(part))
+        with self.file.folder.lock:
+            expected, parts = self.crc32, self._parts
+            if expected is None:
+                return
+            actual = parts[0][2] if parts else 0
+            if actual != expected:
+                raise CheckpointError(
+                    f"{self.file.path}: damaged, the checksum of {self.what or 'a record'} does not match its bytes"
+                )
+            self.crc32, self._parts = None, []
+
+    def _next_gap(self, start: int) -> tuple[int, int] | None:
+        with self.file.folder.lock:
+            if self.crc32 is None:
+                return None
+            for low, high, _ in self._parts:
+                if start < low:
+                    return start, low
+                start = max(start, high)
+            return (start, self.nbytes) if start < self.nbytes else None
+
+    def _record(self, start: int, part: memoryview) -> None:
+        with self.file.folder.lock:
+            if self.crc32 is None:
+                return
+            parts = self._parts
+            index = bisect_right(parts, start, key=_first)
+            overlaps_left = index > 0 and parts[index - 1][1] > start
+            overlaps_right = index < len(parts) and parts[index][0] < start + len(part)
+        if overlaps_left or overlaps_right:
+            return  # read before: the first reading stands for it
+        crc = isal_zlib.crc32(part)
+        with self.file.folder.lock:
+            if self.crc32 is None:
+                return
+            index = bisect_right(parts, start, key=_first)
+            stop = start + len(part)
+            if (index > 0 and parts[index - 1][1] > start) or (index < len(parts) and parts[index][0] < stop):
+                return
+            if index > 0 and parts[index - 1][1] == start:
+                low, high, before = parts.pop(index - 1)
+                crc, start, index = isal_zlib.crc32_combine(before, crc, stop - start), low, index - 1
+            if index < len(parts) and parts[index][0] == stop:
+                low, high, after = parts.pop(index)
+                crc, stop = isal_zlib.crc32_combine(crc, after, high - low), high
+            parts.insert(index, (start, stop, crc))
+
+
+def _first(part: tuple[int, int, int]) -> int:
+    return part[0]
+
+
+class Slice:
+    """Bytes [offset, offset + nbytes) of another source."""
+
+    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > source.nbytes:
+            raise CheckpointError(f"a piece would end at byte {offset + nbytes} of {source.nbytes}")
+        self.source = source
+        self.offset = offset
+        self.nbytes = nbytes
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        if at < 0 or at + len(buffer) > self.nbytes:
+            raise CheckpointError("a piece is shorter than its tensor")
+        self.source.read_into(buffer, self.offset + at, touched)
+
+
+class Joined:
+    """Sources end to end: a flat tensor that was cut across ranks, wherever the cuts fell."""
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        self.parts = [part for part in parts if part.nbytes]
+        self.starts: list[int] = []
+        total = 0
+        for part in self.parts:
+            self.starts.append(total)
+            total += part.nbytes
+        self.nbytes = total
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        if at < 0 or at + len(buffer) > self.nbytes:
+            raise CheckpointError("the pieces of a tensor are shorter than the tensor")
+        index = bisect_right(self.starts, at) - 1
+        done = 0
+        while done < len(buffer):
+            part, local = self.parts[index], at + done - self.starts[index]
+            count = min(len(buffer) - done, part.nbytes - local)
+            part.read_into(buffer[done : done + count], local, touched)
+            done += count
+            index += 1
+
+
+class Memory:
+    """Bytes already in memory: small constants, and scalars that a format keeps in its header."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = memoryview(data)
+        self.nbytes = len(data)
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        buffer[:] = self.data[at : at + len(buffer)]
+
+
+class Deferred:
+    """A source that is located at its first use, for formats whose per-item headers are many."""
+
+    def __init__(self, nbytes: int, locate: Callable[[], Source]) -> None:
+        self.nbytes = nbytes
+        self._locate = locate
+        self._source: Source | None = None
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        if self._source is None:
+            self._source = self._locate()
+        self._source.read_into(buffer, at, touched)
