@@ -1,0 +1,85 @@
+"""The order is a bijection for every size, the same on every machine, and looks random."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from portable.data.order import Permutation, locate, permutation
+
+
+@pytest.mark.parametrize("seed", [0, 2**63, -5])
+def test_bijection_for_every_small_n(seed: int) -> None:
+    for n in range(1, 100):
+        for epoch in (0, 7):
+            order = Permutation(n, seed, epoch).array(np.arange(n))
+            assert np.array_equal(np.sort(order), np.arange(n)), (n, seed, epoch)
+
+
+@pytest.mark.parametrize("n", [1023, 1024, 1025, 4095, 4097, 65_537, 1_000_003])
+def test_bijection_around_powers_of_two(n: int) -> None:
+    order = Permutation(n, 3, 1).array(np.arange(n))
+    assert np.array_equal(np.bincount(order, minlength=n), np.ones(n, dtype=np.int64))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 17, 1000, 10**6 + 3, 2**40 + 9, 2**61])
+def test_scalar_and_array_agree(n: int) -> None:
+    order = Permutation(n, 11, 4)
+    indices = np.unique(np.linspace(0, n - 1, num=50, dtype=np.int64).clip(0, n - 1))
+    assert [order(int(i)) for i in indices] == order.array(indices).tolist()
+
+
+GOLDEN_10 = [6, 8, 4, 7, 0, 9, 1, 3, 2, 5]
+GOLDEN_BIG = [(0, 262543658), (0, 777627447), (0, 863938572), (1, 190983117)]
+
+
+def test_the_numbers_are_part_of_the_format() -> None:
+    """A resumed run must find the order that its first leg had: these may never change."""
+    assert Permutation(10, 0, 0).array(np.arange(10)).tolist() == GOLDEN_10
+    assert [locate(p, 1_000_000_007, 42) for p in (0, 1, 1_000_000_006, 1_000_000_007)] == GOLDEN_BIG
+
+
+def test_position_is_one_integer() -> None:
+    n = 13
+    for position in range(4 * n):
+        epoch, index = locate(position, n, seed=5)
+        assert epoch == position // n
+        assert index == permutation(n, 5, epoch)(position % n)
+    for start in range(0, 4 * n, n):
+        assert {locate(p, n, 5)[1] for p in range(start, start + n)} == set(range(n))
+
+
+def test_seeds_and_epochs_differ() -> None:
+    orders = {tuple(Permutation(100, s, e).array(np.arange(100))) for s in range(10) for e in range(10)}
+    assert len(orders) == 100
+
+
+@pytest.mark.parametrize("n", [2, 3, 10])
+def test_every_index_goes_everywhere_equally_often(n: int) -> None:
+    trials = 800
+    counts = np.zeros((n, n))
+    for seed in range(trials):
+        counts[np.arange(n), Permutation(n, seed, seed % 3).array(np.arange(n))] += 1
+    expected = trials / n
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    freedom = (n - 1) ** 2
+    assert abs(chi2 - freedom) < 6 * np.sqrt(2 * freedom), (chi2, freedom)
+
+
+def test_neighbours_are_scattered() -> None:
+    n = 100_000
+    order = Permutation(n, 0, 0).array(np.arange(n)).astype(np.float64)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.02
+    fixed_points = int((order == np.arange(n)).sum())
+    assert fixed_points <= 8
+
+
+def test_outside_the_range_is_refused() -> None:
+    order = Permutation(5, 0)
+    with pytest.raises(IndexError):
+        order(5)
+    with pytest.raises(IndexError):
+        order.array([0, -1])
+    with pytest.raises(ValueError, match="1 <= n"):
+        Permutation(0, 0)
