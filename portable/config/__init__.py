@@ -1,0 +1,11 @@
+"""The configuration of a run: one typed schema, read from YAML and flags."""
+
+from __future__ import annotations
+
+from portable.config.arguments import Invocation, parse_args
+from portable.config.dump import dump_yaml
+from portable.config.identity import difference
+from portable.config.load import load_config
+from portable.config.schema import RunConfig
+
+__all__ = ["Invocation", "RunConfig", "difference", "dump_yaml", "load_config", "parse_args"]

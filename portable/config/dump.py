@@ -1,0 +1,48 @@
+"""A resolved config as YAML that reads back as the same config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from portable.config import keys
+from portable.config.yaml_text import core_resolvers
+
+if TYPE_CHECKING:
+    from portable.config.schema import RunConfig
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML 1.1 or 1.2 would read as something other than text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
+    flat = not any(isinstance(item, dict | list) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flat)
+
+
+_Dumper.add_representer(list, _list)
+for _rule in core_resolvers():
+    _Dumper.add_implicit_resolver(*_rule)
+
+
+def dump_yaml(config: RunConfig, comments: bool = True) -> str:
+    """Every setting of ``config``, in the order of the schema; sections with a line on what they are about."""
+    tree = keys.nested({key: keys.plain(config.get(key)) for key in keys.settings(type(config))})
+    about = keys.sections(type(config)) if comments else {}
+    parts = []
+    for name, value in tree.items():
+        if name in about:
+            parts.append(f"\n# {about[name].splitlines()[0]}\n")
+        parts.append(_text({name: value}))
+    return "".join(parts).lstrip("\n")
+
+
+def _text(value: dict[str, Any]) -> str:
+    return yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100
+    )

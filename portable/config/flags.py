@@ -1,0 +1,202 @@
+"""Command-line flags, derived from the schema: ``--train.steps 20`` for the key ``train.steps``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from portable.config import keys
+from portable.config.suggest import did_you_mean
+from portable.config.yaml_text import parse_value
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydantic import BaseModel
+
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_NULL = ("null", "none", "~")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag of a command that is not a setting of the run."""
+
+    name: str
+    """As in ``--dry-run``, without the dashes in front."""
+    kind: Literal["text", "count", "switch"]
+    help: str
+    metavar: str = ""
+
+    @property
+    def attribute(self) -> str:
+        return self.name.replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Override:
+    """A setting given outside the file."""
+
+    path: tuple[str, ...]
+    value: Any
+    flag: str | None
+    """The flag it came by, as typed; None from Python."""
+
+
+@dataclass
+class Parsed:
+    """A command line taken apart."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    overrides: list[Override] = field(default_factory=list)
+    help: str | None = None
+    """What help was asked for: a section or key, empty for everything, None if it was not."""
+
+
+def parse(argv: Sequence[str], model: type[BaseModel], options: Sequence[Option]) -> Parsed:
+    """Take ``argv`` apart into ``options`` and overrides of ``model``'s settings. Raises ``UserError``."""
+    return _Parser(list(argv), model, {option.attribute: option for option in options}).run()
+
+
+def open_mapping(model: type[BaseModel], key: str) -> keys.Setting | None:
+    """The setting that holds an open mapping with ``key`` inside it, as model.config.hidden_size."""
+    table = keys.settings(model)
+    parts = key.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        setting = table.get(".".join(parts[:length]))
+        if setting is not None:
+            return setting if setting.takes(dict) else None
+    return None
+
+
+class _Parser:
+    def __init__(self, argv: list[str], model: type[BaseModel], options: dict[str, Option]) -> None:
+        self._rest = argv
+        self._model = model
+        self._table = keys.settings(model)
+        self._options = options
+        self._parsed = Parsed()
+
+    def run(self) -> Parsed:
+        while self._rest:
+            token = self._rest.pop(0)
+            if token == "-h":
+                token = "--help"
+            if not token.startswith("--") or token == "--":
+                raise UserError(self._stray(token))
+            flag, equals, inline = token.partition("=")
+            name = flag[2:].replace("-", "_")
+            value = inline if equals else None
+            if name == "help":
+                self._parsed.help = value or self._words(limit=1, default="")
+            elif name in self._options:
+                self._option(self._options[name], flag, value)
+            else:
+                self._setting(name, flag, value)
+        return self._parsed
+
+    def _option(self, option: Option, flag: str, inline: str | None) -> None:
+        value: Any
+        if option.kind == "switch":
+            value = self._truth(flag, inline)
+        else:
+            value = self._one(flag, inline, option.metavar)
+            if option.kind == "count":
+                if not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= 10**8):
+                    raise UserError(f"{flag} must be integer >= 1, got {value!r}")
+                value = int(value)
+        self._parsed.options[option.attribute] = value
+
+    def _setting(self, name: str, flag: str, inline: str | None) -> None:
+        value: Any
+        if name in self._table:
+            value = self._value(self._table[name], flag, inline)
+        elif name.startswith("no_") and name[3:] in self._table and self._table[name[3:]].takes(bool):
+            if inline is not None:
+                raise UserError(f"{flag} takes no value; use --{name[3:]} {inline}")
+            name, value = name[3:], False
+        elif open_mapping(self._model, name):
+            value = parse_value(self._one(flag, inline, "a value"))
+        else:
+            raise UserError(self._unknown(name, flag))
+        self._parsed.overrides.append(Override(tuple(name.split(".")), value, flag))
+
+    def _value(self, setting: keys.Setting, flag: str, inline: str | None) -> Any:
+        if setting.takes(bool):
+            return self._truth(flag, inline, null=setting.takes(type(None)))
+        if not setting.takes(tuple):
+            return read(setting, self._one(flag, inline, setting.allowed))
+        words = [inline] if inline is not None else self._words().split("\0")
+        if words == [""]:
+            raise UserError(f"{flag} needs a value: {setting.allowed}")
+        return read(setting, words[0]) if len(words) == 1 else [read_item(setting, word) for word in words]
+
+    def _truth(self, flag: str, inline: str | None, null: bool = False) -> bool | None:
+        known: dict[str, bool | None] = {**_TRUTH, **(dict.fromkeys(_NULL) if null else {})}
+        if inline is None:
+            following = self._rest[0].lower() if self._rest else ""
+            if following not in known:
+                return True
+            inline = self._rest.pop(0)
+        if inline.lower() not in known:
+            raise UserError(f"{flag} must be true | false{' or null' * null}, got {inline!r}")
+        return known[inline.lower()]
+
+    def _one(self, flag: str, inline: str | None, what: str) -> str:
+        if inline is not None:
+            return inline
+        if not self._rest or _is_flag(self._rest[0]):
+            raise UserError(f"{flag} needs a value: {what}")
+        return self._rest.pop(0)
+
+    def _words(self, limit: int | None = None, default: str = "") -> str:
+        """The words up to the next flag, joined by NUL, which no argument can hold."""
+        words: list[str] = []
+        while self._rest and not _is_flag(self._rest[0]) and (limit is None or len(words) < limit):
+            words.append(self._rest.pop(0))
+        return "\0".join(words) or default
+
+    def _stray(self, token: str) -> str:
+        if token.endswith((".yaml", ".yml")):
+            return f"unexpected argument {token!r}; a config file goes after --config"
+        if token.startswith("-") and token != "--":
+            return f"unknown flag {token}; flags have two dashes, as --train.steps; --help lists them"
+        return f"unexpected argument {token!r}; settings are given as --train.steps 20; --help lists them"
+
+    def _unknown(self, name: str, flag: str) -> str:
+        if name in keys.sections(self._model):
+            inside = [key for key in self._table if key.startswith(f"{name}.")]
+            return f"{flag} is a section; set what is in it, as --{inside[0]}; --help {name} lists it"
+        known = [*self._table, *(option.name for option in self._options.values())]
+        hint = did_you_mean(name, known, "--") or "; --help lists them"
+        return f"unknown flag {flag if flag.isprintable() else repr(flag)}{hint}"
+
+
+def read(setting: keys.Setting, text: str) -> Any:
+    """What a flag's ``text`` means for ``setting``; the schema judges whether it fits."""
+    if text.lower() in _NULL and setting.takes(type(None)):
+        return None
+    if text.startswith("{") and setting.takes(dict):
+        return parse_value(text)
+    if setting.takes(tuple):
+        if text.startswith("["):
+            return parse_value(text)
+        # Where a plain text is allowed too, as for data.source, a comma may be part of a name.
+        words = [text] if setting.takes(str) else text.split(",")
+        return [read_item(setting, word) for word in words]
+    return text if _is_textual(setting) else parse_value(text)
+
+
+def read_item(setting: keys.Setting, text: str) -> Any:
+    """What ``text`` means as one item of a list."""
+    return parse_value(text.strip()) if "number" in setting.allowed else text.strip()
+
+
+def _is_textual(setting: keys.Setting) -> bool:
+    """Whether the setting is text or a choice among words, so that 123 or null is to be read as such."""
+    return not any(setting.takes(kind) for kind in (int, float, bool)) and "true" not in setting.allowed
+
+
+def _is_flag(token: str) -> bool:
+    return token.startswith("--") or token == "-h"

@@ -1,0 +1,201 @@
+"""The schema as a flat table of dotted keys, read from the model classes and never written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic.fields import FieldInfo
+
+_NUMBER_WORDS = {2: "two", 3: "three"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of the schema, under the name people type."""
+
+    key: str
+    """Dotted name, as ``checkpoint.async``."""
+    attribute: str
+    """Name in the section's class, as ``async_``."""
+    field: FieldInfo
+
+    @property
+    def section(self) -> str:
+        """Name of the section, empty for a setting at the top."""
+        return self.key.rpartition(".")[0]
+
+    @property
+    def description(self) -> str:
+        return self.field.description or ""
+
+    @property
+    def default(self) -> Any:
+        return self.field.get_default(call_default_factory=True, validated_data={})
+
+    @property
+    def identity(self) -> bool:
+        """Whether two legs of one run must agree on it."""
+        extra = self.field.json_schema_extra
+        return isinstance(extra, dict) and bool(extra.get("identity"))
+
+    @property
+    def allowed(self) -> str:
+        """What it may be, in words: ``integer >= 1 or null``."""
+        return _words(self.field.annotation, tuple(self.field.metadata))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words it may be, where it is a choice among words."""
+        return tuple(
+            value
+            for kind, _ in _members(self.field.annotation)
+            if get_origin(kind) is Literal
+            for value in get_args(kind)
+            if isinstance(value, str)
+        )
+
+    def takes(self, kind: type) -> bool:
+        """Whether one of its alternatives is ``kind``: ``bool``, ``str``, ``dict``, ``tuple``..."""
+        return any(kind in (member, get_origin(member)) for member, _ in _members(self.field.annotation))
+
+
+@cache
+def settings(model: type[BaseModel]) -> dict[str, Setting]:
+    """Every setting of ``model`` by dotted key, in the order of the schema."""
+    return {setting.key: setting for setting in _walk(model, "")}
+
+
+@cache
+def sections(model: type[BaseModel]) -> dict[str, str]:
+    """Every section of ``model`` with what it is about."""
+    return {
+        _shown(name, field): (field.description or "").strip()
+        for name, field in model.model_fields.items()
+        if _is_section(field)
+    }
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[Setting]:
+    for name, field in model.model_fields.items():
+        key = prefix + _shown(name, field)
+        if _is_section(field):
+            assert isinstance(field.annotation, type)
+            yield from _walk(field.annotation, f"{key}.")
+        else:
+            yield Setting(key, name, field)
+
+
+def _shown(name: str, field: FieldInfo) -> str:
+    return field.alias or name
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def is_set(config: BaseModel, key: str) -> bool:
+    """Whether ``key`` was given when ``config`` was built; a section counts when anything in it was."""
+    if key in sections(type(config)):
+        return bool(getattr(config, key).model_fields_set)
+    owner, setting = _locate(config, key)
+    return setting.attribute in owner.model_fields_set
+
+
+def forget(config: BaseModel, key: str) -> None:
+    """Let ``key`` count as not given by the user."""
+    owner, setting = _locate(config, key)
+    owner.model_fields_set.discard(setting.attribute)
+
+
+def get(config: BaseModel, key: str) -> Any:
+    """The value of the dotted ``key``; ``KeyError`` where there is none."""
+    owner, setting = _locate(config, key)
+    return getattr(owner, setting.attribute)
+
+
+def _locate(config: BaseModel, key: str) -> tuple[BaseModel, Setting]:
+    setting = settings(type(config))[key]
+    return (getattr(config, setting.section) if setting.section else config), setting
+
+
+def plain(value: Any) -> Any:
+    """``value`` as YAML and JSON hold it: lists in place of tuples."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def given(config: BaseModel) -> dict[str, Any]:
+    """The settings that the user gave, by dotted key."""
+    return {key: get(config, key) for key in settings(type(config)) if is_set(config, key)}
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as a nested mapping, the shape of the YAML file."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return tree
+
+
+def _members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The alternatives of a type, each with the constraints that apply to it."""
+    if get_origin(annotation) is Annotated:
+        inner, *own = get_args(annotation)
+        yield from _members(inner, (*metadata, *own))
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _members(member, metadata)
+    else:
+        yield annotation, metadata
+
+
+def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
+    alternatives = [_alternative(kind, own) for kind, own in _members(annotation, metadata)]
+    return " or ".join(dict.fromkeys(alternatives))
+
+
+def _alternative(kind: Any, metadata: tuple[Any, ...]) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is type(None):
+        return "null"
+    if origin is Literal:
+        return " | ".join("true" if value is True else str(value) for value in arguments)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return f"{_NUMBER_WORDS[len(arguments)]} of: {_words(arguments[0], ())}"
+    if origin is tuple:
+        return f"list of: {_words(arguments[0], ())}"
+    if kind is dict or origin is dict:
+        return "mapping"
+    return {bool: "true | false", str: "text", int: "integer", float: "number"}[kind] + _bounds(metadata)
+
+
+def _bounds(metadata: tuple[Any, ...]) -> str:
+    parts = []
+    for constraint in _flat(metadata):
+        match constraint:
+            case annotated_types.Ge(ge=bound):
+                parts.append(f">= {bound}")
+            case annotated_types.Gt(gt=bound):
+                parts.append(f"> {bound}")
+            case annotated_types.Le(le=bound):
+                parts.append(f"<= {bound}")
+            case annotated_types.Lt(lt=bound):
+                parts.append(f"< {bound}")
+    return "".join(f" {part}" for part in [" and ".join(parts)] if part)
+
+
+def _flat(metadata: tuple[Any, ...]) -> Iterator[Any]:
+    for item in metadata:
+        # Constraints inside an Annotated come wrapped in the FieldInfo they were written as.
+        yield from getattr(item, "metadata", None) or (item,)

@@ -1,0 +1,140 @@
+"""From pydantic's list of complaints to the one line that tells a person what to change and where."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from portable.config import keys
+from portable.config.rules import Contradiction
+from portable.config.suggest import did_you_mean
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Model = TypeVar("Model", bound=BaseModel)
+Path = tuple[str, ...]
+
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written: a line of a file, or a flag."""
+
+    text: str
+    """``run.yaml:7`` or ``--train.steps``."""
+    order: int
+    """Place among all origins; flags come after the file."""
+    flag: bool = False
+
+
+@dataclass(frozen=True)
+class _Problem:
+    origin: Origin | None
+    message: str
+
+    @property
+    def order(self) -> int:
+        return self.origin.order if self.origin else sys.maxsize
+
+
+def build(
+    model: type[Model], values: Mapping[str, Any], origins: Mapping[Path, Origin] | None = None
+) -> Model:
+    """Validate ``values`` (nested, as in the YAML file) into ``model``.
+
+    Raises ``UserError`` with the first problem in the order in which things were written.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problems = [_problem(model, values, origins or {}, detail) for detail in error.errors()]
+    first = min(problems, key=lambda problem: problem.order)
+    where = f"{first.origin.text}: " if first.origin else ""
+    raise UserError(one_line(where + first.message))
+
+
+def shown(value: object) -> str:
+    """``value`` as it may stand in an error line: short, printable."""
+    text = repr(keys.plain(value))
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _problem(
+    model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[Path, Origin], detail: Any
+) -> _Problem:
+    path = tuple(str(part) for part in detail["loc"])
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, Contradiction):
+        return _Problem(_latest(cause.keys, origins), str(cause))
+    if detail["type"] in ("extra_forbidden", "invalid_key"):
+        return _Problem(_origin(path, origins), unknown_key(model, ".".join(path)))
+    table = keys.settings(model)
+    for length in range(len(path), 0, -1):
+        key, origin = ".".join(path[:length]), _origin(path[:length], origins)
+        if key in table:
+            if isinstance(cause, ValueError):
+                return _Problem(origin, f"{key} {cause}")
+            return _Problem(origin, _wrong_value(table[key], _dig(values, path[:length]), origin))
+        if key in keys.sections(model):
+            inside = _names(model, key)
+            got = shown(_dig(values, path[:length]))
+            return _Problem(origin, f"{key} must be a mapping of {inside}, got {got}")
+    return _Problem(None, f"{'.'.join(path)}: {detail['msg']}")
+
+
+def _wrong_value(setting: keys.Setting, value: object, origin: Origin | None) -> str:
+    message = f"{setting.key} must be {setting.allowed}, got {shown(value)}"
+    if isinstance(value, str):
+        return message + did_you_mean(value, setting.choices)
+    if isinstance(value, bool | int | float) and setting.takes(str) and not (origin and origin.flag):
+        return message + "; text that looks like something else goes in quotes"
+    return message
+
+
+def unknown_key(model: type[BaseModel], key: str) -> str:
+    """What to say about a ``key`` that the schema does not have."""
+    known = [*keys.settings(model), *keys.sections(model)]
+    section = key.rpartition(".")[0]
+    hint = did_you_mean(key, known)
+    if not hint and section in keys.settings(model):
+        hint = f"; {section} must be {keys.settings(model)[section].allowed}"
+    elif not hint:
+        hint = f"; {section or 'the top level'} takes {_names(model, section)}"
+    return f"unknown key {_printable(key)}{hint}"
+
+
+def _names(model: type[BaseModel], section: str) -> str:
+    settings = keys.settings(model).values()
+    names = [setting.key.rpartition(".")[2] for setting in settings if setting.section == section]
+    return ", ".join(names if section else [*names, *keys.sections(model)])
+
+
+def _printable(key: str) -> str:
+    return key if key.isprintable() and 0 < len(key) <= _SHOWN else shown(key)
+
+
+def _origin(path: Path, origins: Mapping[Path, Origin]) -> Origin | None:
+    """The origin of ``path``, or of the nearest thing around it."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in origins:
+            return origins[path[:length]]
+    return None
+
+
+def _latest(dotted: tuple[str, ...], origins: Mapping[Path, Origin]) -> Origin | None:
+    # What was written last is most likely what the person has just changed: a flag before a line.
+    found = [origin for key in dotted if (origin := origins.get(tuple(key.split("."))))]
+    flags = [origin for origin in found if origin.flag]
+    return (flags or found or [None])[0]
+
+
+def _dig(values: object, path: Path) -> object:
+    for part in path:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values

@@ -1,0 +1,68 @@
+"""The few field types that the schema adds to pydantic's own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+IDENTITY = {"identity": True}
+"""Marks a field that two legs of one run must agree on; see ``RunConfig.fingerprint``."""
+
+_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+_MAX_DEPTH = 50
+
+
+class Section(BaseModel):
+    """A group of settings: unknown keys refused, types strict, values fixed once built."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _truth(value: object) -> object:
+    """Read ``yes``, ``no``, ``on`` and ``off`` as YAML 1.1 did, but only where a truth value is wanted."""
+    return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _plain(value: object, depth: int = 0) -> object:
+    """Copy ``value`` into what YAML and JSON can both hold; keys become text, as they do in JSON."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    if isinstance(value, dict):
+        return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"holds a {type(value).__name__}, which YAML cannot express")
+
+
+def _key(key: object) -> str:
+    if key is None or isinstance(key, bool | int | float | str):
+        return str(key)
+    raise ValueError(f"has a key of type {type(key).__name__}")
+
+
+def _plain_mapping(value: object) -> object:
+    return _plain(value) if isinstance(value, dict) else value
+
+
+def _one_or_many(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+Flag = Annotated[bool, BeforeValidator(_truth)]
+"""A truth value; the words yes, no, on and off are understood too."""
+
+OpenMapping = Annotated[dict[str, Any], BeforeValidator(_plain_mapping)]
+"""A mapping whose keys belong to someone else (a model config, a DeepSpeed JSON), held as plain values."""
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many), Field(strict=False)]
+"""A list of names; a single name may stand without its brackets."""
+
+OneOrMany = BeforeValidator(_one_or_many)
+AnyCase = BeforeValidator(_lower)

@@ -1,0 +1,150 @@
+"""YAML 1.2 text to plain values, each with the line it stands on; and one value from a flag.
+
+PyYAML follows YAML 1.1, where ``3e-4`` is text, ``no`` is false and ``2020-01-01`` is a date. The scalar rules
+here are those of the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys,
+tags, and aliases that repeat themselves without end are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from portable.errors import UserError, one_line
+
+CORE_SCHEMA: tuple[tuple[str, str, str], ...] = (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+)
+"""Tag, pattern, and the characters that can come first."""
+
+_TAG = "tag:yaml.org,2002:"
+_MOST_NODES = 100_000
+_PARSER_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, RecursionError)
+
+Path = tuple[str, ...]
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """PyYAML's parser with the scalar rules of YAML 1.2."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+
+def core_resolvers() -> list[tuple[str, re.Pattern[str], list[str]]]:
+    """The rules in the form that ``add_implicit_resolver`` takes."""
+    return [
+        (_TAG + tag, re.compile(rf"^(?:{pattern})$"), ["" if c == "\0" else c for c in first])
+        for tag, pattern, first in CORE_SCHEMA
+    ]
+
+
+for _rule in core_resolvers():
+    _CoreLoader.add_implicit_resolver(*_rule)
+
+
+@dataclass
+class Document:
+    """A parsed document: plain values, and the line (from 1) of every key in it."""
+
+    value: Any
+    lines: dict[Path, int]
+
+
+def parse(text: str, name: str) -> Document:
+    """Parse a document. ``name`` is the file to blame in a ``UserError``."""
+    try:
+        node = yaml.compose(text, Loader=_CoreLoader)
+        reader = _Reader(name)
+        value = None if node is None else reader.read(node, ())
+    except _PARSER_FAULTS as error:
+        raise UserError(_blame(name, error)) from error
+    return Document(value, reader.lines)
+
+
+def parse_value(text: str) -> Any:
+    """One value as a flag gives it, in YAML; text that is not YAML is text."""
+    try:
+        return parse(text, "value").value
+    except UserError:
+        return text
+
+
+def _blame(name: str, error: BaseException) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return one_line(f"{name}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}")
+    if isinstance(error, RecursionError):
+        return f"{name}: not a config file: nested too deeply"
+    return one_line(f"{name}: not valid YAML: {str(error) or type(error).__name__}")
+
+
+@dataclass
+class _Reader:
+    """Turns nodes into values, and remembers lines."""
+
+    name: str
+    lines: dict[Path, int] = field(default_factory=dict)
+    _open: set[int] = field(default_factory=set)
+    _nodes: int = 0
+
+    def read(self, node: yaml.Node, path: Path) -> Any:
+        self._nodes += 1
+        # An alias may stand for a large part, and so on: a short file can unfold into more than memory holds.
+        if id(node) in self._open or self._nodes > _MOST_NODES:
+            raise self._refuse(node, "an alias that repeats itself, or a file too large for a config")
+        self._open.add(id(node))
+        try:
+            return self._dispatch(node, path)
+        finally:
+            self._open.discard(id(node))
+
+    def _dispatch(self, node: yaml.Node, path: Path) -> Any:
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return [self.read(item, (*path, str(i))) for i, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        raise self._refuse(node, f"the tag {node.tag} has no use in a config")
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise self._refuse(key_node, "a key must be a word")
+            # As in JSON, keys are text: the 0 of id2label: {0: no} too.
+            key = str(key_node.value)
+            inner = (*path, key)
+            line = key_node.start_mark.line + 1
+            if key in result:
+                first = f", first on line {self.lines[inner]}"
+                raise self._refuse(key_node, f"duplicate key {'.'.join(inner)}{first}")
+            self.lines[inner] = line
+            result[key] = self.read(value_node, inner)
+        return result
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        kind, text = node.tag.removeprefix(_TAG), str(node.value)
+        try:
+            if kind == "str":
+                return text
+            if kind == "null":
+                return None
+            if kind == "bool" and text.lower() in ("true", "false"):
+                return text.lower() == "true"
+            if kind == "int":
+                return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+            if kind == "float":
+                return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        except ValueError:
+            raise self._refuse(node, f"cannot read {text[:40]!r} as {kind}") from None
+        raise self._refuse(node, f"the tag {node.tag} has no use in a config")
+
+    def _refuse(self, node: yaml.Node, message: str) -> UserError:
+        return UserError(one_line(f"{self.name}:{node.start_mark.line + 1}: {message}"))
