@@ -31,7 +31,7 @@ for _rule in core_resolvers():
 
 
 def dump_yaml(config: RunConfig, comments: bool = True) -> str:
-    """Every setting of ``config``, in the order of the schema; sections with a line on what they are about."""
+    """Every setting of ``config`` in the order of the schema, each section under a line on its subject."""
     tree = keys.nested({key: keys.plain(config.get(key)) for key in keys.settings(type(config))})
     about = keys.sections(type(config)) if comments else {}
     parts = []

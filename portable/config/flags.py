@@ -135,8 +135,7 @@ class _Parser:
     def _truth(self, flag: str, inline: str | None, null: bool = False) -> bool | None:
         known: dict[str, bool | None] = {**_TRUTH, **(dict.fromkeys(_NULL) if null else {})}
         if inline is None:
-            following = self._rest[0].lower() if self._rest else ""
-            if following not in known:
+            if not self._rest or _is_flag(self._rest[0]):
                 return True
             inline = self._rest.pop(0)
         if inline.lower() not in known:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from portable.config.flags import Option
 
 _USAGE = """\
-usage: portable-train [--config FILE.yaml] [--backend auto|cpu|cuda|xla] [--nproc N] [--SECTION.FIELD VALUE ...]
+usage: portable-train [--config FILE.yaml] [--backend auto|cpu|cuda|xla] [--nproc N] [--SECTION.KEY VALUE ...]
 
-Train a Hugging Face model on a CPU, on GPUs or on TPUs from one YAML file; go on elsewhere where it stopped.
+Train a Hugging Face model on a CPU, on GPUs or on TPUs from one YAML file, and go on elsewhere.
 
 examples:
-  portable-train                                             the quickstart: a small Llama, nothing to download
-  portable-train --config run.yaml --train.steps 1000        a file, with one setting changed
-  portable-train --config run.yaml --backend xla             the same run on a TPU VM
+  portable-train                                        the quickstart: a small Llama, nothing to download
+  portable-train --config run.yaml --train.steps 1000   a file, with one setting changed
+  portable-train --config run.yaml --backend xla        the same run on a TPU VM
 """
 _NARROWEST, _WIDEST = 60, 110
 _INDENT = " " * 6
@@ -47,8 +47,8 @@ def render(topic: str, model: type[BaseModel], options: Sequence[Option], column
     note = (
         "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a truth "
         "value may stand alone (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is "
-        "null; keys inside a mapping go after another dot (--model.config.hidden_size 512). Marked *: two legs "
-        "of one run must agree on it."
+        "null; keys inside a mapping go after another dot (--model.config.hidden_size 512). Marked *: two "
+        "legs of one run must agree on it."
     )
     parts += ["", *textwrap.wrap(note, width), ""]
     parts += [_section(name, about.get(name, ""), table, width) for name in ["", *about]]

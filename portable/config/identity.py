@@ -17,8 +17,8 @@ _MISSING = object()
 def difference(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, Any]) -> list[str]:
     """The settings in which two runs differ, one line each: ``train.steps: 200 and 300``.
 
-    Takes configs or their fingerprints (also read back from JSON). A key that one fingerprint lacks, because an
-    older release wrote it, counts as its default. Empty: the same run.
+    Takes configs or their fingerprints (also read back from JSON). A key that one fingerprint lacks, because
+    an older release wrote it, counts as its default. Empty: the same run.
     """
     left, right = _flat(a), _flat(b)
     lines = []

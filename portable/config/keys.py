@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
+_PLAIN_WORDS = {bool: "true | false", str: "text", int: "integer", float: "number"}
 _NUMBER_WORDS = {2: "two", 3: "three"}
 
 
@@ -54,14 +55,8 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words it may be, where it is a choice among words."""
-        return tuple(
-            value
-            for kind, _ in _members(self.field.annotation)
-            if get_origin(kind) is Literal
-            for value in get_args(kind)
-            if isinstance(value, str)
-        )
+        """The words it may be, or its items may be, where it is a choice among words."""
+        return tuple(dict.fromkeys(_literals(self.field.annotation)))
 
     def takes(self, kind: type) -> bool:
         """Whether one of its alternatives is ``kind``: ``bool``, ``str``, ``dict``, ``tuple``..."""
@@ -160,6 +155,14 @@ def _members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[
         yield annotation, metadata
 
 
+def _literals(annotation: Any) -> Iterator[str]:
+    for kind, _ in _members(annotation):
+        if get_origin(kind) is Literal:
+            yield from (value for value in get_args(kind) if isinstance(value, str))
+        elif get_origin(kind) is tuple:
+            yield from _literals(get_args(kind)[0])
+
+
 def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
     alternatives = [_alternative(kind, own) for kind, own in _members(annotation, metadata)]
     return " or ".join(dict.fromkeys(alternatives))
@@ -177,22 +180,23 @@ def _alternative(kind: Any, metadata: tuple[Any, ...]) -> str:
         return f"list of: {_words(arguments[0], ())}"
     if kind is dict or origin is dict:
         return "mapping"
-    return {bool: "true | false", str: "text", int: "integer", float: "number"}[kind] + _bounds(metadata)
+    bounds = " and ".join(_bounds(metadata))
+    return f"{_PLAIN_WORDS[kind]} {bounds}".rstrip()
 
 
-def _bounds(metadata: tuple[Any, ...]) -> str:
-    parts = []
+def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
     for constraint in _flat(metadata):
         match constraint:
+            case annotated_types.MinLen():
+                yield "(not empty)"
             case annotated_types.Ge(ge=bound):
-                parts.append(f">= {bound}")
+                yield f">= {bound}"
             case annotated_types.Gt(gt=bound):
-                parts.append(f"> {bound}")
+                yield f"> {bound}"
             case annotated_types.Le(le=bound):
-                parts.append(f"<= {bound}")
+                yield f"<= {bound}"
             case annotated_types.Lt(lt=bound):
-                parts.append(f"< {bound}")
-    return "".join(f" {part}" for part in [" and ".join(parts)] if part)
+                yield f"< {bound}"
 
 
 def _flat(metadata: tuple[Any, ...]) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from portable.config import keys
-from portable.config.rules import Contradiction
+from portable.config.rules import ConflictError
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
 
@@ -39,6 +39,16 @@ class _Problem:
     message: str
 
     @property
+    def line(self) -> str:
+        """The message with its origin; a flag stands in for the key that it set."""
+        if self.origin is None:
+            return self.message
+        key = self.origin.text.removeprefix("--").replace("-", "_")
+        if self.origin.flag and self.message.startswith(f"{key} "):
+            return self.origin.text + self.message.removeprefix(key)
+        return f"{self.origin.text}: {self.message}"
+
+    @property
     def order(self) -> int:
         return self.origin.order if self.origin else sys.maxsize
 
@@ -55,13 +65,13 @@ def build(
     except ValidationError as error:
         problems = [_problem(model, values, origins or {}, detail) for detail in error.errors()]
     first = min(problems, key=lambda problem: problem.order)
-    where = f"{first.origin.text}: " if first.origin else ""
-    raise UserError(one_line(where + first.message))
+    raise UserError(one_line(first.line))
 
 
 def shown(value: object) -> str:
     """``value`` as it may stand in an error line: short, printable."""
-    text = repr(keys.plain(value))
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.plain(value))
+    text = "null" if value is None else text
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
@@ -70,7 +80,7 @@ def _problem(
 ) -> _Problem:
     path = tuple(str(part) for part in detail["loc"])
     cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, Contradiction):
+    if isinstance(cause, ConflictError):
         return _Problem(_latest(cause.keys, origins), str(cause))
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return _Problem(_origin(path, origins), unknown_key(model, ".".join(path)))
@@ -90,8 +100,10 @@ def _problem(
 
 def _wrong_value(setting: keys.Setting, value: object, origin: Origin | None) -> str:
     message = f"{setting.key} must be {setting.allowed}, got {shown(value)}"
-    if isinstance(value, str):
-        return message + did_you_mean(value, setting.choices)
+    words = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
+    for word in words:
+        if isinstance(word, str) and setting.choices and word not in setting.choices:
+            return message + did_you_mean(word, setting.choices)
     if isinstance(value, bool | int | float) and setting.takes(str) and not (origin and origin.flag):
         return message + "; text that looks like something else goes in quotes"
     return message
@@ -131,7 +143,7 @@ def _latest(dotted: tuple[str, ...], origins: Mapping[Path, Origin]) -> Origin |
     # What was written last is most likely what the person has just changed: a flag before a line.
     found = [origin for key in dotted if (origin := origins.get(tuple(key.split("."))))]
     flags = [origin for origin in found if origin.flag]
-    return (flags or found or [None])[0]
+    return next(iter(flags or found), None)
 
 
 def _dig(values: object, path: Path) -> object:

@@ -19,7 +19,7 @@ HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 
-class Contradiction(ValueError):
+class ConflictError(ValueError):
     """Two settings that cannot both hold. ``keys`` are their dotted names, the one to change first."""
 
     def __init__(self, keys: tuple[str, ...], message: str) -> None:
@@ -44,211 +44,211 @@ def settle(config: RunConfig) -> None:
         _default(config, "train", micro_batch_size=divisor)
 
 
-def _default(config: RunConfig, section: str, **values: Any) -> None:
+def _default(run: RunConfig, section: str, **values: Any) -> None:
     # Written past pydantic on purpose: a value put here must not count as one that the user set.
-    copy = getattr(config, section).model_copy()
+    copy = getattr(run, section).model_copy()
     copy.__dict__.update(values)
-    config.__dict__[section] = copy
+    run.__dict__[section] = copy
 
 
 def check(config: RunConfig) -> None:
-    """Raise the first ``Contradiction`` among the settings."""
+    """Raise the first ``ConflictError`` among the settings."""
     for rules in (_model, _data, _train, _machine, _memory, _deepspeed, _fsdp, _xla):
-        for contradiction in rules(config):
-            raise contradiction
+        for conflict in rules(config):
+            raise conflict
 
 
-def _model(config: RunConfig) -> Iterator[Contradiction]:
+def _model(config: RunConfig) -> Iterator[ConflictError]:
     model = config.model
     if model.name_or_path is not None and model.config is not None:
-        yield Contradiction(
+        yield ConflictError(
             ("model.config", "model.name_or_path"),
             "model.config builds a model and model.name_or_path names one; give one of the two",
         )
     if model.name_or_path is None and model.config is None:
-        yield Contradiction(
+        yield ConflictError(
             ("model.config", "model.name_or_path"),
             "model.config and model.name_or_path are both null; give one of the two",
         )
     if model.config is not None and not isinstance(model.config.get("model_type"), str):
-        yield Contradiction(
+        yield ConflictError(
             ("model.config",),
             "model.config.model_type must name a transformers model type, such as llama or bert",
         )
 
 
-def _data(config: RunConfig) -> Iterator[Contradiction]:
+def _data(config: RunConfig) -> Iterator[ConflictError]:
     data, task = config.data, config.model.task
     if data.packing and task in PADDED_TASKS:
-        yield Contradiction(
+        yield ConflictError(
             ("data.packing", "model.task"),
             f"data.packing true joins texts, which model.task {task} cannot use; set data.packing to false",
         )
     if data.vocab_size is not None and data.tokenizer is not None:
-        yield Contradiction(
+        yield ConflictError(
             ("data.vocab_size", "data.tokenizer"),
             "data.vocab_size is for a tokenizer trained on the source, and data.tokenizer names a finished "
             "one; remove one of the two",
         )
     if data.source is None and task in PADDED_TASKS:
-        yield Contradiction(
+        yield ConflictError(
             ("data.source", "model.task"),
             f"data.source must be given for model.task {task}: the default source has nothing but text",
         )
 
 
-def _train(config: RunConfig) -> Iterator[Contradiction]:
+def _train(config: RunConfig) -> Iterator[ConflictError]:
     train = config.train
     if train.steps is not None and train.epochs is not None:
-        yield Contradiction(
+        yield ConflictError(
             ("train.epochs", "train.steps"),
             f"train.steps {train.steps} and train.epochs {train.epochs:g} both give the length of the "
             "schedule; set one of the two",
         )
     if train.steps is None and train.epochs is None:
-        yield Contradiction(
+        yield ConflictError(
             ("train.steps", "train.epochs"),
             "train.steps and train.epochs are both null; give one, the length of the schedule",
         )
     if train.steps is not None and train.warmup_steps > train.steps:
-        yield Contradiction(
+        yield ConflictError(
             ("train.warmup_steps", "train.steps"),
             f"train.warmup_steps {train.warmup_steps} is more than train.steps {train.steps}; lower it or "
             "train longer",
         )
     if train.steps is not None and train.stop_after is not None and train.stop_after > train.steps:
-        yield Contradiction(
+        yield ConflictError(
             ("train.stop_after", "train.steps"),
             f"train.stop_after {train.stop_after} is more than train.steps {train.steps}; a run ends there "
             "by itself, so lower or remove it",
         )
     micro = train.micro_batch_size
     if micro != "auto" and train.global_batch_size % micro:
-        yield Contradiction(
+        yield ConflictError(
             ("train.micro_batch_size", "train.global_batch_size"),
             f"train.global_batch_size {train.global_batch_size} is not a multiple of train.micro_batch_size "
             f"{micro}; use {math.gcd(train.global_batch_size, micro)} or another divisor",
         )
     if train.optimizer == "adafactor" and config.strategy in ZERO:
-        yield Contradiction(
+        yield ConflictError(
             ("train.optimizer", "strategy"),
             f"train.optimizer adafactor needs the rows and columns of a parameter, which strategy "
             f"{config.strategy} has flattened; use adamw, or strategy full_shard",
         )
 
 
-def _machine(config: RunConfig) -> Iterator[Contradiction]:
+def _machine(config: RunConfig) -> Iterator[ConflictError]:
     backend, precision, strategy = config.backend, config.precision, config.strategy
     if precision == "fp16" and backend == "cpu":
-        yield Contradiction(
+        yield ConflictError(
             ("precision", "backend"), "precision fp16 does not train on backend cpu; use fp32 or bf16"
         )
     if precision == "tf32" and backend not in ("cuda", "auto"):
-        yield Contradiction(
+        yield ConflictError(
             ("precision", "backend"),
             f"precision tf32 is a mode of NVIDIA GPUs, not of backend {backend}; use fp32 or bf16",
         )
     if strategy in ZERO and backend == "xla":
-        yield Contradiction(
+        yield ConflictError(
             ("strategy", "backend"),
             f"strategy {strategy} is DeepSpeed's, which does not run on backend xla; use full_shard",
         )
     if config.model.attention == "flash_attention_2":
         if backend not in ("cuda", "auto"):
-            yield Contradiction(
+            yield ConflictError(
                 ("model.attention", "backend"),
                 f"model.attention flash_attention_2 needs backend cuda, not {backend}; use sdpa",
             )
         if precision in ("fp32", "tf32"):
-            yield Contradiction(
+            yield ConflictError(
                 ("model.attention", "precision"),
                 f"model.attention flash_attention_2 computes in 16 bits, not in precision {precision}; use "
                 "sdpa, or precision bf16",
             )
 
 
-def _memory(config: RunConfig) -> Iterator[Contradiction]:
+def _memory(config: RunConfig) -> Iterator[ConflictError]:
     memory, strategy = config.memory, config.strategy
     on_nvme = [f"memory.{n}" for n in ("offload_optimizer", "offload_params") if getattr(memory, n) == "nvme"]
     if on_nvme and memory.nvme_path is None:
-        yield Contradiction(
+        yield ConflictError(
             (on_nvme[0], "memory.nvme_path"),
             f"{on_nvme[0]} nvme needs memory.nvme_path, a folder on a local disk",
         )
     if memory.nvme_path is not None and not on_nvme:
-        yield Contradiction(
+        yield ConflictError(
             ("memory.nvme_path",),
             "memory.nvme_path is set and nothing goes there; set memory.offload_optimizer or "
             "memory.offload_params to nvme, or remove it",
         )
     if strategy in ("zero1", "zero2"):
         if memory.offload_params != "none":
-            yield Contradiction(
+            yield ConflictError(
                 ("memory.offload_params", "strategy"),
                 f"memory.offload_params {memory.offload_params} needs sharded parameters, which strategy "
                 f"{strategy} keeps whole; use zero3",
             )
         if memory.offload_optimizer == "nvme":
-            yield Contradiction(
+            yield ConflictError(
                 ("memory.offload_optimizer", "strategy"),
                 f"memory.offload_optimizer nvme needs strategy zero3, not {strategy}; use cpu, or zero3",
             )
 
 
-def _deepspeed(config: RunConfig) -> Iterator[Contradiction]:
-    # A strategy left at its default yields to the stage that the JSON names, so only a chosen one contradicts.
+def _deepspeed(config: RunConfig) -> Iterator[ConflictError]:
+    # A strategy left at its default yields to the stage that the JSON names; only a chosen one contradicts.
     chosen = config.is_set("strategy")
     if config.deepspeed.config is not None and chosen and config.strategy not in ZERO:
-        yield Contradiction(
+        yield ConflictError(
             ("deepspeed.config", "strategy"),
             f"deepspeed.config has no use with strategy {config.strategy}; use zero1, zero2 or zero3, or "
             "remove deepspeed.config",
         )
 
 
-def _fsdp(config: RunConfig) -> Iterator[Contradiction]:
+def _fsdp(config: RunConfig) -> Iterator[ConflictError]:
     fsdp, strategy = config.fsdp, config.strategy
     given = [f"fsdp.{name}" for name, value in fsdp if value is not None]
     if given and strategy in ZERO:
-        yield Contradiction(
+        yield ConflictError(
             (given[0], "strategy"),
             f"{given[0]} has no use with strategy {strategy}, which is DeepSpeed's; remove it, or use "
             "full_shard",
         )
     if fsdp.shard_group_size is not None and strategy not in HYBRID:
-        yield Contradiction(
+        yield ConflictError(
             ("fsdp.shard_group_size", "strategy"),
             f"fsdp.shard_group_size needs strategy hybrid_shard or hybrid_shard_zero2, not {strategy}",
         )
     yield from _wrap_policy(config)
 
 
-def _wrap_policy(config: RunConfig) -> Iterator[Contradiction]:
+def _wrap_policy(config: RunConfig) -> Iterator[ConflictError]:
     fsdp = config.fsdp
     policy = fsdp.auto_wrap_policy
     if policy == "size_based_wrap" and fsdp.min_num_params is None:
-        yield Contradiction(
+        yield ConflictError(
             ("fsdp.auto_wrap_policy",),
             "fsdp.auto_wrap_policy size_based_wrap needs fsdp.min_num_params",
         )
     if fsdp.min_num_params is not None and policy in ("transformer_based_wrap", "no_wrap"):
-        yield Contradiction(
+        yield ConflictError(
             ("fsdp.min_num_params", "fsdp.auto_wrap_policy"),
             f"fsdp.min_num_params is for size_based_wrap, not for fsdp.auto_wrap_policy {policy}",
         )
     if fsdp.transformer_layer_cls_to_wrap is not None and policy in ("size_based_wrap", "no_wrap"):
-        yield Contradiction(
+        yield ConflictError(
             ("fsdp.transformer_layer_cls_to_wrap", "fsdp.auto_wrap_policy"),
             "fsdp.transformer_layer_cls_to_wrap is for transformer_based_wrap, not for fsdp.auto_wrap_policy "
             f"{policy}",
         )
 
 
-def _xla(config: RunConfig) -> Iterator[Contradiction]:
+def _xla(config: RunConfig) -> Iterator[ConflictError]:
     recompute = config.memory.activation_checkpointing
     # On other backends the xla section lies idle, so that one file serves all of them.
     if config.backend == "xla" and config.xla.xla_fsdp_grad_ckpt is False and recompute != "none":
-        yield Contradiction(
+        yield ConflictError(
             ("xla.xla_fsdp_grad_ckpt", "memory.activation_checkpointing"),
             f"xla.xla_fsdp_grad_ckpt false contradicts memory.activation_checkpointing {recompute}; remove "
             "one of the two",

@@ -41,7 +41,7 @@ ELSEWHERE = {
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like ``name``, by the whole dotted name or by its last part; None if none is near."""
+    """The candidate most like ``name``, by the whole dotted name or its last part; None if none is near."""
     name = name.lower().replace("-", "_")[:_LONGEST]
     leaf = name.rpartition(".")[2]
     candidates = list(candidates)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
-IDENTITY = {"identity": True}
+IDENTITY: dict[str, JsonValue] = {"identity": True}
 """Marks a field that two legs of one run must agree on; see ``RunConfig.fingerprint``."""
 
 _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}

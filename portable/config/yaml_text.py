@@ -1,8 +1,8 @@
 """YAML 1.2 text to plain values, each with the line it stands on; and one value from a flag.
 
-PyYAML follows YAML 1.1, where ``3e-4`` is text, ``no`` is false and ``2020-01-01`` is a date. The scalar rules
-here are those of the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys,
-tags, and aliases that repeat themselves without end are refused.
+PyYAML follows YAML 1.1, where ``3e-4`` is text, ``no`` is false and ``2020-01-01`` is a date. The rules for
+scalars here are those of the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate
+keys, tags, and aliases that repeat themselves without end are refused.
 """
 
 from __future__ import annotations
