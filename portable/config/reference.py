@@ -1,0 +1,135 @@
+"""The reference page and the JSON Schema, written from the schema.
+
+``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``; with
+``--check`` it only says whether they are up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from portable.config import keys
+from portable.config.help_text import default_text
+from portable.config.schema import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `python -m portable.config.reference` from portable/config/schema.py. Edit that, not this. -->
+
+A run is described by one YAML file, given as `portable-train --config run.yaml`. Every setting in it is
+also a flag under its dotted name: `--train.steps 20`. A flag wins over the file, and the file over the
+defaults below. The defaults are the quickstart, written out in
+[configs/quickstart.yaml](../configs/quickstart.yaml).
+
+**Flags.** Dashes and underscores are the same. A truth value may stand alone (`--compile`,
+`--no-compile`). Lists are written `--train.betas 0.9 0.95` or `'[0.9, 0.95]'`, and null as `null`. A key
+inside a mapping goes after another dot: `--model.config.hidden_size 512`. `portable-train --help train`
+explains one section.
+
+**YAML** is read as YAML 1.2: `3e-4` is a number; `yes`, `no`, `on` and `off` are words, understood as
+truth values only where one is wanted. A key given twice is an error.
+
+**Mistakes** end the run before any work, with one line that names the key, its line in the file, what is
+allowed, and the nearest valid name:
+
+```
+error: run.yaml:7: unknown key train.learning_rat; did you mean train.learning_rate?
+```
+
+**Editors** with a YAML language server complete and check the file after this first line (the path is
+relative to the file):
+
+```yaml
+# yaml-language-server: $schema=../configs/schema.json
+```
+
+**The same run.** Settings marked † define the run: a run goes on from its checkpoint only where they
+agree. All others may change from one leg of a run to the next.
+"""
+
+
+def reference_page() -> str:
+    """The text of ``docs/config.md``."""
+    table, about = keys.settings(RunConfig), keys.sections(RunConfig)
+    parts = [_INTRODUCTION, _section("Top level", "", [s for s in table.values() if not s.section])]
+    for name, text in about.items():
+        parts.append(_section(f"`{name}`", text, [s for s in table.values() if s.section == name]))
+    return "\n".join(parts)
+
+
+def _section(title: str, about: str, settings: list[keys.Setting]) -> str:
+    rows = [
+        f"| `{s.key}`{' †' * s.identity} | {_cell(s.allowed)} | {_default(s)} | {_cell(s.description)} |"
+        for s in settings
+    ]
+    head = ["| key | type | default | what it does |", "| --- | --- | --- | --- |"]
+    return "\n".join([f"## {title}", "", *([about, ""] if about else []), *head, *rows, ""])
+
+
+def _cell(text: str) -> str:
+    # A bar would end the cell; choices read as well with commas.
+    text = text.replace(" | ", ", ").replace("|", "\\|").replace(">=", "≥").replace("<=", "≤")
+    return text.replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _default(setting: keys.Setting) -> str:
+    if isinstance(setting.default, dict):
+        return "the quickstart's"
+    return f"`{default_text(setting.default)}`"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of the YAML file, with descriptions, for editors."""
+    schema = RunConfig.model_json_schema(by_alias=True)
+    _without_titles(schema)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "portable-train config",
+        **schema,
+    }
+
+
+def _without_titles(node: Any) -> None:
+    """Drop the titles that pydantic derives from names: editors show them in front of the description."""
+    if isinstance(node, dict):
+        if isinstance(node.get("title"), str):
+            del node["title"]
+        for child in node.values():
+            _without_titles(child)
+    elif isinstance(node, list):
+        for child in node:
+            _without_titles(child)
+
+
+def pages() -> dict[Path, str]:
+    """Every generated file with the text it should hold."""
+    return {
+        ROOT / "docs" / "config.md": reference_page(),
+        ROOT / "configs" / "schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Write the pages, or check them; the exit code is 1 where one is out of date."""
+    if argv not in ([], ["--check"]):
+        print("usage: python -m portable.config.reference [--check]", file=sys.stderr)
+        return 2
+    stale = [path for path, text in pages().items() if not path.is_file() or path.read_text("utf-8") != text]
+    for path in stale:
+        name = path.relative_to(ROOT)
+        if argv:
+            print(f"{name} is out of date; run python -m portable.config.reference", file=sys.stderr)
+        else:
+            path.write_text(pages()[path], "utf-8")
+            print(f"wrote {name}")
+    return 1 if argv and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
