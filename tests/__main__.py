@@ -1,0 +1,57 @@
+"""Every check of the project: ``python -m tests [--fast] [pytest arguments]``.
+
+``--fast`` leaves out the tests marked slow. The exit code is 0 only where every check passed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+Check = tuple[str, list[str]]
+
+
+def checks(arguments: list[str]) -> list[Check]:
+    """The checks in order, quick ones first, each as a heading and a command of this Python."""
+    fast = ["-m", "not slow"] if "--fast" in arguments else []
+    rest = [argument for argument in arguments if argument != "--fast"]
+    return [
+        ("ruff check", ["-m", "ruff", "check"]),
+        ("ruff format", ["-m", "ruff", "format", "--check"]),
+        ("mypy", ["-m", "mypy"]),
+        ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as main; main()"]),
+        ("reference", ["-m", "portable.config.reference", "--check"]),
+        ("pytest", ["-m", "pytest", *fast, *rest]),
+    ]
+
+
+def run(check: Check) -> tuple[bool, str]:
+    """Run one check under its heading; whether it passed, and the word for the summary."""
+    name, command = check
+    print(f"\n=== {name}", flush=True)
+    start = time.monotonic()
+    # UTF-8 mode: what the tools print must not depend on the locale of the shell.
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=False).returncode
+    verdict = "passed" if code == 0 else f"FAILED (exit code {code})"
+    print(f"--- {name} {verdict} in {time.monotonic() - start:.1f} s", flush=True)
+    return code == 0, f"{name} {verdict}"
+
+
+def main(arguments: list[str]) -> int:
+    """Run all checks, also after one has failed, and close with a line on each."""
+    start = time.monotonic()
+    results = [run(check) for check in checks(arguments)]
+    good = all(passed for passed, _ in results)
+    print(f"\n{'ALL PASSED' if good else 'FAILED'} in {time.monotonic() - start:.0f} s: ", end="")
+    print(", ".join(summary for passed, summary in results if good or not passed))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

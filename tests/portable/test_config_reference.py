@@ -1,0 +1,65 @@
+"""What is generated from the schema is up to date, and the example configs are what they claim to be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from portable.config import RunConfig, keys, load_config
+from portable.config.reference import ROOT, json_schema, main, pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def test_generated_files_are_up_to_date() -> None:
+    assert main(["--check"]) == 0
+
+
+def test_check_notices_a_stale_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("portable.config.reference.ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "configs").mkdir()
+    assert main(["--check"]) == 1
+    assert main([]) == 0
+    assert main(["--check"]) == 0
+    assert main(["--wrong"]) == 2
+
+
+def test_the_page_explains_every_setting() -> None:
+    (page,) = (text for path, text in pages().items() if path.suffix == ".md")
+    for key in keys.settings(RunConfig):
+        assert f"| `{key}`" in page
+
+
+def test_the_schema_knows_every_setting() -> None:
+    schema = json_schema()
+    for key in keys.settings(RunConfig):
+        node: dict[str, Any] = schema
+        for part in key.split("."):
+            assert node["additionalProperties"] is False
+            node = node["properties"][part]
+            if "$ref" in node:
+                node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+        assert node["description"]
+        assert "title" not in node
+
+
+def test_the_quickstart_file_is_the_defaults() -> None:
+    path = ROOT / "configs" / "quickstart.yaml"
+    config = load_config(path)
+    assert config == RunConfig()
+    written = [key for key in keys.settings(RunConfig) if config.is_set(key)]
+    left_out = set(keys.settings(RunConfig)) - set(written)
+    assert all(key.startswith(("fsdp.", "xla.")) for key in left_out)
+    # Other tools read it with YAML 1.1.
+    assert yaml.safe_load(path.read_text("utf-8"))["train"]["eps"] == 1e-8
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_example_config_is_valid(path: Path) -> None:
+    load_config(path)
