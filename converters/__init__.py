@@ -1,9 +1,9 @@
 """How checkpoint formats lie on disk, and one logical view of them all.
 
-    from converters import open_checkpoint
+from converters import open_checkpoint
 
-    checkpoint = open_checkpoint("runs/quickstart")
-    checkpoint.tensors["model.embed_tokens.weight"].read((slice(0, 16),))
+checkpoint = open_checkpoint("runs/quickstart")
+checkpoint.tensors["model.embed_tokens.weight"].read((slice(0, 16),))
 """
 
 from __future__ import annotations

@@ -88,7 +88,9 @@ class Checkpoint:
 
     def _resolve(self) -> tuple[dict[str, Tensor], dict[str, str], OptimizerState | None]:
         if self._resolved is None:
-            tensors, aliases = resolve_ties(self._stored, self._known_aliases, self.companions.get("config.json"))
+            tensors, aliases = resolve_ties(
+                self._stored, self._known_aliases, self.companions.get("config.json")
+            )
             self._resolved = tensors, aliases, _by_owner(self._optimizer, aliases)
         return self._resolved
 

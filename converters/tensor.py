@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from converters.dtypes import numpy_dtype
 from converters.errors import CheckpointError
-from converters.storage import Joined, Slice, Source, Touched
+from converters.storage import FileSpan, Joined, Slice, Source, Touched
 from converters.tiling import check_boxes_tile
 
 Shape = tuple[int, ...]
@@ -71,7 +71,7 @@ class Tensor:
         CheckpointError: when made of pieces that leave a gap, overlap or stick out, or of an unknown dtype.
     """
 
-    __slots__ = ("_starts", "boxes", "dtype", "name", "shape")
+    __slots__ = ("_reach", "_starts", "boxes", "dtype", "name", "shape")
 
     def __init__(self, name: str, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
         self.name = name
@@ -86,10 +86,15 @@ class Tensor:
             raise CheckpointError(f"{name}: impossible shape {list(self.shape)}")
         check_boxes_tile(name, self.shape, [(box.offsets, box.sizes) for box in boxes])
         self.boxes = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
+        # Along dim 0, for finding the boxes that meet a region: where each starts, how far any so far reaches.
         self._starts = [box.offsets[0] for box in self.boxes] if self.shape else []
+        ends = (box.offsets[0] + box.sizes[0] for box in self.boxes) if self.shape else ()
+        self._reach = list(accumulate(ends, max))
 
     @classmethod
-    def contiguous(cls, name: str, dtype: str, shape: Sequence[int], source: Source, offset: int = 0) -> Tensor:
+    def contiguous(
+        cls, name: str, dtype: str, shape: Sequence[int], source: Source, offset: int = 0
+    ) -> Tensor:
         """A tensor that lies whole and row-major in `source`, from byte `offset`."""
         shape = tuple(shape)
         strides = row_major(shape, numpy_dtype(dtype).itemsize)
@@ -157,7 +162,7 @@ class Tensor:
         elif not (out.flags.c_contiguous and out.flags.writeable):
             raise ValueError(f"{self.name}: out must be contiguous and writeable")
         touched: Touched = set()
-        self.fill(out.view(kind) if out.ndim else out.reshape(1).view(kind).reshape(()), lows, touched)
+        self.fill(out.view(kind), lows, touched)
         for span in touched:
             span.verify()
         return out
@@ -208,6 +213,18 @@ class Tensor:
                 self.fill(block.reshape(shape), (*prefix, row, *(0 for _ in inner)), touched)
                 yield block
 
+    def whole_span(self) -> FileSpan | None:
+        """The bytes of the whole tensor, row-major, if they lie together in one file without a checksum."""
+        if len(self.boxes) != 1 or self.boxes[0].sizes != self.shape:
+            return None
+        view = self.boxes[0].view
+        span = view.source
+        if not isinstance(span, FileSpan) or span.crc32 is not None:
+            return None
+        if view.strides != row_major(self.shape, numpy_dtype(self.dtype).itemsize):
+            return None
+        return span.file.span(span.offset + view.offset, self.nbytes)
+
     def _region(self, index: tuple[slice, ...] | slice | None) -> tuple[Shape, Shape]:
         slices = () if index is None else (index,) if isinstance(index, slice) else tuple(index)
         if len(slices) > len(self.shape):
@@ -226,14 +243,8 @@ class Tensor:
         """The boxes whose extent along dim 0 may meet the region; few, where the tensor is cut along dim 0."""
         if not lows or len(self.boxes) == 1:
             return self.boxes
+        first = bisect_right(self._reach, lows[0])
         last = bisect_right(self._starts, lows[0] + sizes[0] - 1)
-        first = bisect_right(self._starts, lows[0])
-        # Boxes starting earlier may still reach in: go back while any does. Cut along dim 0, that is one.
-        while first > 0:
-            box = self.boxes[first - 1]
-            if box.offsets[0] + box.sizes[0] <= lows[0] and box.offsets[0] < lows[0]:
-                break
-            first -= 1
         return self.boxes[first:last]
 
 

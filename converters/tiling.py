@@ -31,7 +31,9 @@ def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent])
             live.append((offsets, sizes))
     volume, expected = sum(prod(sizes) for _, sizes in live), prod(shape)
     if volume < expected:
-        raise CheckpointError(f"{name}: {expected - volume} of {expected} elements are missing from the files")
+        raise CheckpointError(
+            f"{name}: {expected - volume} of {expected} elements are missing from the files"
+        )
     if volume > expected:
         raise CheckpointError(f"{name}: pieces overlap, {volume} elements are stored for {expected}")
     if len(live) < 2:

@@ -1,0 +1,189 @@
+"""`portable-convert`: any sharded checkpoint in, plain safetensors out."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from converters.casting import CHOICES
+from converters.checkpoint import Checkpoint
+from converters.errors import CheckpointError
+from converters.opening import open_checkpoint
+from converters.output import check_output
+from converters.safetensors_writer import Plan, plan_safetensors, write_safetensors
+
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+_DESCRIPTION = """\
+Turn a training checkpoint into a folder that from_pretrained loads.
+
+SRC may be a run folder (the newest complete step is taken), one step, a folder of shards, or one file. The format
+is found out by looking. Nothing is loaded whole: memory stays flat whatever the model's size. SRC is never changed,
+and OUT appears complete or not at all.
+"""
+
+_EXAMPLES = """\
+examples:
+  portable-convert runs/quickstart out/                    newest step, every value as it was trained
+  portable-convert runs/quickstart out/ --tag step-000100  a certain step
+  portable-convert ckpt/ out/ --dtype bfloat16             half the size, for inference
+  portable-convert ckpt/ out/ --optimizer                  the optimizer's moments too
+  portable-convert ckpt/ out/ --dry-run                    what would be written; writes nothing
+  portable-convert ckpt/ out/ --verify                     read OUT back and compare before it appears
+
+then:
+  AutoModelForCausalLM.from_pretrained("out/")
+
+exit codes: 0 done, 2 refused (one `error:` line says why, OUT is as it was).
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise CheckpointError(f"{message} (see portable-convert --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="portable-convert",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("src", metavar="SRC", help="run folder, step folder, folder of shards, or file")
+    parser.add_argument("out", metavar="OUT", help="folder to create")
+    parser.add_argument("--tag", help="which step of SRC: a folder name (step-000100) or a number (100)")
+    parser.add_argument(
+        "--dtype",
+        choices=list(CHOICES),
+        default="keep",
+        help="type of floating tensors; keep (default) is the highest precision SRC holds. Integer and 0-d "
+        "buffers stay exact",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="split above this size: 5GB (default), 500MB, 2GiB, or bytes",
+    )
+    parser.add_argument(
+        "--optimizer", action="store_true", help="also write optimizer.safetensors and optimizer.json"
+    )
+    parser.add_argument("--to", choices=["safetensors", "dcp"], default="safetensors", help="format to write")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    parser.add_argument("--verify", action="store_true", help="compare OUT with SRC before it appears")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
+    parser.add_argument("--quiet", action="store_true", help="print errors only")
+    return parser
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", text.strip().upper())
+    unit = (match[2] or "").removesuffix("B") + "B" if match and match[2] else ""
+    if match is None or (unit not in _UNITS and unit != "B") or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
+    return max(1, int(float(match[1]) * _UNITS.get(unit, 1)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `portable-convert`; returns the exit code: 0 done, 2 refused, 130 or 143 interrupted."""
+    previous = None
+    try:
+        options = _parser().parse_args(argv)
+        try:
+            previous = signal.signal(signal.SIGTERM, _terminated)
+        except ValueError:
+            pass  # not the main thread: the signal is someone else's
+        return _convert(options)
+    except CheckpointError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _terminated(signum: int, frame: object) -> NoReturn:
+    # An exception, so that the temporary folder is removed on the way out.
+    raise SystemExit(128 + signum)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    source, out = Path(options.src), Path(options.out)
+    if options.to == "dcp":
+        raise CheckpointError("--to dcp: writing DCP is not supported yet; use --to safetensors")
+    if not source.exists():
+        raise CheckpointError(f"{source}: no such file or folder")
+    if not options.dry_run:
+        check_output(out, [source], overwrite=options.overwrite)
+    checkpoint = open_checkpoint(source, options.tag)
+    chosen = {
+        "dtype": options.dtype,
+        "max_shard_size": options.max_shard_size,
+        "optimizer": options.optimizer,
+    }
+    if options.dry_run:
+        print(_describe(checkpoint, plan_safetensors(checkpoint, **chosen), out))
+        return 0
+    plan = write_safetensors(
+        checkpoint,
+        out,
+        **chosen,
+        overwrite=options.overwrite,
+        progress=not options.quiet,
+        verify=options.verify,
+    )
+    if not options.quiet:
+        count = sum(len(file.entries) for file in plan.files)
+        checked = ", compared with the source" if options.verify else ""
+        print(f"{out}: {count} tensors, {_bytes(plan.nbytes)} in {len(plan.files)} file(s){checked}")
+    return 0
+
+
+def _describe(checkpoint: Checkpoint, plan: Plan, out: Path) -> str:
+    lines = [f"{checkpoint.root} ({checkpoint.format})"]
+    if "step" in checkpoint.metadata:
+        lines[0] += f", step {checkpoint.metadata['step']}"
+    for alias, owner in checkpoint.aliases.items():
+        lines.append(f"  tied: {alias} is {owner}, left out")
+    for file in plan.files:
+        lines.append(f"{out / file.name}: {len(file.entries)} tensors, {_bytes(file.nbytes)}")
+        for entry in file.entries:
+            source = entry.tensor.dtype
+            dtype = source if source == entry.dtype else f"{source} -> {entry.dtype}"
+            lines.append(f"  {entry.name}  {list(entry.tensor.shape)}  {dtype}  {_bytes(entry.nbytes)}")
+    lines += [f"{out / name}" for name in plan.documents]
+    lines += [f"{out / name}: copied from {path}" for name, path in plan.companions.items()]
+    lines.append(
+        f"total {_bytes(plan.nbytes)}; peak buffer {_bytes(plan.buffer)}; dry run, nothing was written"
+    )
+    return "\n".join(lines)
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The small files that make weights loadable: config.json, the tokenizer, and their like."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+_NAMES = re.compile(
+    r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
+    r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.model|preprocessor_config\.json"
+    r"|processor_config\.json"
+)
+_SUBFOLDERS = ("model", "hf", "tokenizer")
+_RUN_CHECKPOINTS = "checkpoints"
+# Nothing a tokenizer needs is larger; a `.model` that is belongs to something else.
+_MAX_BYTES = 1 << 30
+
+
+def find_companions(root: Path) -> dict[str, Path]:
+    """Files to copy beside converted weights: name -> path.
+
+    Looked for in `root` (or the folder of a file), in its `model/`, then upwards to its parent, and on to the
+    run folder where `root` lies in `<run>/checkpoints/`. The nearest file of a name wins.
+    """
+    folder = root if root.is_dir() else root.parent
+    folder = folder.absolute()
+    upwards = [folder, folder.parent]
+    if folder.parent.name == _RUN_CHECKPOINTS:
+        upwards.append(folder.parent.parent)
+    elif folder.parent.parent.name == _RUN_CHECKPOINTS:
+        upwards += [folder.parent.parent, folder.parent.parent.parent]
+    found: dict[str, Path] = {}
+    for place in upwards:
+        for where in (place, *(place / name for name in _SUBFOLDERS)):
+            try:
+                entries = sorted(where.iterdir())
+            except OSError:
+                continue
+            for entry in entries:
+                if entry.name not in found and _NAMES.fullmatch(entry.name) and _usable(entry):
+                    found[entry.name] = entry
+    return found
+
+
+def _usable(path: Path) -> bool:
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+            return False
+        if path.name != "config.json":
+            return True
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    # Any tool may leave a config.json about; a model's says which model.
+    return isinstance(config, dict) and ("model_type" in config or "architectures" in config)

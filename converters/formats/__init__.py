@@ -1,0 +1,64 @@
+"""One module a format. A format is a name, a test for a path, and a function that opens it.
+
+To add one: write `converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and name the module
+in `_MODULES`. Modules are asked in that order, so a format that holds more (fp32 masters, optimizer state) comes
+before one that may lie beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from converters.checkpoint import Checkpoint
+
+_MODULES = ("dcp", "safetensors")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a format is asked to open.
+
+    Attributes:
+        path: the folder or file.
+        tag: the step folder the user asked for, where the format keeps several under `path` (DeepSpeed's
+            `latest`); None for the newest.
+        verify: check stored CRCs.
+    """
+
+    path: Path
+    tag: str | None = None
+    verify: bool = True
+
+
+@dataclass(frozen=True)
+class Format:
+    """A checkpoint format.
+
+    Attributes:
+        name: as `Checkpoint.format` has it.
+        detect: whether the path is of this format and complete; looks at names, reads next to nothing.
+        open: the logical checkpoint; CheckpointError for anything damaged.
+        incomplete: why a path that looks like this format cannot be opened, else None; for the error message.
+        tags: whether `open` itself understands `Source.tag`.
+    """
+
+    name: str
+    detect: Callable[[Source], bool]
+    open: Callable[[Source], Checkpoint]
+    incomplete: Callable[[Source], str | None] = lambda source: None
+    tags: bool = False
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """Every format, in the order they are asked."""
+    return tuple(import_module(f"{__name__}.{name}").FORMAT for name in _MODULES)
+
+
+def detect(source: Source) -> Format | None:
+    """The first format that knows the path, or None."""
+    return next((found for found in formats() if found.detect(source)), None)

@@ -1,0 +1,176 @@
+"""safetensors: one file, or numbered shards with `model.safetensors.index.json`.
+
+A header may lie, and the format has no checksum: lengths, offsets, overlaps and the index are all checked, the
+values cannot be.
+
+Source: https://github.com/huggingface/safetensors, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from converters.checkpoint import Checkpoint
+from converters.companions import find_companions
+from converters.dtypes import NUMPY, itemsize
+from converters.errors import CheckpointError
+from converters.formats import Format, Source
+from converters.naming import plain_names
+from converters.storage import Folder, SourceFile
+from converters.tensor import Tensor
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# The reference implementation's own limit on the header.
+MAX_HEADER = 100_000_000
+
+
+def _names(path: Path) -> list[str]:
+    """The file to start from: the index if there is one, the single file, or a lone .safetensors file."""
+    if path.is_file():
+        named = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        return [path.name] if named else []
+    for name in (_INDEX, _SINGLE):
+        if (path / name).is_file():
+            return [name]
+    try:
+        entries = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    except OSError:
+        return []
+    for suffix in (".safetensors.index.json", ".safetensors"):
+        found = [
+            name for name in entries if name.endswith(suffix) and not name.startswith((".", "optimizer."))
+        ]
+        if len(found) == 1:
+            return found
+    return []
+
+
+def _detect(source: Source) -> bool:
+    return bool(_names(source.path))
+
+
+def _incomplete(source: Source) -> str | None:
+    if source.path.is_dir():
+        found = sorted(entry.name for entry in source.path.iterdir() if entry.suffix == ".safetensors")
+        if len(found) > 1:
+            return (
+                f"{source.path}: several .safetensors files and no {_INDEX}; give one file, or add the index"
+            )
+    return None
+
+
+def _open(source: Source) -> Checkpoint:
+    root = source.path if source.path.is_dir() else source.path.parent
+    folder = Folder(root, verify=source.verify)
+    (name,) = _names(source.path)
+    extra: dict[str, str] = {}
+    if name.endswith(".index.json"):
+        tensors, extra = _read_index(folder, name)
+    else:
+        tensors, extra = read_file(folder.file(name))
+    return Checkpoint(
+        format="safetensors",
+        root=source.path,
+        tensors=plain_names(tensors, where=str(source.path)),
+        metadata={"header": extra} if extra else {},
+        companions=find_companions(source.path),
+    )
+
+
+def _read_index(folder: Folder, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    file = folder.file(name)
+    index = _json(file, file.read(0, file.nbytes))
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{file.path}: not an index of shards (no weight_map)")
+    shards: dict[str, dict[str, Tensor]] = {}
+    extra: dict[str, str] = {}
+    for shard in sorted(set(weight_map.values())):
+        shards[shard], said = read_file(folder.file(shard))
+        extra.update(said)
+    tensors: dict[str, Tensor] = {}
+    for key, shard in weight_map.items():
+        if key not in shards[shard]:
+            raise CheckpointError(f"{folder.path / shard}: does not hold {key!r}, which {name} places there")
+        tensors[key] = shards[shard][key]
+    for shard, held in shards.items():
+        lost = [key for key in held if weight_map.get(key) != shard]
+        if lost:
+            raise CheckpointError(
+                f"{folder.path / shard}: holds {lost[0]!r}, which {name} does not place there"
+            )
+    return tensors, extra
+
+
+def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the `__metadata__` of one file.
+
+    Raises:
+        CheckpointError: truncated, or a header whose offsets leave gaps, overlap or do not fit the shapes.
+    """
+    if file.nbytes < 8:
+        raise CheckpointError(f"{file.path}: truncated, not a safetensors file")
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > MAX_HEADER or 8 + length > file.nbytes:
+        raise CheckpointError(
+            f"{file.path}: truncated or not a safetensors file (a header of {length} bytes)"
+        )
+    header = _json(file, file.read(8, length))
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file.path}: the header is not a table of tensors")
+    extra = header.pop("__metadata__", {})
+    start = 8 + length
+    spans: list[tuple[int, int, str]] = []
+    tensors: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        dtype, shape, low, high = _entry(file, name, entry)
+        if high - low != prod(shape) * itemsize(dtype):
+            raise CheckpointError(f"{file.path}: {name!r} has {high - low} bytes for {dtype} {shape}")
+        span = file.span(start + low, high - low, what=repr(name))
+        tensors[name] = Tensor.contiguous(name, dtype, shape, span)
+        spans.append((low, high, name))
+    spans.sort()
+    bounds = [(0, 0, ""), *spans, (file.nbytes - start, file.nbytes - start, "")]
+    for (_, stop, left), (low, _, right) in pairwise(bounds):
+        if stop != low:
+            what = f"after {left!r}" if left else f"before {right!r}"
+            why = "unused bytes" if stop < low else "overlapping tensors"
+            raise CheckpointError(f"{file.path}: {why} {what}; truncated or damaged")
+    plain = isinstance(extra, dict) and all(isinstance(value, str) for value in extra.values())
+    return tensors, extra if plain else {}
+
+
+def _entry(file: SourceFile, name: str, entry: Any) -> tuple[str, list[int], int, int]:
+    if isinstance(entry, dict):
+        dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if isinstance(dtype, str) and dtype not in NUMPY:
+            raise CheckpointError(
+                f"{file.path}: {name!r} has the element type {dtype[:20]}, which is not supported"
+            )
+        if isinstance(dtype, str) and _counts(shape) and _counts(offsets) and len(offsets) == 2:
+            return dtype, shape, offsets[0], offsets[1]
+    raise CheckpointError(f"{file.path}: damaged header entry for {name!r}")
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+
+
+def _json(file: SourceFile, data: bytes) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise CheckpointError(f"{file.path}: names a key twice")
+        return made
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{file.path}: damaged, not readable as JSON") from None
+
+
+FORMAT = Format("safetensors", _detect, _open, _incomplete)

@@ -1,0 +1,91 @@
+"""From a path that a person typed to the checkpoint it means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from converters.checkpoint import Checkpoint
+from converters.errors import CheckpointError
+from converters.formats import Format, Source, detect, formats
+
+# step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100 ...
+_STEP = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[-_]?(\d+)")
+
+
+def open_checkpoint(path: str | Path, tag: str | None = None, *, verify: bool = True) -> Checkpoint:
+    """Open a checkpoint of any supported format.
+
+    Args:
+        path: a run folder (the newest complete step is taken), a step folder, a folder of shards, or one file.
+        tag: the step to take from a folder of several: its folder's name (`step-000100`) or number (`100`).
+        verify: check the CRCs that the format stores on everything read. Turn off only where something else
+            has checked the same files just now.
+
+    Returns:
+        A `Checkpoint`; only headers have been read.
+
+    Raises:
+        CheckpointError: nothing there, not a known format, or damaged. One line, naming the file.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise CheckpointError(f"{root}: no such file or folder")
+    found, source = _locate(root, tag, verify)
+    try:
+        return found.open(source)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or source.path}: {error.strerror or error}") from None
+    except RecursionError:
+        raise CheckpointError(f"{source.path}: nested too deeply to be a checkpoint") from None
+
+
+def _locate(root: Path, tag: str | None, verify: bool) -> tuple[Format, Source]:
+    source = Source(root, tag, verify)
+    steps = _steps(root)
+    if tag is not None and steps:
+        matching = [
+            step for number, step in steps if tag == step.name or (tag.isdigit() and int(tag) == number)
+        ]
+        if matching:
+            source = Source(matching[0], None, verify)
+            found = detect(source)
+            if found is None:
+                raise CheckpointError(_why_not(source))
+            return found, source
+    found = detect(source)
+    if found is not None and (tag is None or found.tags):
+        return found, source
+    if tag is not None:
+        known = ", ".join(step.name for _, step in steps[:8]) or "none"
+        raise CheckpointError(f"{root}: no checkpoint is tagged {tag!r}; there are: {known}")
+    for _, step in steps:
+        candidate = Source(step, None, verify)
+        found = detect(candidate)
+        if found is not None:
+            return found, candidate
+    raise CheckpointError(_why_not(Source(steps[0][1], None, verify) if steps else source))
+
+
+def _steps(root: Path) -> list[tuple[int, Path]]:
+    """Step folders in `root` and in its `checkpoints/`, newest first."""
+    steps = []
+    for folder in (root / "checkpoints", root):
+        try:
+            children = [child for child in folder.iterdir() if child.is_dir()]
+        except OSError:
+            continue
+        for child in children:
+            match = _STEP.fullmatch(child.name)
+            if match and not child.name.startswith("."):
+                steps.append((int(match[1][:18]), child))
+    return sorted(steps, key=lambda step: (-step[0], step[1].name))
+
+
+def _why_not(source: Source) -> str:
+    for known in formats():
+        reason = known.incomplete(source)
+        if reason:
+            return reason
+    names = ", ".join(known.name for known in formats())
+    return f"{source.path}: no checkpoint of a known format here ({names})"

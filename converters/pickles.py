@@ -1,0 +1,335 @@
+"""A pickle reader that cannot call anything.
+
+It interprets the opcodes itself and builds plain containers. A global is looked up in an explicit table of
+stand-ins: small functions of ours that turn the arguments into inert data. A global outside the table ends the
+reading with an error that names it. Nothing is imported, no attribute is set, no constructor runs.
+
+Source: Lib/pickletools.py and PEP 3154 (protocol 4), PEP 574 (protocol 5).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from converters.errors import CheckpointError
+
+Standin = Callable[..., Any]
+_SCALARS = (str, int, float, bool, bytes, type(None))
+# Longer integers are no size, step or seed; refusing them keeps every later conversion cheap.
+_MAX_INT_BYTES = 32
+
+
+class Global:
+    """A name that the pickle mentions, as data. `key` is `module.qualified.name`."""
+
+    __slots__ = ("key", "standin")
+
+    def __init__(self, key: str, standin: Standin | None) -> None:
+        self.key = key
+        self.standin = standin
+
+    def __call__(self, *args: Any) -> Any:
+        return Instance(self.key, args) if self.standin is None else self.standin(*args)
+
+
+class Instance:
+    """An object of a class that is known by name only: constructor arguments, state, list and dict items."""
+
+    __slots__ = ("args", "elements", "items", "key", "state")
+
+    def __init__(self, key: str, args: tuple[Any, ...]) -> None:
+        self.key = key
+        self.args = args
+        self.state: Any = None
+        self.items: dict[Any, Any] = {}
+        self.elements: list[Any] = []
+
+
+class _Refused(Exception):
+    """What is wrong with the pickle; `unpickle` adds where it lies."""
+
+
+class Mark:
+    """The marker object of the pickle machine."""
+
+
+def unpickle(
+    data: bytes,
+    *,
+    where: str,
+    standins: Mapping[str, Standin | None],
+    prefixes: tuple[str, ...] = (),
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Read one pickle into dicts, lists, tuples, sets, scalars, `Global`s and `Instance`s.
+
+    Args:
+        where: the file or record, for errors.
+        standins: the allow-list: `module.name` -> a function of the pickled arguments, or None for an `Instance`.
+        prefixes: modules (ending in a dot) whose every class may come as an `Instance`.
+        persistent: resolves persistent ids (torch.save's storages); without it they are refused.
+
+    Raises:
+        CheckpointError: a global outside the allow-list, an unknown opcode, truncated or malformed data.
+    """
+    try:
+        return _Machine(data, standins, prefixes, persistent).run()
+    except _Refused as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    except (
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        struct.error,
+        OverflowError,
+    ) as error:
+        raise CheckpointError(f"{where}: not a readable pickle ({type(error).__name__})") from None
+
+
+class _Machine:
+    def __init__(
+        self,
+        data: bytes,
+        standins: Mapping[str, Standin | None],
+        prefixes: tuple[str, ...],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        self.data = data
+        self.standins = standins
+        self.prefixes = prefixes
+        self.persistent = persistent
+        self.globals: dict[str, Global] = {}
+
+    def global_(self, module: Any, name: Any) -> Global:
+        if type(module) is not str or type(name) is not str:
+            raise _Refused("a global without a name")
+        key = f"{module}.{name}"
+        known = self.globals.get(key)
+        if known is None:
+            if key not in self.standins and not key.startswith(self.prefixes or ("\0",)):
+                shown = key if len(key) < 100 and key.isprintable() else "with an unprintable name"
+                raise _Refused(
+                    f"holds the Python object {shown}, which is not on the allow-list; nothing was run"
+                )
+            known = self.globals[key] = Global(key, self.standins.get(key))
+        return known
+
+    def run(self) -> Any:  # noqa: C901 - one machine, one loop; ordered by how often the opcodes come
+        data, end = self.data, len(self.data)
+        stack: list[Any] = []
+        push, pop = stack.append, stack.pop
+        marks: list[int] = []
+        memo: dict[int, Any] = {}
+        pos = 0
+        while True:
+            op = data[pos]
+            pos += 1
+            if op == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif op == 0x68:  # BINGET
+                push(memo[data[pos]])
+                pos += 1
+            elif op == 0x6A:  # LONG_BINGET
+                push(memo[int.from_bytes(data[pos : pos + 4], "little")])
+                pos += 4
+            elif op == 0x71:  # BINPUT
+                memo[data[pos]] = stack[-1]
+                pos += 1
+            elif op == 0x72:  # LONG_BINPUT
+                memo[int.from_bytes(data[pos : pos + 4], "little")] = stack[-1]
+                pos += 4
+            elif op == 0x28:  # MARK
+                marks.append(len(stack))
+            elif op == 0x29:  # EMPTY_TUPLE
+                push(())
+            elif op == 0x4B:  # BININT1
+                push(data[pos])
+                pos += 1
+            elif op == 0x81 or op == 0x52:  # NEWOBJ, REDUCE
+                args, made = pop(), pop()
+                if type(made) is not Global or type(args) is not tuple:
+                    raise _Refused("calls something that is not a known class")
+                push(made(*args))
+            elif op == 0x62:  # BUILD
+                state, target = pop(), stack[-1]
+                if type(target) is Instance:
+                    target.state = state
+                elif type(target) is not dict:  # an OrderedDict's own attributes (`_metadata`) say nothing
+                    raise _Refused("sets the state of something that is not a known class")
+            elif op == 0x8C or op == 0x58 or op == 0x8D:  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
+                width = 1 if op == 0x8C else 4 if op == 0x58 else 8
+                count = int.from_bytes(data[pos : pos + width], "little")
+                pos += width + count
+                if pos > end:
+                    raise _Refused("truncated")
+                push(data[pos - count : pos].decode("utf-8", "surrogatepass"))
+            elif op == 0x7D:  # EMPTY_DICT
+                push({})
+            elif op == 0x75:  # SETITEMS
+                at = marks.pop()
+                _set_items(stack[at - 1], stack[at:])
+                del stack[at:]
+            elif op == 0x73:  # SETITEM
+                value, key = pop(), pop()
+                _set_items(stack[-1], [key, value])
+            elif op == 0x85:  # TUPLE1
+                stack[-1:] = [(stack[-1],)]
+            elif op == 0x86:  # TUPLE2
+                stack[-2:] = [(stack[-2], stack[-1])]
+            elif op == 0x87:  # TUPLE3
+                stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+            elif op == 0x74:  # TUPLE
+                at = marks.pop()
+                stack[at:] = [tuple(stack[at:])]
+            elif op == 0x4D:  # BININT2
+                push(data[pos] | data[pos + 1] << 8)
+                pos += 2
+            elif op == 0x4A:  # BININT
+                push(int.from_bytes(data[pos : pos + 4], "little", signed=True))
+                pos += 4
+            elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
+                width = 1 if op == 0x8A else 4
+                count = int.from_bytes(data[pos : pos + width], "little")
+                if count > _MAX_INT_BYTES:
+                    raise _Refused("an integer of unreasonable length")
+                pos += width + count
+                push(int.from_bytes(data[pos - count : pos], "little", signed=True))
+            elif op == 0x89:  # NEWFALSE
+                push(False)
+            elif op == 0x88:  # NEWTRUE
+                push(True)
+            elif op == 0x4E:  # NONE
+                push(None)
+            elif op == 0x5D:  # EMPTY_LIST
+                push([])
+            elif op == 0x65:  # APPENDS
+                at = marks.pop()
+                _extend(stack[at - 1], stack[at:])
+                del stack[at:]
+            elif op == 0x61:  # APPEND
+                value = pop()
+                _extend(stack[-1], [value])
+            elif op == 0x47:  # BINFLOAT
+                push(struct.unpack_from(">d", data, pos)[0])
+                pos += 8
+            elif op == 0x93:  # STACK_GLOBAL
+                name, module = pop(), pop()
+                push(self.global_(module, name))
+            elif op == 0x63:  # GLOBAL
+                first = data.index(b"\n", pos)
+                second = data.index(b"\n", first + 1)
+                push(self.global_(data[pos:first].decode(), data[first + 1 : second].decode()))
+                pos = second + 1
+            elif op == 0x51:  # BINPERSID
+                if self.persistent is None:
+                    raise _Refused("refers to data outside the pickle")
+                push(self.persistent(pop()))
+            elif (
+                op == 0x43 or op == 0x42 or op == 0x8E or op == 0x96
+            ):  # SHORT_BINBYTES, BINBYTES, ..8, BYTEARRAY8
+                width = 1 if op == 0x43 else 4 if op == 0x42 else 8
+                count = int.from_bytes(data[pos : pos + width], "little")
+                pos += width + count
+                if pos > end:
+                    raise _Refused("truncated")
+                push(data[pos - count : pos])
+            elif op == 0x8F:  # EMPTY_SET
+                push(set())
+            elif op == 0x90:  # ADDITEMS
+                at = marks.pop()
+                if type(stack[at - 1]) is not set:
+                    raise _Refused("adds to something that is not a set")
+                stack[at - 1].update(_key(item) for item in stack[at:])
+                del stack[at:]
+            elif op == 0x91:  # FROZENSET
+                at = marks.pop()
+                stack[at:] = [frozenset(_key(item) for item in stack[at:])]
+            elif op == 0x6C:  # LIST
+                at = marks.pop()
+                stack[at:] = [stack[at:]]
+            elif op == 0x64:  # DICT
+                at = marks.pop()
+                made = {}
+                _set_items(made, stack[at:])
+                stack[at:] = [made]
+            elif op == 0x92:  # NEWOBJ_EX
+                kwargs, args, made = pop(), pop(), pop()
+                if type(made) is not Global or type(args) is not tuple or kwargs != {}:
+                    raise _Refused("calls something that is not a known class")
+                push(made(*args))
+            elif op == 0x30:  # POP
+                pop()
+            elif op == 0x31:  # POP_MARK
+                del stack[marks.pop() :]
+            elif op == 0x32:  # DUP
+                push(stack[-1])
+            elif op == 0x80:  # PROTO
+                if data[pos] > 5:
+                    raise _Refused(f"pickle protocol {data[pos]} is not known")
+                pos += 1
+            elif op == 0x95:  # FRAME: a hint for streaming readers
+                pos += 8
+            elif op == 0x2E:  # STOP
+                if len(stack) != 1 or marks:
+                    raise _Refused("the pickle ends with a muddled stack")
+                return stack[0]
+            else:
+                raise _Refused(f"the pickle opcode 0x{op:02x} is not supported")
+            if pos > end:
+                raise _Refused("truncated")
+
+
+def _key(key: Any) -> Any:
+    """A dict key that is cheap to hash: nested tuples can be made exponentially slow."""
+    kind = type(key)
+    if kind in _SCALARS or kind is Instance or kind is Global:
+        return key
+    if kind is tuple and all(type(item) in _SCALARS for item in key):
+        return key
+    raise _Refused("a dict key or set item that is not a plain value")
+
+
+def _set_items(target: Any, flat: list[Any]) -> None:
+    if type(target) is Instance:
+        target = target.items
+    if type(target) is not dict or len(flat) % 2:
+        raise _Refused("sets items of something that is not a dict")
+    for i in range(0, len(flat), 2):
+        key = flat[i]
+        target[key if type(key) is str else _key(key)] = flat[i + 1]
+
+
+def _extend(target: Any, values: list[Any]) -> None:
+    if type(target) is Instance:
+        target = target.elements
+    if type(target) is not list:
+        raise _Refused("appends to something that is not a list")
+    target.extend(values)
+
+
+def plain(value: Any, *, limit: int = 100_000) -> Any:
+    """`value` with only dicts, lists, strings and numbers left, fit for JSON; objects become their class name.
+
+    Shared and cyclic references are what makes a small pickle large: more than `limit` nodes end in "...".
+    """
+    left = [limit]
+
+    def walk(value: Any, depth: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0 or depth > 50:
+            return "..."
+        if isinstance(value, (str, int, float, bool, type(None))):
+            return value
+        if isinstance(value, dict):
+            return {str(k) if not isinstance(k, str) else k: walk(v, depth + 1) for k, v in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return [walk(item, depth + 1) for item in value]
+        if isinstance(value, (Instance, Global)):
+            return value.key
+        return type(value).__name__
+
+    return walk(value, 0)

@@ -1,0 +1,103 @@
+"""Tied weights: which stored tensors are the same parameter under two names.
+
+`save_pretrained` writes a tied parameter once, under its owner's name; so does everything here. Some writers
+store both names. A pair is dropped to one only when the values are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from converters.tensor import Tensor
+
+# Alias name -> names of its owner, in transformers' `_tied_weights_keys`; each is a suffix of whole components.
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embeddings.word_embeddings.weight",
+    "embed_in.weight",
+    "embeddings.weight",
+    "tok_embeddings.weight",
+    "shared.weight",
+    "word_embedding.weight",
+)
+_PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("encoder.embed_tokens.weight", ("shared.weight",)),
+    ("decoder.embed_tokens.weight", ("shared.weight",)),
+    ("lm_head.weight", ("shared.weight", *_EMBEDDINGS)),
+    ("embed_out.weight", _EMBEDDINGS),
+    ("output.weight", ("tok_embeddings.weight",)),
+    ("lm_head.decoder.weight", _EMBEDDINGS),
+    ("lm_head.decoder.bias", ("lm_head.bias",)),
+    ("predictions.decoder.weight", _EMBEDDINGS),
+    ("predictions.decoder.bias", ("predictions.bias",)),
+)
+_BLOCK = 1 << 20
+
+
+def resolve_ties(
+    stored: Mapping[str, Tensor], known: Mapping[str, str], config: Path | None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Split the stored tensors into owners and aliases.
+
+    Args:
+        stored: every stored tensor by plain name.
+        known: aliases that the format itself names (alias -> owner), trusted.
+        config: a `config.json`; one that says `tie_word_embeddings: false` keeps both names.
+
+    Returns:
+        The tensors without aliases, and alias -> owner.
+    """
+    aliases = {alias: owner for alias, owner in known.items() if owner in stored and alias != owner}
+    if _tied(config) is not False:
+        for alias, owner in _candidates(stored):
+            if alias not in aliases and aliases.get(owner, owner) != alias:
+                owner = aliases.get(owner, owner)
+                if same_values(stored[alias], stored[owner]):
+                    aliases[alias] = owner
+    return {name: tensor for name, tensor in stored.items() if name not in aliases}, aliases
+
+
+def same_values(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; reads both in step and stops at the first difference."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    touched_left, touched_right = set(), set()  # type: ignore[var-annotated]
+    blocks = zip(left.blocks(_BLOCK, touched_left), right.blocks(_BLOCK, touched_right), strict=True)
+    equal = all(a.tobytes() == b.tobytes() for a, b in blocks)
+    if equal:
+        for span in touched_left | touched_right:
+            span.verify()
+    return equal
+
+
+def _tied(config: Path | None) -> bool | None:
+    if config is None:
+        return None
+    try:
+        values = json.loads(config.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    text = values.get("text_config") if isinstance(values, dict) else None
+    for source in (values, text):
+        if isinstance(source, dict) and isinstance(source.get("tie_word_embeddings"), bool):
+            return bool(source["tie_word_embeddings"])
+    return None
+
+
+def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """(alias, owner) pairs that transformers' models may tie, judged by name; values decide."""
+    pairs = []
+    for suffix, owners in _PAIRS:
+        for alias in stored:
+            if alias == suffix or alias.endswith("." + suffix):
+                for owner in owners:
+                    found = [name for name in stored if name == owner or name.endswith("." + owner)]
+                    found = [
+                        name for name in found if name != alias and stored[name].shape == stored[alias].shape
+                    ]
+                    pairs.extend((alias, name) for name in found)
+    return pairs
