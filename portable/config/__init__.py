@@ -6,6 +6,33 @@ from portable.config.arguments import Invocation, parse_args
 from portable.config.dump import dump_yaml
 from portable.config.identity import difference
 from portable.config.load import load_config
-from portable.config.schema import RunConfig
+from portable.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DeepSpeedConfig,
+    FsdpConfig,
+    LogConfig,
+    MemoryConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    XlaConfig,
+)
 
-__all__ = ["Invocation", "RunConfig", "difference", "dump_yaml", "load_config", "parse_args"]
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "DeepSpeedConfig",
+    "FsdpConfig",
+    "Invocation",
+    "LogConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "XlaConfig",
+    "difference",
+    "dump_yaml",
+    "load_config",
+    "parse_args",
+]

@@ -89,7 +89,7 @@ class _Parser:
             name = flag[2:].replace("-", "_")
             value = inline if equals else None
             if name == "help":
-                self._parsed.help = value or self._words(limit=1, default="")
+                self._parsed.help = self._topic() if value is None else value
             elif name in self._options:
                 self._option(self._options[name], flag, value)
             else:
@@ -127,8 +127,8 @@ class _Parser:
             return self._truth(flag, inline, null=setting.takes(type(None)))
         if not setting.takes(tuple):
             return read(setting, self._one(flag, inline, setting.allowed))
-        words = [inline] if inline is not None else self._words().split("\0")
-        if words == [""]:
+        words = [inline] if inline is not None else self._words()
+        if not words:
             raise UserError(f"{flag} needs a value: {setting.allowed}")
         return read(setting, words[0]) if len(words) == 1 else [read_item(setting, word) for word in words]
 
@@ -149,12 +149,20 @@ class _Parser:
             raise UserError(f"{flag} needs a value: {what}")
         return self._rest.pop(0)
 
-    def _words(self, limit: int | None = None, default: str = "") -> str:
-        """The words up to the next flag, joined by NUL, which no argument can hold."""
+    def _words(self) -> list[str]:
+        """The words up to the next flag."""
         words: list[str] = []
-        while self._rest and not _is_flag(self._rest[0]) and (limit is None or len(words) < limit):
+        while self._rest and not _is_flag(self._rest[0]):
             words.append(self._rest.pop(0))
-        return "\0".join(words) or default
+        return words
+
+    def _topic(self) -> str:
+        """What ``--help`` is asked about: the next word, or the next flag where that is a setting."""
+        if not self._rest:
+            return ""
+        name = self._rest[0].lstrip("-").replace("-", "_")
+        known = name in self._table or name in keys.sections(self._model)
+        return self._rest.pop(0) if known or not _is_flag(self._rest[0]) else ""
 
     def _stray(self, token: str) -> str:
         if token.endswith((".yaml", ".yml")):
