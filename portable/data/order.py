@@ -2,8 +2,8 @@
 
 ``permutation(n, seed, epoch)`` is a keyed bijection of ``range(n)``: a balanced Feistel network over the
 smallest even number of bits that holds ``n``, walked along its cycle until it lands inside the range (Black
-and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs no table, so the data position of a run is
-one integer and a resumed run finds its place at once, whatever the rank count.
+and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs no table, so a run's data position is
+one integer, and a resumed run finds its place at once, whatever the rank count.
 
 The numbers it gives are part of the checkpoint format: changing them changes every run that is resumed.
 """

@@ -1,0 +1,311 @@
+"""From the ``data`` section of a config to a tokenizer, a training set and an evaluation set."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from portable.data.cache import CacheDamagedError, TokenCache, default_cache_dir
+from portable.data.samples import (
+    PackedCausal,
+    PaddedCausal,
+    Part,
+    Samples,
+    packed_samples,
+    split_blocks,
+    split_documents,
+)
+from portable.data.sources import Fields, Source, open_source
+from portable.data.tasks import Classification, MaskedLM, Seq2Seq
+from portable.data.tokenize import frame, token_cache_folder, tokenize
+from portable.data.tokenizer import (
+    Vocabulary,
+    is_trained,
+    load_tokenizer,
+    train_tokenizer,
+    trained_tokenizer_folder,
+    trained_vocab_size,
+)
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
+    "causal-lm",
+    "masked-lm",
+    "seq2seq-lm",
+    "sequence-classification",
+)
+
+
+class DataSettings(Protocol):
+    """The ``data`` section of a config, as far as it matters here."""
+
+    @property
+    def source(self) -> str | Sequence[str] | None: ...
+    @property
+    def config_name(self) -> str | None: ...
+    @property
+    def split(self) -> str | None: ...
+    @property
+    def max_samples(self) -> int | None: ...
+    @property
+    def text_field(self) -> str: ...
+    @property
+    def target_field(self) -> str: ...
+    @property
+    def label_field(self) -> str: ...
+    @property
+    def tokenizer(self) -> str | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def packing(self) -> bool: ...
+    @property
+    def eval_fraction(self) -> float: ...
+    @property
+    def cache_dir(self) -> str | os.PathLike[str] | None: ...
+
+
+@dataclass(frozen=True)
+class DataSizes:
+    """How much data there is; ``None`` where nobody knows until it has been tokenized."""
+
+    source: str
+    tokenizer: str
+    vocab_size: int | None
+    """One more than the tokenizer's largest id."""
+    seq_len: int
+    packing: bool
+    documents: int | None = None
+    tokens: int | None = None
+    train_samples: int | None = None
+    eval_samples: int | None = None
+    cached: Path | None = None
+    """The token cache, once there is one."""
+
+    def __str__(self) -> str:
+        vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
+        made = f"samples of {self.seq_len} tokens, {'packed' if self.packing else 'padded'}"
+        how = f"{self.tokenizer}{vocabulary}; {made}"
+        if self.cached is None:
+            return f"{self.source}: sizes unknown until tokenized, once, by {how}"
+        return (
+            f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
+            f"{self.train_samples:,} to train, {self.eval_samples:,} to evaluate"
+        )
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run learns from."""
+
+    tokenizer: Any
+    train: Samples
+    eval: Samples | None
+    sizes: DataSizes
+    fingerprint: str
+    """A digest of every token and label; equal on every machine that has the same text and tokenizer."""
+    vocab_size: int
+    """One more than the tokenizer's largest id: what the model's embedding must at least hold."""
+    label_names: tuple[int | str, ...] = ()
+    """For classification, the labels as they stand in the source, in the order of their ids."""
+
+    @property
+    def num_labels(self) -> int | None:
+        return len(self.label_names) or None
+
+    @property
+    def description(self) -> str:
+        return str(self.sizes)
+
+
+def build_data(
+    settings: DataSettings,
+    *,
+    task: str = CAUSAL,
+    seed: int = 0,
+    model_tokenizer: str | None = None,
+    model_vocab_size: int | None = None,
+    decoder_start_token_id: int | None = None,
+    progress: bool = False,
+) -> Data:
+    """Open the data, tokenizing it first where that was not done before.
+
+    Every rank calls this: one of a machine builds what is missing in the cache while the others wait.
+
+    Args:
+        settings: the ``data`` section. task: one of ``TASKS``. seed: keys the masking of a masked language
+        model. model_tokenizer: the tokenizer for ``data.tokenizer`` null, the pretrained model's; ``None``
+        trains one. model_vocab_size: the size of the tokenizer to train for ``data.vocab_size`` null.
+        decoder_start_token_id: what a seq2seq decoder starts with; ``None`` takes the padding token.
+        progress: show progress on stderr where it takes more than a second.
+
+    Raises:
+        UserError: something in the settings or the data that cannot be used.
+    """
+    cache = _cache_dir(settings)
+    source = _source(settings, task, cache)
+    name = settings.tokenizer or model_tokenizer
+    if name is not None:
+        tokenizer = load_tokenizer(name)
+    else:
+        size = settings.vocab_size or model_vocab_size
+        tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED)
+    vocabulary = _vocabulary(tokenizer, task)
+    framed = frame(task, vocabulary)
+    tokens = tokenize(
+        source, tokenizer, vocabulary, _fields(settings, task), framed, cache, progress=progress
+    )
+    train, held_out = _parts(settings, task, tokens)
+
+    def samples(part: Part) -> Samples:
+        length = settings.seq_len
+        if task == MASKED:
+            packed = settings.packing
+            return MaskedLM(tokens, part, length, vocabulary, suffix=framed.suffix, seed=seed, packed=packed)
+        if task == SEQ2SEQ:
+            start = vocabulary.pad if decoder_start_token_id is None else decoder_start_token_id
+            return Seq2Seq(
+                tokens, part, length, vocabulary, suffix=framed.suffix, decoder_start_token_id=start
+            )
+        if task == CLASSIFICATION:
+            return Classification(tokens, part, length, vocabulary, suffix=framed.suffix)
+        if settings.packing:
+            return PackedCausal(tokens, part, length)
+        return PaddedCausal(tokens, part, length, vocabulary.pad)
+
+    return Data(
+        tokenizer=tokenizer,
+        train=samples(train),
+        eval=samples(held_out) if held_out.num_samples else None,
+        sizes=_sizes(settings, task, source, name, vocabulary.size, tokens),
+        fingerprint=tokens.fingerprint,
+        vocab_size=vocabulary.size,
+        label_names=tuple(tokens.label_names),
+    )
+
+
+def inspect_data(
+    settings: DataSettings,
+    *,
+    task: str = CAUSAL,
+    model_tokenizer: str | None = None,
+    model_vocab_size: int | None = None,
+) -> DataSizes:
+    """What ``build_data`` would give, as far as that can be told without writing or downloading anything.
+
+    Raises:
+        UserError: what ``build_data`` would refuse, as far as a look at the first document shows it.
+    """
+    cache = _cache_dir(settings)
+    source = _source(settings, task, cache, remember=False)
+    source.check()
+    name = settings.tokenizer or model_tokenizer
+    size: int | None = None
+    folder: str | None = name
+    if name is None:
+        size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
+        if not source.remote:
+            trained = trained_tokenizer_folder(source, size, cache, mask=task == MASKED)
+            folder = str(trained) if is_trained(trained) else None
+    tokens = None
+    if folder is not None:
+        try:
+            tokenizer = load_tokenizer(folder, offline=True)
+        except UserError:
+            if name is not None and Path(name).exists():
+                raise
+        else:
+            vocabulary = _vocabulary(tokenizer, task)
+            size = vocabulary.size
+            if not source.remote:
+                with suppress(CacheDamagedError):
+                    framed = frame(task, vocabulary)
+                    tokens = TokenCache.open(token_cache_folder(source, tokenizer, framed, cache))
+    return _sizes(settings, task, source, name, size, tokens)
+
+
+def _cache_dir(settings: DataSettings) -> Path:
+    return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir).expanduser()
+
+
+def _fields(settings: DataSettings, task: str) -> Fields:
+    return Fields(
+        text=settings.text_field,
+        target=settings.target_field if task == SEQ2SEQ else None,
+        label=settings.label_field if task == CLASSIFICATION else None,
+    )
+
+
+def _source(settings: DataSettings, task: str, cache: Path, *, remember: bool = True) -> Source:
+    if task not in TASKS:
+        raise UserError(f"model.task: {task!r} is not one of {', '.join(TASKS)}")
+    if settings.seq_len < 1:
+        raise UserError(f"data.seq_len: {settings.seq_len} is less than 1; give a positive number")
+    if not 0 <= settings.eval_fraction < 1:
+        raise UserError(f"data.eval_fraction: {settings.eval_fraction} is not from 0 up to 1, 1 left out")
+    return open_source(
+        settings.source,
+        fields=_fields(settings, task),
+        config_name=settings.config_name,
+        split=settings.split,
+        max_samples=settings.max_samples,
+        digests=cache / "digests",
+        remember=remember,
+    )
+
+
+def _vocabulary(tokenizer: Any, task: str) -> Vocabulary:
+    vocabulary = Vocabulary.of(tokenizer)
+    if task == MASKED and vocabulary.mask is None:
+        raise UserError(
+            "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
+            "tokenizer_config.json, use another tokenizer, or null to train one"
+        )
+    return vocabulary
+
+
+def _packs(settings: DataSettings, task: str) -> bool:
+    return settings.packing and task in (CAUSAL, MASKED)
+
+
+def _parts(settings: DataSettings, task: str, tokens: TokenCache) -> tuple[Part, Part]:
+    if not _packs(settings, task):
+        return split_documents(tokens.documents, settings.eval_fraction)
+    blocks = packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
+    return split_blocks(blocks, settings.eval_fraction)
+
+
+def _sizes(
+    settings: DataSettings,
+    task: str,
+    source: Source,
+    tokenizer: str | None,
+    vocab_size: int | None,
+    tokens: TokenCache | None,
+) -> DataSizes:
+    known: dict[str, Any] = {}
+    if tokens is not None:
+        train, held_out = _parts(settings, task, tokens)
+        known = {
+            "documents": tokens.documents,
+            "tokens": tokens.total_tokens,
+            "train_samples": train.num_samples,
+            "eval_samples": held_out.num_samples,
+            "cached": tokens.folder,
+        }
+    return DataSizes(
+        source=source.name,
+        tokenizer=tokenizer or "a byte-pair encoding trained on it",
+        vocab_size=vocab_size,
+        seq_len=settings.seq_len,
+        packing=_packs(settings, task),
+        **known,
+    )

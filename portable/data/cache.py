@@ -1,0 +1,266 @@
+"""The token cache: every document's tokens, once, in files that are mapped into memory.
+
+A cache is a folder. For each field (``text``; ``target`` for seq2seq) it holds ``<field>.bin``, the tokens
+of all documents one after the other as little-endian uint16 or uint32, and ``<field>.idx``, uint64 offsets
+of which document *d* spans ``[idx[d], idx[d + 1])``; for classification ``labels.bin``, an int64 for each
+document; and ``meta.json``. It is written under another name and appears by rename. One process writes;
+others that want the same one wait for it on a file lock, which the kernel frees if the writer dies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+FORMAT = 1
+_PROBE = 1 << 16  # bytes at either end of a file that are checked when it is opened
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_OFFSET = np.dtype("<u8")
+_LABEL = np.dtype("<i8")
+
+
+def default_cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/portable-trainer``, by default under ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "portable-trainer"
+
+
+class CacheDamagedError(Exception):
+    """The folder is no complete cache: build it again."""
+
+
+class Draft:
+    """A folder in the making; ``commit`` gives it its name."""
+
+    def __init__(self, path: Path, final: Path) -> None:
+        self.path = path
+        self._final = final
+
+    def commit(self) -> None:
+        for file in self.path.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        if self._final.exists():  # only a damaged one is ever written again
+            shutil.rmtree(self._final)
+        self.path.rename(self._final)
+
+
+@contextmanager
+def locked_folder(final: Path) -> Iterator[Draft]:
+    """Hold the lock of ``final`` and give an empty folder beside it to write into.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    from filelock import FileLock
+
+    draft = final.with_name(f"{final.name}.draft")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(final.with_name(f"{final.name}.lock")):
+            shutil.rmtree(draft, ignore_errors=True)  # of a writer that died: we hold the lock
+            draft.mkdir()
+            try:
+                yield Draft(draft, final)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+    except (OSError, NotImplementedError) as error:
+        raise UserError(
+            f"data.cache_dir: cannot write in {final.parent} ({one_line(error)}); "
+            "name a folder that can be written"
+        ) from error
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+class _Stream:
+    """One file, written in order, with what the reader checks it by."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._path = path
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, values: npt.NDArray[Any]) -> None:
+        data = values.tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def meta(self) -> dict[str, Any]:
+        self._file.close()
+        size = self._path.stat().st_size
+        return {"bytes": size, "probe": _probe(self._path, size), "digest": self._hash.hexdigest()}
+
+
+def _probe(path: Path, size: int) -> int:
+    """A CRC-32 of the first and the last stretch of a file."""
+    with path.open("rb") as file:
+        crc = zlib.crc32(file.read(_PROBE))
+        file.seek(max(0, size - _PROBE))
+        return zlib.crc32(file.read(_PROBE), crc)
+
+
+class TokenWriter:
+    """Fills a folder with a token cache, a stretch of tokens at a time, holding none of them."""
+
+    def __init__(self, folder: Path, fields: Sequence[str], vocab_size: int, *, labels: bool = False) -> None:
+        self._folder = folder
+        self._dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self._tokens = {name: _Stream(folder / f"{name}.bin") for name in fields}
+        self._index = {name: _Stream(folder / f"{name}.idx") for name in fields}
+        self._counts = dict.fromkeys(fields, 0)
+        self._labels = _Stream(folder / "labels.bin") if labels else None
+        self._label_ids: dict[int | str, int] = {}
+        self._documents = 0
+        self.in_document = False
+        """Whether tokens were added since the last document ended."""
+        for stream in self._index.values():
+            stream.write(np.zeros(1, dtype=_OFFSET))
+
+    def append(self, field: str, tokens: Sequence[int]) -> None:
+        """Add tokens to the current document."""
+        self._tokens[field].write(np.asarray(tokens, dtype=_DTYPES[self._dtype]))
+        self._counts[field] += len(tokens)
+        self.in_document = True
+
+    def end_document(self, label: int | str | None = None) -> None:
+        for field, stream in self._index.items():
+            stream.write(np.array([self._counts[field]], dtype=_OFFSET))
+        if self._labels is not None:
+            assert label is not None
+            number = self._label_ids.setdefault(label, len(self._label_ids))
+            self._labels.write(np.array([number], dtype=_LABEL))
+        self._documents += 1
+        self.in_document = False
+
+    def finish(self, **extra: Any) -> None:
+        """Write ``meta.json``; the labels, numbered as they came, get their final ids in sorted order."""
+        names: list[int | str] = []
+        if self._labels is not None:
+            self._labels.close()
+            names = self._sort_labels()
+        streams: dict[str, _Stream] = {f"{name}.bin": stream for name, stream in self._tokens.items()}
+        streams |= {f"{name}.idx": stream for name, stream in self._index.items()}
+        files = {name: stream.meta() for name, stream in streams.items()}
+        if self._labels is not None:
+            files["labels.bin"] = self._labels.meta()
+        content = json.dumps([self._dtype, names, files], sort_keys=True)
+        meta = {
+            "format": FORMAT,
+            "dtype": self._dtype,
+            "documents": self._documents,
+            "tokens": self._counts,
+            "label_names": names,
+            "files": files,
+            "fingerprint": hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+            **extra,
+        }
+        (self._folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        for stream in (*self._tokens.values(), *self._index.values(), self._labels):
+            if stream is not None:
+                stream.close()
+
+    def _sort_labels(self) -> list[int | str]:
+        kinds = {isinstance(name, str) for name in self._label_ids}
+        if len(kinds) > 1:
+            raise UserError("data.label_field: some labels are numbers and some are strings; use one kind")
+        names = sorted(self._label_ids, key=lambda name: (name if isinstance(name, int) else 0, str(name)))
+        final = np.zeros(len(names), dtype=_LABEL)
+        for number, name in enumerate(names):
+            final[self._label_ids[name]] = number
+        if self._documents:
+            stored = np.memmap(self._folder / "labels.bin", dtype=_LABEL, mode="r+")
+            for start in range(0, len(stored), 1 << 20):
+                stored[start : start + (1 << 20)] = final[stored[start : start + (1 << 20)]]
+            stored.flush()
+        return names
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """An open token cache; pickling it carries the path, not the tokens."""
+
+    folder: Path
+    meta: dict[str, Any]
+    tokens: dict[str, npt.NDArray[Any]]
+    """For each field all tokens, end to end: uint16 or uint32, mapped from disk."""
+    offsets: dict[str, npt.NDArray[np.uint64]]
+    labels: npt.NDArray[np.int64] | None
+
+    @staticmethod
+    def open(folder: Path) -> TokenCache:
+        """Map a cache and check the size and both ends of each file.
+
+        Raises:
+            CacheDamagedError: there is none, or not all of it is there.
+        """
+        try:
+            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            if meta["format"] != FORMAT:
+                raise CacheDamagedError(f"{folder}: format {meta['format']}, not {FORMAT}")
+            for name, told in meta["files"].items():
+                path = folder / name
+                if path.stat().st_size != told["bytes"] or _probe(path, told["bytes"]) != told["probe"]:
+                    raise CacheDamagedError(f"{path}: not as it was written")
+            dtype = _DTYPES[meta["dtype"]]
+            tokens = {name: _map(folder / f"{name}.bin", dtype) for name in meta["tokens"]}
+            offsets = {name: _map(folder / f"{name}.idx", _OFFSET) for name in meta["tokens"]}
+            labels = _map(folder / "labels.bin", _LABEL) if "labels.bin" in meta["files"] else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
+        return TokenCache(folder, meta, tokens, offsets, labels)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenCache.open, (self.folder,)
+
+    @property
+    def documents(self) -> int:
+        return int(self.meta["documents"])
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.meta["tokens"].values())
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of every token and label: the same wherever and from whatever format it was built."""
+        return str(self.meta["fingerprint"])
+
+    @property
+    def label_names(self) -> list[int | str]:
+        return list(self.meta["label_names"])
+
+    def document(self, field: str, number: int) -> npt.NDArray[Any]:
+        """The tokens of one document, special tokens included."""
+        offsets = self.offsets[field]
+        return self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if not path.stat().st_size:  # an empty file cannot be mapped
+        return np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")

@@ -1,0 +1,269 @@
+"""From data sets to micro-batches: this rank's share of the run's order, ready before the step asks."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import queue
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from portable.data.order import locate
+from portable.data.samples import IGNORED, Batch, Samples
+from portable.errors import UserError
+
+_AHEAD = 4  # micro-batches that wait ready
+
+
+def rank_positions(
+    *, position: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
+) -> Iterator[list[int]]:
+    """The sample positions of this rank's micro-batches, for ever.
+
+    Step *s* takes the samples ``[position + s*G, position + (s+1)*G)`` of the run; of these, rank *r* of
+    *W* takes the stretch ``[r*G/W, (r+1)*G/W)``, in order, a micro-batch at a time.
+
+    Raises:
+        UserError: the sizes do not divide.
+    """
+    if global_batch_size % world_size:
+        raise UserError(
+            f"train.global_batch_size: {global_batch_size} does not divide among {world_size} ranks; "
+            f"give a multiple of {world_size}"
+        )
+    share = global_batch_size // world_size
+    if share % micro_batch_size:
+        raise UserError(
+            f"train.micro_batch_size: {micro_batch_size} does not divide the {share} samples of a rank "
+            f"in a step (train.global_batch_size {global_batch_size} on {world_size} ranks); "
+            f"give a divisor of {share}"
+        )
+
+    def positions() -> Iterator[list[int]]:
+        start = position + rank * share
+        while True:
+            for first in range(start, start + share, micro_batch_size):
+                yield list(range(first, first + micro_batch_size))
+            start += global_batch_size
+
+    return positions()
+
+
+class TrainLoader:
+    """This rank's micro-batches from ``position`` on, without end.
+
+    Iterating gives dictionaries of int64 CPU tensors, ``[micro_batch_size, seq_len]`` (labels of a
+    classification: ``[micro_batch_size]``), which hold what ``model.forward`` takes and ``labels``, no
+    more. After *s* whole steps the position of the run is ``position + s * global_batch_size``.
+
+    ``num_workers``: 0 reads ahead in a thread of this process. That is the fastest for data mapped into
+    memory (measured with 8 x 2048 tokens: 0.07 ms a micro-batch, against 1 ms and a start of 2.5 s through
+    worker processes); a number starts that many processes.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        seed: int,
+        position: int = 0,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.micro_batches_per_step = global_batch_size // world_size // micro_batch_size
+        self._seed = seed
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._shares = {
+            "position": position,
+            "global_batch_size": global_batch_size,
+            "micro_batch_size": micro_batch_size,
+            "rank": rank,
+            "world_size": world_size,
+        }
+        rank_positions(**self._shares)  # refuse sizes that do not divide now, not at the first batch
+
+    def __iter__(self) -> BatchIterator:
+        count, seed = len(self.dataset), self._seed
+        positions = rank_positions(**self._shares)
+        places = ([locate(position, count, seed) for position in batch] for batch in positions)
+        return BatchIterator(self.dataset, places, self._num_workers, self._pin_memory)
+
+
+class EvalLoader:
+    """Every sample once over all ranks, in order, in equally many batches of the same shape on each rank.
+
+    Batch *b* of rank *r* holds the samples from ``(b*W + r) * batch_size`` on. Where the samples run out,
+    rows repeat the first sample with all labels -100.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+
+    def __len__(self) -> int:
+        """Batches on each rank."""
+        return -(-len(self.dataset) // (self._batch_size * self._world_size))
+
+    def __iter__(self) -> BatchIterator:
+        starts = ((number * self._world_size + self._rank) * self._batch_size for number in range(len(self)))
+        places = (
+            [(EVAL_EPOCH, index) for index in range(start, start + self._batch_size)] for start in starts
+        )
+        return BatchIterator(self.dataset, places, self._num_workers, self._pin_memory)
+
+
+EVAL_EPOCH = (1 << 63) - 1
+"""The epoch that keys the masking of evaluation samples: they are masked alike every time."""
+
+
+def fetch(dataset: Samples, places: Sequence[tuple[int, int]]) -> Batch:
+    """A batch; places past the end become rows that do not count."""
+    count = len(dataset)
+    batch = dataset.batch([(epoch, index if index < count else 0) for epoch, index in places])
+    for row, (_, index) in enumerate(places):
+        if index >= count:
+            batch["labels"][row] = IGNORED
+    return batch
+
+
+class BatchIterator(Iterator[Batch]):
+    """Batches in order. ``close`` stops what reads ahead; so does dropping the iterator."""
+
+    def __init__(
+        self,
+        dataset: Samples,
+        places: Iterable[list[tuple[int, int]]],
+        num_workers: int,
+        pin_memory: bool,
+    ) -> None:
+        self._ahead: _ReadAhead | None = None
+        self._batches: Iterator[Batch]
+        if num_workers:
+            self._batches = _worker_batches(dataset, places, num_workers, pin_memory)
+        else:
+            self._batches = self._ahead = _ReadAhead(dataset, places, pin_memory)
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+        self._batches = iter(())
+
+
+def _worker_batches(
+    dataset: Samples, places: Iterable[list[tuple[int, int]]], num_workers: int, pin_memory: bool
+) -> Iterator[Batch]:
+    methods = multiprocessing.get_all_start_methods()
+    return iter(
+        DataLoader(
+            _Feed(dataset),
+            sampler=_Listed(places),
+            batch_size=None,
+            num_workers=num_workers,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+            # A plain fork would copy the locks that threads of NCCL, gloo or the accelerator happen to hold.
+            multiprocessing_context="forkserver" if "forkserver" in methods else "spawn",
+        )
+    )
+
+
+class _Listed(Sampler[list[tuple[int, int]]]):
+    def __init__(self, places: Iterable[list[tuple[int, int]]]) -> None:
+        self._places = places
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self._places)
+
+
+class _Feed(Dataset[Batch]):
+    """What a worker process gets: the data set, asked for a whole batch at a time."""
+
+    def __init__(self, dataset: Samples) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, places: Sequence[tuple[int, int]]) -> Batch:
+        return fetch(self._dataset, places)
+
+
+class _ReadAhead(Iterator[Batch]):
+    """Batches fetched, and pinned, by one thread of this process while the step computes."""
+
+    def __init__(self, dataset: Samples, places: Iterable[list[tuple[int, int]]], pin_memory: bool) -> None:
+        pin = pin_memory and torch.accelerator.is_available()
+        # Pinning belongs to a device context, and a new thread starts on device 0.
+        device = torch.accelerator.current_device_index() if pin else None
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=_AHEAD)
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_read_ahead,
+            args=(dataset, places, device, self._ready, stop),
+            name="read-ahead",
+            daemon=True,
+        )
+        # Runs when this object is dropped, or at exit, before the interpreter takes itself apart.
+        self.close = weakref.finalize(self, _stop, self._ready, stop, thread)
+        self._end: BaseException | None = None
+        thread.start()
+
+    def __next__(self) -> Batch:
+        if self._end is None and self.close.alive:
+            item = self._ready.get()
+            if not isinstance(item, BaseException):
+                return item
+            self._end = item
+        raise self._end or StopIteration
+
+
+def _read_ahead(
+    dataset: Samples,
+    places: Iterable[list[tuple[int, int]]],
+    device: int | None,
+    ready: queue.Queue[Batch | BaseException],
+    stop: threading.Event,
+) -> None:
+    try:
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        for batch_places in places:
+            batch = fetch(dataset, batch_places)
+            if device is not None:
+                batch = {name: value.pin_memory() for name, value in batch.items()}
+            ready.put(batch)
+            if stop.is_set():
+                return
+        ready.put(StopIteration())
+    except BaseException as error:
+        ready.put(error)
+
+
+def _stop(ready: queue.Queue[Batch | BaseException], stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    with contextlib.suppress(queue.Empty):
+        while True:
+            ready.get_nowait()  # a full queue would hold the thread
+    thread.join(timeout=5)

@@ -1,0 +1,135 @@
+"""Data sets of the tasks other than causal language modelling: masked, sequence to sequence,
+classification."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from portable.data.samples import IGNORED, Arrays, Part, Samples, cut, pad_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.data.cache import TokenCache
+    from portable.data.tokenizer import Vocabulary
+
+_U64 = (1 << 64) - 1
+MASKED_SHARE = 0.15
+
+
+class MaskedLM(Samples):
+    """Some tokens hidden, and only these a target (Devlin et al., "BERT", 2018).
+
+    Of the tokens that are not special, 15% are targets, at least one a sample; of these 80% become the mask
+    token, 10% another token, and 10% stay. The choice is keyed by (seed, epoch, sample), whoever makes it.
+    """
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        part: Part,
+        seq_len: int,
+        vocabulary: Vocabulary,
+        *,
+        suffix: Sequence[int],
+        seed: int,
+        packed: bool,
+    ) -> None:
+        assert vocabulary.mask is not None
+        self._mask = vocabulary.mask
+        self.num_samples = part.num_samples
+        self._cache = cache
+        self._part = part
+        self._length = seq_len
+        self._vocabulary = vocabulary
+        self._suffix = tuple(suffix)
+        self._seed = seed & _U64
+        self._packed = packed
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        pairs = [self._masked(epoch, self._part(index)) for epoch, index in places]
+        inputs, mask = pad_rows([hidden for hidden, _ in pairs], self._length, self._vocabulary.pad)
+        labels, _ = pad_rows([targets for _, targets in pairs], self._length, IGNORED)
+        if self._packed:
+            return {"input_ids": inputs, "labels": labels}
+        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+
+    def _tokens(self, number: int) -> npt.NDArray[np.int64]:
+        if not self._packed:
+            return cut(self._cache.document("text", number), self._length, self._suffix)
+        at = number * self._length
+        return np.array(self._cache.tokens["text"][at : at + self._length], dtype=np.int64)
+
+    def _masked(self, epoch: int, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        tokens = self._tokens(number)
+        key = np.array([self._seed, epoch], dtype=np.uint64)
+        counter = np.array([0, 0, 0, number], dtype=np.uint64)
+        random = np.random.Generator(np.random.Philox(key=key, counter=counter))
+        draw, kind = random.random(self._length)[: len(tokens)], random.random(self._length)[: len(tokens)]
+        others = random.integers(0, self._vocabulary.size, self._length)[: len(tokens)]
+        draw[np.isin(tokens, self._vocabulary.special)] = 2
+        chosen = draw < max(MASKED_SHARE, float(np.nextafter(min(draw.min(initial=1), 1), 1)))
+        labels = np.where(chosen, tokens, IGNORED)
+        hidden = np.where(chosen & (kind < 0.8), self._mask, tokens)
+        hidden = np.where(chosen & (kind >= 0.9), others, hidden)
+        return hidden, labels
+
+
+class Seq2Seq(Samples):
+    """A text to read and a text to write, both padded; the decoder reads its labels shifted right by one."""
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        part: Part,
+        seq_len: int,
+        vocabulary: Vocabulary,
+        *,
+        suffix: Sequence[int],
+        decoder_start_token_id: int,
+    ) -> None:
+        self.num_samples = part.num_samples
+        self._cache = cache
+        self._part = part
+        self._length = seq_len
+        self._pad = vocabulary.pad
+        self._suffix = tuple(suffix)
+        self._start = decoder_start_token_id
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        numbers = [self._part(index) for _, index in places]
+        inputs, mask = pad_rows(self._field("text", numbers), self._length, self._pad)
+        targets = self._field("target", numbers)
+        labels, _ = pad_rows(targets, self._length, IGNORED)
+        shifted: list[npt.NDArray[Any]] = [np.concatenate(([self._start], row[:-1])) for row in targets]
+        decoder, _ = pad_rows(shifted, self._length, self._pad)
+        return {"input_ids": inputs, "attention_mask": mask, "decoder_input_ids": decoder, "labels": labels}
+
+    def _field(self, field: str, numbers: Sequence[int]) -> list[npt.NDArray[np.int64]]:
+        return [cut(self._cache.document(field, number), self._length, self._suffix) for number in numbers]
+
+
+class Classification(Samples):
+    """A text and its class: ``labels`` is one id a sample, ``[batch]``."""
+
+    def __init__(
+        self, cache: TokenCache, part: Part, seq_len: int, vocabulary: Vocabulary, *, suffix: Sequence[int]
+    ) -> None:
+        assert cache.labels is not None
+        self.num_samples = part.num_samples
+        self.valid_tokens = 1
+        self._cache = cache
+        self._part = part
+        self._length = seq_len
+        self._pad = vocabulary.pad
+        self._suffix = tuple(suffix)
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        assert self._cache.labels is not None
+        numbers = [self._part(index) for _, index in places]
+        texts = [cut(self._cache.document("text", number), self._length, self._suffix) for number in numbers]
+        inputs, mask = pad_rows(texts, self._length, self._pad)
+        return {"input_ids": inputs, "attention_mask": mask, "labels": self._cache.labels[numbers]}

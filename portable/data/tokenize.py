@@ -1,0 +1,176 @@
+"""From documents to a token cache."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from portable.data.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, locked_folder
+from portable.data.sources import PIECE_CHARS, Document, Fields, Source
+from portable.data.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, little enough to hold
+_BATCH_DOCUMENTS = 4096
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The special tokens around each document."""
+
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+
+
+def frame(task: str, vocabulary: Vocabulary) -> Frame:
+    """How ``task`` frames a document.
+
+    A causal document begins as the tokenizer begins texts and ends with its end token. An encoder's
+    documents get what the tokenizer puts around a text, and the end token where that has none.
+
+    Raises:
+        UserError: the tokenizer has no token to end a document with.
+    """
+    if task == "sequence-classification":
+        return Frame(vocabulary.prefix, vocabulary.suffix)
+    if task != "causal-lm" and vocabulary.suffix:
+        return Frame(vocabulary.prefix, vocabulary.suffix)
+    if vocabulary.end is None:
+        raise UserError(
+            "data.tokenizer: it has no eos_token to end a document with; set one in its "
+            "tokenizer_config.json, or use another tokenizer"
+        )
+    return Frame(vocabulary.begin if task == "causal-lm" else vocabulary.prefix, (vocabulary.end,))
+
+
+def token_cache_folder(source: Source, tokenizer: Any, framed: Frame, cache: Path) -> Path:
+    """Where the tokens of ``source`` lie, or would."""
+    told = f"{FORMAT} {source.key} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
+    return cache / "tokens" / hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+
+def tokenize(
+    source: Source,
+    tokenizer: Any,
+    vocabulary: Vocabulary,
+    fields: Fields,
+    framed: Frame,
+    cache: Path,
+    *,
+    progress: bool = False,
+) -> TokenCache:
+    """The tokens of ``source``, made at the first call and found at the next.
+
+    Any number of processes may call this at once: one builds, the others wait for it. A damaged cache is
+    built again. Memory holds one batch of documents at a time.
+
+    Raises:
+        UserError: the source cannot be read, has no text, or the cache cannot be written.
+    """
+    folder = token_cache_folder(source, tokenizer, framed, cache)
+    try:
+        return TokenCache.open(folder)
+    except CacheDamagedError:
+        pass
+    with locked_folder(folder) as draft:
+        try:
+            return TokenCache.open(folder)
+        except CacheDamagedError:
+            pass
+        names = ["text", *(["target"] if fields.target is not None else [])]
+        writer = TokenWriter(draft.path, names, vocabulary.size, labels=fields.label is not None)
+        with closing(writer), parallel_tokenizers():
+            written = 0
+            bar = tqdm(
+                total=source.size_bytes,
+                unit="B",
+                unit_scale=True,
+                delay=1,
+                desc="tokenizing",
+                disable=not progress,
+            )
+            with bar:
+                for batch in _batches(source.documents()):
+                    written += _write(batch, tokenizer, framed, writer)
+                    bar.update(sum(_size(document) for document in batch))
+            if not written:
+                raise UserError(
+                    f"data.source: {source.name} has no text in it; give a source with at least one document"
+                )
+            writer.finish(suffix=list(framed.suffix), source=source.name)
+        draft.commit()
+    return TokenCache.open(folder)
+
+
+def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWriter) -> int:
+    """Write a batch; returns how many documents ended in it."""
+    texts = _encode(tokenizer, [document.text for document in batch])
+    pairs = [
+        (number, document.target) for number, document in enumerate(batch) if document.target is not None
+    ]
+    targets = dict(
+        zip((number for number, _ in pairs), _encode(tokenizer, [text for _, text in pairs]), strict=True)
+    )
+    ended = 0
+    for number, document in enumerate(batch):
+        if not writer.in_document:
+            writer.append("text", framed.prefix)
+        writer.append("text", texts[number])
+        if document.ends:
+            writer.append("text", framed.suffix)
+            if number in targets:
+                writer.append("target", [*framed.prefix, *targets[number], *framed.suffix])
+            writer.end_document(document.label)
+            ended += 1
+    return ended
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    if not texts:
+        return []
+    encoded: list[list[int]] = tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # the tokenizer's own length limit does not apply: documents are cut later
+    )["input_ids"]
+    return encoded
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    held = 0
+    for document in _in_pieces(documents):
+        batch.append(document)
+        held += len(document.text) + len(document.target or "")
+        if held >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _in_pieces(documents: Iterator[Document]) -> Iterator[Document]:
+    """Cut very long texts, at a line's end if there is one, so that no single call takes all the memory."""
+    for document in documents:
+        text, start = document.text, 0
+        while len(text) - start > 2 * PIECE_CHARS:
+            least = start + PIECE_CHARS
+            cut = text.find("\n", least, least + PIECE_CHARS) + 1 or least
+            yield Document(text[start:cut], ends=False)
+            start = cut
+        yield replace(document, text=text[start:])
+
+
+def _size(document: Document) -> int:
+    texts = (document.text, document.target or "")
+    return sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)

@@ -1,0 +1,216 @@
+"""The tokenizer: the one named, or a byte-level BPE trained once on the source.
+
+The trained one is an ordinary ``PreTrainedTokenizerFast``: ``save_pretrained`` and ``AutoTokenizer`` carry
+it with the model, and decoding gives back the text, byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portable.data.cache import locked_folder
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from portable.data.sources import Source
+
+END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
+DEFAULT_VOCAB_SIZE = 4096
+_FORMAT = 1
+_TRAIN_CHARS = 16_000_000  # more text hardly changes the merges of a small vocabulary
+
+
+def load_tokenizer(name_or_path: str, *, offline: bool = False) -> Any:
+    """A hub tokenizer, or one in a local folder; ``offline`` takes what is on this disk, or fails.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path, local_files_only=offline)
+    except Exception as error:  # what comes out depends on what is wrong with the files or the network
+        reason = one_line(error)
+        reason = reason if len(reason) <= 200 else reason[:197] + "..."
+        raise UserError(
+            f"data.tokenizer: cannot load {name_or_path!r} ({reason}); give a folder with tokenizer files, "
+            "a hub id, or null to train one on the source"
+        ) from error
+
+
+def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
+    """The size asked of a trained tokenizer.
+
+    Raises:
+        UserError: not even the bytes fit.
+    """
+    size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+    least = 256 + 2 + mask
+    if size < least:
+        raise UserError(
+            f"data.vocab_size: {size} is too small for a byte-level tokenizer; give at least {least} "
+            "(256 bytes and the special tokens)"
+        )
+    return size
+
+
+def trained_tokenizer_folder(source: Source, vocab_size: int, cache: Path, *, mask: bool = False) -> Path:
+    """Where the tokenizer trained on ``source`` lies, or would."""
+    told = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}"
+    return cache / "tokenizers" / hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+
+def is_trained(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file() and (folder / "tokenizer_config.json").is_file()
+
+
+def train_tokenizer(source: Source, vocab_size: int | None, cache: Path, *, mask: bool = False) -> Any:
+    """Train a byte-level BPE on the head of ``source``, or load the one trained before.
+
+    ``vocab_size`` counts the special tokens (end, padding and, with ``mask``, the mask); a small source may
+    give fewer. Any number of processes may call this at once: one trains, the others wait for it.
+    """
+    size = trained_vocab_size(vocab_size, mask=mask)
+    folder = trained_tokenizer_folder(source, size, cache, mask=mask)
+    if tokenizer := _open(folder):
+        return tokenizer
+    with locked_folder(folder) as draft:
+        if tokenizer := _open(folder):
+            return tokenizer
+        _train(source, size, mask).save_pretrained(draft.path)
+        draft.commit()
+    return load_tokenizer(str(folder))
+
+
+def _open(folder: Path) -> Any:
+    if not is_trained(folder):
+        return None
+    try:
+        return load_tokenizer(str(folder))
+    except UserError:  # damaged: train it again
+        return None
+
+
+def _train(source: Source, vocab_size: int, mask: bool) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [END, PAD, *([MASK] if mask else [])]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with parallel_tokenizers():
+        bpe.train_from_iterator(_head(source), trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
+        tokenizer_object=bpe,
+        eos_token=END,
+        bos_token=END,
+        pad_token=PAD,
+        mask_token=MASK if mask else None,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1 << 30,
+    )
+
+
+def _head(source: Source) -> Iterator[str]:
+    left = _TRAIN_CHARS
+    found = False
+    for document in source.documents():
+        found = True
+        for text in (document.text, document.target):
+            if text and left > 0:
+                yield text[:left]
+                left -= len(text)
+        if left <= 0:
+            return
+    if not found:
+        raise UserError(
+            f"data.source: {source.name} has no text in it; give a source with at least one document"
+        )
+
+
+_parallelism_is_ours = False
+
+
+@contextmanager
+def parallel_tokenizers() -> Iterator[None]:
+    """Let the tokenizers library use its threads, and let no later fork of this process inherit them.
+
+    It prints a warning in every process forked after its threads ran, unless told what to do.
+    """
+    global _parallelism_is_ours
+    if "TOKENIZERS_PARALLELISM" in os.environ and not _parallelism_is_ours:
+        yield
+        return
+    _parallelism_is_ours = True
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the data path needs to know of a tokenizer."""
+
+    size: int
+    """One more than its largest id: what a model's embedding must hold."""
+    end: int | None
+    """Ends a document: the end-of-sequence token, or the separator of a BERT."""
+    pad: int
+    mask: int | None
+    special: tuple[int, ...]
+    prefix: tuple[int, ...]
+    """What the tokenizer itself puts before a text, such as ``[CLS]``."""
+    suffix: tuple[int, ...]
+    """What the tokenizer itself puts after a text, such as ``[SEP]``."""
+    begin: tuple[int, ...]
+    """The beginning-of-sequence token, where it is in the prefix."""
+
+    @staticmethod
+    def of(tokenizer: Any) -> Vocabulary:
+        bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+        framed: list[int] = tokenizer("a", add_special_tokens=True)["input_ids"]
+        places = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+        start = next(places, 0) if bare else 0
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        pad = tokenizer.pad_token_id
+        return Vocabulary(
+            size=max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1),
+            end=end,
+            pad=pad if pad is not None else (end or 0),
+            mask=tokenizer.mask_token_id,
+            special=tuple(sorted(tokenizer.all_special_ids)),
+            prefix=tuple(framed[:start]),
+            suffix=tuple(framed[start + len(bare) :]) if bare else (),
+            begin=tuple(framed[:1]) if start and framed[0] == tokenizer.bos_token_id else (),
+        )
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """A digest of all that decides which ids a text gets."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        told = json.loads(backend.to_str())
+        told["truncation"] = told["padding"] = None  # set and unset by every call; they never apply here
+    else:
+        told = {"class": type(tokenizer).__name__, "vocab": sorted(tokenizer.get_vocab().items())}
+    ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
+    content = json.dumps([told, ids], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
