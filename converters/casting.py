@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from converters.dtypes import CASTABLE, numpy_dtype
 from converters.errors import CheckpointError
-from converters.storage import Touched
-from converters.tensor import Array, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from converters.storage import Touched
+    from converters.tensor import Array, Tensor
 
 CHOICES = {"keep": None, "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # Of the source; one block and its cast copy are all that a conversion keeps in memory.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from converters.tensor import Tensor
 from converters.ties import resolve_ties
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from converters.tensor import Tensor
 
 Scalar = int | float | bool
 ParamGroups = list[dict[str, Any]]
@@ -18,8 +21,8 @@ class OptimizerState:
 
     Attributes:
         state: parameter name -> state name -> `Tensor` or number. The state names are whatever the optimizer
-            keeps (`exp_avg`, `exp_avg_sq`, `step`, a factored optimizer's rows and columns, ...); a tensor has
-            the full shape of the state, whatever the world size that wrote it.
+            keeps (`exp_avg`, `exp_avg_sq`, `step`, a factored optimizer's rows and columns, ...); a tensor
+            has the full shape of the state, whatever the world size that wrote it.
     """
 
     def __init__(

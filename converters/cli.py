@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from converters.casting import CHOICES
-from converters.checkpoint import Checkpoint
 from converters.errors import CheckpointError
 from converters.opening import open_checkpoint
 from converters.output import check_output
 from converters.safetensors_writer import Plan, plan_safetensors, write_safetensors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from converters.checkpoint import Checkpoint
 
 _UNITS = {
     "": 1,
@@ -31,9 +35,9 @@ _UNITS = {
 _DESCRIPTION = """\
 Turn a training checkpoint into a folder that from_pretrained loads.
 
-SRC may be a run folder (the newest complete step is taken), one step, a folder of shards, or one file. The format
-is found out by looking. Nothing is loaded whole: memory stays flat whatever the model's size. SRC is never changed,
-and OUT appears complete or not at all.
+SRC may be a run folder (the newest complete step is taken), one step, a folder of shards, or one
+file. The format is found out by looking. Nothing is loaded whole: memory stays flat whatever the
+model's size. SRC is never changed, and OUT appears complete or not at all.
 """
 
 _EXAMPLES = """\
@@ -106,10 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = None
     try:
         options = _parser().parse_args(argv)
-        try:
+        with contextlib.suppress(ValueError):  # not the main thread: the signal is someone else's
             previous = signal.signal(signal.SIGTERM, _terminated)
-        except ValueError:
-            pass  # not the main thread: the signal is someone else's
         return _convert(options)
     except CheckpointError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from converters.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
 
 Path = tuple[str | int, ...]
 V = TypeVar("V")
@@ -144,13 +146,15 @@ def _optimizer_containers(paths: Mapping[str, Path]) -> set[Path]:
         for i, part in enumerate(path):
             if not isinstance(part, str):
                 continue
-            if part == "param_groups" or part.startswith("param_groups."):
-                found.add(path[:i])
-            elif (
-                i > 0
-                and path[i - 1] in _OPTIMIZER_KEYS
-                and (part == "state" or part.startswith("state."))
-                and str(path[-1]).rpartition(".")[2] in _MOMENTS
+            if (
+                part == "param_groups"
+                or part.startswith("param_groups.")
+                or (
+                    i > 0
+                    and path[i - 1] in _OPTIMIZER_KEYS
+                    and (part == "state" or part.startswith("state."))
+                    and str(path[-1]).rpartition(".")[2] in _MOMENTS
+                )
             ):
                 found.add(path[:i])
     return found

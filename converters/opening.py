@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from converters.checkpoint import Checkpoint
 from converters.errors import CheckpointError
 from converters.formats import Format, Source, detect, formats
+
+if TYPE_CHECKING:
+    from converters.checkpoint import Checkpoint
 
 # step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100 ...
 _STEP = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[-_]?(\d+)")
@@ -17,7 +20,7 @@ def open_checkpoint(path: str | Path, tag: str | None = None, *, verify: bool = 
     """Open a checkpoint of any supported format.
 
     Args:
-        path: a run folder (the newest complete step is taken), a step folder, a folder of shards, or one file.
+        path: a run folder (its newest complete step), a step folder, a folder of shards, or one file.
         tag: the step to take from a folder of several: its folder's name (`step-000100`) or number (`100`).
         verify: check the CRCs that the format stores on everything read. Turn off only where something else
             has checked the same files just now.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def check_output(out: Path, sources: list[Path], *, overwrite: bool) -> Path:

@@ -1,8 +1,8 @@
 """A pickle reader that cannot call anything.
 
 It interprets the opcodes itself and builds plain containers. A global is looked up in an explicit table of
-stand-ins: small functions of ours that turn the arguments into inert data. A global outside the table ends the
-reading with an error that names it. Nothing is imported, no attribute is set, no constructor runs.
+stand-ins: small functions of ours that turn the arguments into inert data. A global outside the table ends
+the reading with an error that names it. Nothing is imported, no attribute is set, no constructor runs.
 
 Source: Lib/pickletools.py and PEP 3154 (protocol 4), PEP 574 (protocol 5).
 """
@@ -47,7 +47,7 @@ class Instance:
         self.elements: list[Any] = []
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """What is wrong with the pickle; `unpickle` adds where it lies."""
 
 
@@ -67,7 +67,7 @@ def unpickle(
 
     Args:
         where: the file or record, for errors.
-        standins: the allow-list: `module.name` -> a function of the pickled arguments, or None for an `Instance`.
+        standins: the allow-list: `module.name` -> a function of the pickled arguments; None: an `Instance`.
         prefixes: modules (ending in a dot) whose every class may come as an `Instance`.
         persistent: resolves persistent ids (torch.save's storages); without it they are refused.
 
@@ -76,7 +76,7 @@ def unpickle(
     """
     try:
         return _Machine(data, standins, prefixes, persistent).run()
-    except _Refused as error:
+    except _RefusedError as error:
         raise CheckpointError(f"{where}: {error}") from None
     except (
         IndexError,
@@ -106,19 +106,19 @@ class _Machine:
 
     def global_(self, module: Any, name: Any) -> Global:
         if type(module) is not str or type(name) is not str:
-            raise _Refused("a global without a name")
+            raise _RefusedError("a global without a name")
         key = f"{module}.{name}"
         known = self.globals.get(key)
         if known is None:
             if key not in self.standins and not key.startswith(self.prefixes or ("\0",)):
                 shown = key if len(key) < 100 and key.isprintable() else "with an unprintable name"
-                raise _Refused(
+                raise _RefusedError(
                     f"holds the Python object {shown}, which is not on the allow-list; nothing was run"
                 )
             known = self.globals[key] = Global(key, self.standins.get(key))
         return known
 
-    def run(self) -> Any:  # noqa: C901 - one machine, one loop; ordered by how often the opcodes come
+    def run(self) -> Any:  # one loop; the opcodes stand in the order of how often they come
         data, end = self.data, len(self.data)
         stack: list[Any] = []
         push, pop = stack.append, stack.pop
@@ -152,20 +152,20 @@ class _Machine:
             elif op == 0x81 or op == 0x52:  # NEWOBJ, REDUCE
                 args, made = pop(), pop()
                 if type(made) is not Global or type(args) is not tuple:
-                    raise _Refused("calls something that is not a known class")
+                    raise _RefusedError("calls something that is not a known class")
                 push(made(*args))
             elif op == 0x62:  # BUILD
                 state, target = pop(), stack[-1]
                 if type(target) is Instance:
                     target.state = state
                 elif type(target) is not dict:  # an OrderedDict's own attributes (`_metadata`) say nothing
-                    raise _Refused("sets the state of something that is not a known class")
+                    raise _RefusedError("sets the state of something that is not a known class")
             elif op == 0x8C or op == 0x58 or op == 0x8D:  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
                 width = 1 if op == 0x8C else 4 if op == 0x58 else 8
                 count = int.from_bytes(data[pos : pos + width], "little")
                 pos += width + count
                 if pos > end:
-                    raise _Refused("truncated")
+                    raise _RefusedError("truncated")
                 push(data[pos - count : pos].decode("utf-8", "surrogatepass"))
             elif op == 0x7D:  # EMPTY_DICT
                 push({})
@@ -195,7 +195,7 @@ class _Machine:
                 width = 1 if op == 0x8A else 4
                 count = int.from_bytes(data[pos : pos + width], "little")
                 if count > _MAX_INT_BYTES:
-                    raise _Refused("an integer of unreasonable length")
+                    raise _RefusedError("an integer of unreasonable length")
                 pos += width + count
                 push(int.from_bytes(data[pos - count : pos], "little", signed=True))
             elif op == 0x89:  # NEWFALSE
@@ -226,23 +226,21 @@ class _Machine:
                 pos = second + 1
             elif op == 0x51:  # BINPERSID
                 if self.persistent is None:
-                    raise _Refused("refers to data outside the pickle")
+                    raise _RefusedError("refers to data outside the pickle")
                 push(self.persistent(pop()))
-            elif (
-                op == 0x43 or op == 0x42 or op == 0x8E or op == 0x96
-            ):  # SHORT_BINBYTES, BINBYTES, ..8, BYTEARRAY8
+            elif op == 0x43 or op == 0x42 or op == 0x8E or op == 0x96:  # (SHORT_)BINBYTES(8), BYTEARRAY8
                 width = 1 if op == 0x43 else 4 if op == 0x42 else 8
                 count = int.from_bytes(data[pos : pos + width], "little")
                 pos += width + count
                 if pos > end:
-                    raise _Refused("truncated")
+                    raise _RefusedError("truncated")
                 push(data[pos - count : pos])
             elif op == 0x8F:  # EMPTY_SET
                 push(set())
             elif op == 0x90:  # ADDITEMS
                 at = marks.pop()
                 if type(stack[at - 1]) is not set:
-                    raise _Refused("adds to something that is not a set")
+                    raise _RefusedError("adds to something that is not a set")
                 stack[at - 1].update(_key(item) for item in stack[at:])
                 del stack[at:]
             elif op == 0x91:  # FROZENSET
@@ -259,7 +257,7 @@ class _Machine:
             elif op == 0x92:  # NEWOBJ_EX
                 kwargs, args, made = pop(), pop(), pop()
                 if type(made) is not Global or type(args) is not tuple or kwargs != {}:
-                    raise _Refused("calls something that is not a known class")
+                    raise _RefusedError("calls something that is not a known class")
                 push(made(*args))
             elif op == 0x30:  # POP
                 pop()
@@ -269,18 +267,18 @@ class _Machine:
                 push(stack[-1])
             elif op == 0x80:  # PROTO
                 if data[pos] > 5:
-                    raise _Refused(f"pickle protocol {data[pos]} is not known")
+                    raise _RefusedError(f"pickle protocol {data[pos]} is not known")
                 pos += 1
             elif op == 0x95:  # FRAME: a hint for streaming readers
                 pos += 8
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
-                    raise _Refused("the pickle ends with a muddled stack")
+                    raise _RefusedError("the pickle ends with a muddled stack")
                 return stack[0]
             else:
-                raise _Refused(f"the pickle opcode 0x{op:02x} is not supported")
+                raise _RefusedError(f"the pickle opcode 0x{op:02x} is not supported")
             if pos > end:
-                raise _Refused("truncated")
+                raise _RefusedError("truncated")
 
 
 def _key(key: Any) -> Any:
@@ -290,14 +288,14 @@ def _key(key: Any) -> Any:
         return key
     if kind is tuple and all(type(item) in _SCALARS for item in key):
         return key
-    raise _Refused("a dict key or set item that is not a plain value")
+    raise _RefusedError("a dict key or set item that is not a plain value")
 
 
 def _set_items(target: Any, flat: list[Any]) -> None:
     if type(target) is Instance:
         target = target.items
     if type(target) is not dict or len(flat) % 2:
-        raise _Refused("sets items of something that is not a dict")
+        raise _RefusedError("sets items of something that is not a dict")
     for i in range(0, len(flat), 2):
         key = flat[i]
         target[key if type(key) is str else _key(key)] = flat[i + 1]
@@ -307,12 +305,12 @@ def _extend(target: Any, values: list[Any]) -> None:
     if type(target) is Instance:
         target = target.elements
     if type(target) is not list:
-        raise _Refused("appends to something that is not a list")
+        raise _RefusedError("appends to something that is not a list")
     target.extend(values)
 
 
 def plain(value: Any, *, limit: int = 100_000) -> Any:
-    """`value` with only dicts, lists, strings and numbers left, fit for JSON; objects become their class name.
+    """`value` with only dicts, lists, strings and numbers left, fit for JSON; objects become class names.
 
     Shared and cyclic references are what makes a small pickle large: more than `limit` nodes end in "...".
     """

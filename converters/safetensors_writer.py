@@ -1,6 +1,6 @@
 """Stream a checkpoint into safetensors files that `from_pretrained` loads.
 
-Source: https://github.com/huggingface/safetensors ("Format"); the index as transformers' `save_pretrained` has it.
+Source: https://github.com/huggingface/safetensors ("Format"); the index is transformers' `save_pretrained`'s.
 """
 
 from __future__ import annotations
@@ -8,15 +8,11 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from converters.casting import BLOCK_BYTES, cast_blocks, cast_dtype, parse_dtype
-from converters.checkpoint import Checkpoint, Scalar
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
 from converters.formats.safetensors import MAX_HEADER, read_file
@@ -25,7 +21,13 @@ from converters.pickles import plain
 from converters.storage import Folder, Memory, Touched
 from converters.tensor import Tensor
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from converters.checkpoint import Checkpoint, Scalar
+
 OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
+Bar = Any  # a tqdm bar; its class is imported late
 # Bytes the kernel copies in one call, so that the progress bar moves and Ctrl-C is heard.
 _KERNEL_COPY = 64 << 20
 
@@ -126,7 +128,7 @@ def write_safetensors(
     progress: bool = True,
     verify: bool = False,
 ) -> Plan:
-    """Write `checkpoint` as `out/model.safetensors` (or numbered shards with an index), and its companions.
+    """Write `out/model.safetensors` (or numbered shards with an index) and the companions.
 
     Args:
         dtype: keep, float32, bfloat16 or float16, for floating tensors of at least one dimension.
@@ -140,11 +142,13 @@ def write_safetensors(
         The plan that was carried out.
 
     Raises:
-        CheckpointError: `out` is refused, the source is damaged, or the disk is full. `out` is then as it was.
+        CheckpointError: `out` refused, the source damaged, or the disk full. `out` is then as it was.
     """
     target = check_output(Path(out), [checkpoint.root], overwrite=overwrite)
     plan = plan_safetensors(checkpoint, dtype=dtype, max_shard_size=max_shard_size, optimizer=optimizer)
     total = plan.nbytes * (2 if verify else 1)
+    from tqdm import tqdm  # not at the top: it takes as long to import as the rest of this package
+
     # disable=None: no bar where stderr is no terminal
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=target.name, disable=None if progress else True)
     with bar, new_folder(target, needed=plan.nbytes, overwrite=overwrite) as folder:
@@ -175,7 +179,7 @@ def _shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
 
 
 def _planned(name: str, entries: Iterable[Entry]) -> PlannedFile:
-    # Wide types first: readers view the bytes as elements, so each tensor must start at a multiple of its width.
+    # Wide types first: readers view the bytes as elements, so tensors must start at multiples of their width.
     ordered = sorted(entries, key=lambda entry: -itemsize(entry.dtype))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -226,7 +230,7 @@ def _write_bytes(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _write_file(path: Path, file: PlannedFile, touched: Touched, bar: tqdm[Any]) -> None:
+def _write_file(path: Path, file: PlannedFile, touched: Touched, bar: Bar) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _write_all(fd, memoryview(file.header))
@@ -235,7 +239,7 @@ def _write_file(path: Path, file: PlannedFile, touched: Touched, bar: tqdm[Any])
             if entry.dtype == entry.tensor.dtype and _kernel_copy(fd, entry.tensor, bar):
                 continue
             for block in cast_blocks(entry.tensor, entry.dtype, touched):
-                _write_all(fd, memoryview(block.view("u1")))
+                _write_all(fd, block.view("u1").data)
                 bar.update(block.nbytes)
         os.fsync(fd)
     finally:
@@ -247,7 +251,7 @@ def _write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _kernel_copy(fd: int, tensor: Tensor, bar: tqdm[Any]) -> bool:
+def _kernel_copy(fd: int, tensor: Tensor, bar: Bar) -> bool:
     """Let the kernel copy a tensor that lies whole in one file and has no checksum to compute on the way."""
     span = tensor.whole_span()
     if span is None or not hasattr(os, "copy_file_range"):
@@ -270,7 +274,7 @@ def _kernel_copy(fd: int, tensor: Tensor, bar: tqdm[Any]) -> bool:
     return True
 
 
-def _verify(folder: Path, plan: Plan, bar: tqdm[Any]) -> None:
+def _verify(folder: Path, plan: Plan, bar: Bar) -> None:
     """Compare the written files with the source, tensor by tensor."""
     written = Folder(folder)
     for file in plan.files:

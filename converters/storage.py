@@ -10,13 +10,15 @@ import stat
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from isal import isal_zlib
 
 from converters.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 Touched = set["FileSpan"]
 
@@ -58,7 +60,7 @@ class Folder:
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
     def file(self, name: str) -> SourceFile:
-        """The file `name`, a relative path; CheckpointError if it leaves the folder or is not a plain file."""
+        """The file `name`, a relative path; CheckpointError if it leaves the folder or is no plain file."""
         known = self._files.get(name)
         if known is None:
             pure = PurePosixPath(name)
@@ -116,7 +118,7 @@ class SourceFile:
         """`count` bytes from `at`; refused before allocating when the file is shorter."""
         if at < 0 or count < 0 or at + count > self.nbytes:
             raise CheckpointError(
-                f"{self.path}: truncated or damaged, bytes {at} to {at + count} of {self.nbytes} are asked for"
+                f"{self.path}: truncated or damaged, bytes {at} to {at + count} of {self.nbytes} are missing"
             )
         buffer = bytearray(count)
         self.read_into(memoryview(buffer), at)
@@ -144,14 +146,16 @@ class FileSpan:
         self.offset = offset
         self.nbytes = nbytes
         self.what = what
-        self.crc32 = crc32 if file.folder.verify else None
+        self.crc32 = crc32
+        self.settled = crc32 is None or not file.folder.verify
         # Disjoint parts read so far, sorted: (start, stop, crc32 of that part).
         self._parts: list[tuple[int, int, int]] = []
 
     def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        """Fill `buffer` from byte `at` of the span; adds itself to `touched` while its CRC is unchecked."""
         if at < 0 or at + len(buffer) > self.nbytes:
             raise CheckpointError(f"{self.file.path}: {self.what or 'data'} is shorter than its tensor")
-        if self.crc32 is None:
+        if self.settled:
             self.file.read_into(buffer, self.offset + at)
             return
         touched.add(self)
@@ -162,59 +166,44 @@ class FileSpan:
 
     def verify(self) -> None:
         """Check the stored CRC over the whole span; CheckpointError if the bytes are not those written."""
-        if self.crc32 is None:
-            return
-        gap = self._next_gap(0)
-        if gap is not None:
-            scratch = memoryview(bytearray(min(CHUNK, self.nbytes)))
-            while gap is not None:
-                start, stop = gap
-                part = scratch[: min(len(scratch), stop - start)]
-                self.file.read_into(part, self.offset + start)
-                self._record(start, part)
-                gap = self._next_gap(start + len(part))
+        scratch = memoryview(b"")
+        while (gap := self._next_gap()) is not None:
+            start, stop = gap
+            scratch = scratch or memoryview(bytearray(min(CHUNK, self.nbytes)))
+            part = scratch[: min(len(scratch), stop - start)]
+            self.file.read_into(part, self.offset + start)
+            self._record(start, part)
         with self.file.folder.lock:
-            expected, parts = self.crc32, self._parts
-            if expected is None:
-                return
-            actual = parts[0][2] if parts else 0
-            if actual != expected:
-                raise CheckpointError(
-                    f"{self.file.path}: damaged, the checksum of {self.what or 'a record'} does not match its bytes"
-                )
-            self.crc32, self._parts = None, []
+            if not self.settled and (self._parts[0][2] if self._parts else 0) != self.crc32:
+                what = self.what or "a record"
+                raise CheckpointError(f"{self.file.path}: damaged, the checksum of {what} does not match")
+            self.settled = True
+            self._parts = []
 
-    def _next_gap(self, start: int) -> tuple[int, int] | None:
+    def _next_gap(self) -> tuple[int, int] | None:
+        """The first run of bytes that nobody has read, None when there is none or nothing to check."""
         with self.file.folder.lock:
-            if self.crc32 is None:
+            if self.settled:
                 return None
+            start = 0
             for low, high, _ in self._parts:
                 if start < low:
                     return start, low
-                start = max(start, high)
+                start = high
             return (start, self.nbytes) if start < self.nbytes else None
 
-    def _record(self, start: int, part: memoryview) -> None:
+    def _record(self, start: int, data: memoryview) -> None:
+        """Note the CRC of bytes just read, merged with its neighbours; bytes read before count once."""
+        crc, stop = isal_zlib.crc32(data), start + len(data)
         with self.file.folder.lock:
-            if self.crc32 is None:
-                return
             parts = self._parts
             index = bisect_right(parts, start, key=_first)
-            overlaps_left = index > 0 and parts[index - 1][1] > start
-            overlaps_right = index < len(parts) and parts[index][0] < start + len(part)
-        if overlaps_left or overlaps_right:
-            return  # read before: the first reading stands for it
-        crc = isal_zlib.crc32(part)
-        with self.file.folder.lock:
-            if self.crc32 is None:
-                return
-            index = bisect_right(parts, start, key=_first)
-            stop = start + len(part)
             if (index > 0 and parts[index - 1][1] > start) or (index < len(parts) and parts[index][0] < stop):
                 return
             if index > 0 and parts[index - 1][1] == start:
-                low, high, before = parts.pop(index - 1)
-                crc, start, index = isal_zlib.crc32_combine(before, crc, stop - start), low, index - 1
+                index -= 1
+                low, _, before = parts.pop(index)
+                crc, start = isal_zlib.crc32_combine(before, crc, stop - start), low
             if index < len(parts) and parts[index][0] == stop:
                 low, high, after = parts.pop(index)
                 crc, stop = isal_zlib.crc32_combine(crc, after, high - low), high

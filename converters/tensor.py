@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +15,9 @@ from converters.dtypes import numpy_dtype
 from converters.errors import CheckpointError
 from converters.storage import FileSpan, Joined, Slice, Source, Touched
 from converters.tiling import check_boxes_tile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
 Shape = tuple[int, ...]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -86,7 +88,7 @@ class Tensor:
             raise CheckpointError(f"{name}: impossible shape {list(self.shape)}")
         check_boxes_tile(name, self.shape, [(box.offsets, box.sizes) for box in boxes])
         self.boxes = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
-        # Along dim 0, for finding the boxes that meet a region: where each starts, how far any so far reaches.
+        # Along dim 0, to find the boxes that meet a region: where each starts, how far any so far reaches.
         self._starts = [box.offsets[0] for box in self.boxes] if self.shape else []
         ends = (box.offsets[0] + box.sizes[0] for box in self.boxes) if self.shape else ()
         self._reach = list(accumulate(ends, max))
@@ -146,7 +148,7 @@ class Tensor:
             `out`, or a new array: numpy's own dtype, or `ml_dtypes`' for BF16 and F8_*. 0-d for a scalar.
 
         Raises:
-            CheckpointError: a file is missing, short or damaged (the stored CRCs of what is read are checked).
+            CheckpointError: a file is missing, short or damaged (stored CRCs of what is read are checked).
             ValueError: `index` or `out` does not fit the tensor.
         """
         lows, sizes = self._region(index)
@@ -210,7 +212,7 @@ class Tensor:
                 count = min(rows, self.shape[axis] - row)
                 block = buffer[: count * prod(inner)]
                 shape = (1,) * axis + (count, *inner)
-                self.fill(block.reshape(shape), (*prefix, row, *(0 for _ in inner)), touched)
+                self.fill(block.reshape(shape), (*prefix, row, *[0] * len(inner)), touched)
                 yield block
 
     def whole_span(self) -> FileSpan | None:
@@ -219,7 +221,7 @@ class Tensor:
             return None
         view = self.boxes[0].view
         span = view.source
-        if not isinstance(span, FileSpan) or span.crc32 is not None:
+        if not isinstance(span, FileSpan) or not span.settled:
             return None
         if view.strides != row_major(self.shape, numpy_dtype(self.dtype).itemsize):
             return None
@@ -240,7 +242,7 @@ class Tensor:
         return tuple(lows), tuple(sizes)
 
     def _overlapping(self, lows: Shape, sizes: Shape) -> Sequence[Box]:
-        """The boxes whose extent along dim 0 may meet the region; few, where the tensor is cut along dim 0."""
+        """The boxes whose extent along dim 0 may meet the region: few, where the cuts are along dim 0."""
         if not lows or len(self.boxes) == 1:
             return self.boxes
         first = bisect_right(self._reach, lows[0])
@@ -265,7 +267,7 @@ def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touche
         out = out[tuple(slice(None) if size != 1 else 0 for size in out.shape)] if kept else out.reshape(())
         strides = tuple(strides[dim] for dim in kept)
     if out.flags.c_contiguous and strides == row_major(out.shape, width):
-        source.read_into(memoryview(out.reshape(-1).view(np.uint8)), at, touched)
+        source.read_into(out.reshape(-1).view(np.uint8).data, at, touched)
         return
     span = width + sum((size - 1) * stride for size, stride in zip(out.shape, strides, strict=True))
     if span <= SCRATCH_BYTES:

@@ -7,12 +7,16 @@ store both names. A pair is dropped to one only when the values are equal bit fo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from converters.tensor import Tensor
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
-# Alias name -> names of its owner, in transformers' `_tied_weights_keys`; each is a suffix of whole components.
+    from converters.storage import Touched
+    from converters.tensor import Tensor
+
+# Alias -> what its owner may be called, from transformers' `_tied_weights_keys`; suffixes of whole parts.
 _EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
@@ -65,11 +69,11 @@ def same_values(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal bit for bit; reads both in step and stops at the first difference."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    touched_left, touched_right = set(), set()  # type: ignore[var-annotated]
-    blocks = zip(left.blocks(_BLOCK, touched_left), right.blocks(_BLOCK, touched_right), strict=True)
+    touched: Touched = set()
+    blocks = zip(left.blocks(_BLOCK, touched), right.blocks(_BLOCK, touched), strict=True)
     equal = all(a.tobytes() == b.tobytes() for a, b in blocks)
     if equal:
-        for span in touched_left | touched_right:
+        for span in touched:
             span.verify()
     return equal
 
@@ -90,7 +94,7 @@ def _tied(config: Path | None) -> bool | None:
 
 def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """(alias, owner) pairs that transformers' models may tie, judged by name; values decide."""
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     for suffix, owners in _PAIRS:
         for alias in stored:
             if alias == suffix or alias.endswith("." + suffix):

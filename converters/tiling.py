@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
+from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -14,9 +17,9 @@ Extent = tuple[tuple[int, ...], tuple[int, ...]]
 def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> None:
     """Raise CheckpointError unless the boxes (offsets, sizes) cover `shape` once: no gap, no overlap.
 
-    Boxes that lie inside the shape, do not overlap, and have its volume together must tile it, so it is enough
-    to look for overlaps. Sorted along the dimension that cuts most, only neighbours need comparing when the
-    tensor is cut along one dimension; a grid costs the boxes that share a slab.
+    Boxes that lie inside the shape, do not overlap, and have its volume together must tile it, so it is
+    enough to look for overlaps. Sorted along the dimension that cuts most, only neighbours need comparing
+    when the tensor is cut along one dimension; a grid costs the boxes that share a slab.
     """
     live: list[Extent] = []
     for offsets, sizes in boxes:

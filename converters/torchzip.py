@@ -7,16 +7,19 @@ A file may be a whole `.pt`, or one item of a `.distcp` file, which is a complet
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import FROM_STORAGE, FROM_TORCH, itemsize
 from converters.errors import CheckpointError
 from converters.pickles import Global, Instance, Standin, unpickle
-from converters.storage import FileSpan, SourceFile
 from converters.tensor import View
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.storage import FileSpan, SourceFile
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")

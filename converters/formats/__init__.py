@@ -1,19 +1,22 @@
 """One module a format. A format is a name, a test for a path, and a function that opens it.
 
-To add one: write `converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and name the module
-in `_MODULES`. Modules are asked in that order, so a format that holds more (fp32 masters, optimizer state) comes
-before one that may lie beside it.
+To add one: write `converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and name the
+module in `_MODULES`. Modules are asked in that order, so a format that holds more (fp32 masters, optimizer
+state) comes before one that may lie beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from converters.checkpoint import Checkpoint
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from converters.checkpoint import Checkpoint
 
 _MODULES = ("dcp", "safetensors")
 

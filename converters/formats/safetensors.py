@@ -1,7 +1,7 @@
 """safetensors: one file, or numbered shards with `model.safetensors.index.json`.
 
-A header may lie, and the format has no checksum: lengths, offsets, overlaps and the index are all checked, the
-values cannot be.
+A header may lie, and the format has no checksum: lengths, offsets, overlaps and the index are all checked,
+the values cannot be.
 
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
 from converters.companions import find_companions
@@ -22,6 +21,9 @@ from converters.formats import Format, Source
 from converters.naming import plain_names
 from converters.storage import Folder, SourceFile
 from converters.tensor import Tensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # The reference implementation's own limit on the header.
@@ -145,19 +147,26 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _entry(file: SourceFile, name: str, entry: Any) -> tuple[str, list[int], int, int]:
-    if isinstance(entry, dict):
-        dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-        if isinstance(dtype, str) and dtype not in NUMPY:
-            raise CheckpointError(
-                f"{file.path}: {name!r} has the element type {dtype[:20]}, which is not supported"
-            )
-        if isinstance(dtype, str) and _counts(shape) and _counts(offsets) and len(offsets) == 2:
-            return dtype, shape, offsets[0], offsets[1]
-    raise CheckpointError(f"{file.path}: damaged header entry for {name!r}")
+    """(dtype, shape, start, stop) of one header entry."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        raise CheckpointError(f"{file.path}: damaged header entry for {name!r}")
+    dtype, shape, offsets = entry["dtype"], _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise CheckpointError(f"{file.path}: damaged header entry for {name!r}")
+    if dtype not in NUMPY:
+        raise CheckpointError(f"{file.path}: {name!r} has the element type {dtype[:20]!r}, not supported")
+    return dtype, shape, offsets[0], offsets[1]
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+def _counts(value: Any) -> list[int] | None:
+    """`value` if it is a short list of sizes, else None."""
+    if (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+    ):
+        return value
+    return None
 
 
 def _json(file: SourceFile, data: bytes) -> Any:

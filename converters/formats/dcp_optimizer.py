@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.errors import CheckpointError
 from converters.naming import Path, Roles, plain_name
 from converters.pickles import plain
 from converters.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 State = dict[str, dict[str, Tensor | Scalar]]
 
