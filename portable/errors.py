@@ -14,3 +14,7 @@ class UserError(Exception):
 def one_line(text: object) -> str:
     """Fold ``text`` into one line, so that an error stays exactly one line on stderr."""
     return " ".join(str(text).split())
+
+
+class RunError(Exception):
+    """A run that cannot go on, through nothing that its input shows. One ``error: ...`` line, exit code 1."""

@@ -1,0 +1,169 @@
+"""The machine as torch.distributed sees it: one rank a GPU with NCCL, or CPU ranks with gloo."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gpu import devices
+from gpu.engine import TorchEngine
+from gpu.sharding import STRATEGIES, shard
+from portable.backend import Backend, Engine, require, unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from portable.backend import Batch
+    from portable.config import RunConfig
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+def local_devices(name: str) -> int:
+    """GPUs of this machine for ``cuda``; 1 for ``cpu``."""
+    return torch.cuda.device_count() if name == "cuda" else 1
+
+
+def create(name: str) -> Backend:
+    """The backend of this process; rank and world size come from the launcher's environment variables."""
+    return TorchBackend(name)
+
+
+class TorchBackend:
+    """CPU or CUDA ranks in one torch.distributed process group."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if name == "cuda":
+            require(torch.cuda.is_available(), "backend: cuda needs a GPU, and torch finds none; use --backend cpu")
+            require(
+                self.local_rank < torch.cuda.device_count(),
+                f"--nproc: local rank {self.local_rank} has no GPU of its own; this machine has "
+                f"{torch.cuda.device_count()}",
+            )
+            self.device = torch.device("cuda", self.local_rank)
+        else:
+            self.device = torch.device("cpu")
+            if local_world_size > 1:
+                torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+
+    def check(self, config: RunConfig) -> None:
+        require(
+            config.strategy in STRATEGIES,
+            f"strategy: {config.strategy} is not part of this version; use one of {', '.join(STRATEGIES)}",
+        )
+        on_cpu = self.name == "cpu"
+        unsupported(
+            [
+                (
+                    config.train.optimizer not in ("adamw", "sgd"),
+                    f"train.optimizer: {config.train.optimizer} is not part of this version; use adamw or sgd",
+                ),
+                (
+                    config.precision == "fp16",
+                    "precision: fp16 needs a loss scaler, which is not part of this version; use bf16",
+                ),
+                (
+                    on_cpu and config.precision == "tf32",
+                    "precision: tf32 is a mode of NVIDIA's tensor cores; use fp32 or bf16 on cpu",
+                ),
+                (
+                    config.memory.offload_optimizer != "none",
+                    "memory.offload_optimizer: not part of this version; set it to none",
+                ),
+                (
+                    config.memory.offload_params != "none",
+                    "memory.offload_params: not part of this version; set it to none",
+                ),
+                (
+                    config.train.micro_batch_size == "auto",
+                    "train.micro_batch_size: auto is not part of this version; give a number",
+                ),
+                (
+                    bool(config.fsdp.model_fields_set),
+                    "fsdp: its settings are not part of this version; layers are found and wrapped by themselves",
+                ),
+            ]
+        )
+
+    def start(self) -> None:
+        if self.name == "cuda":
+            torch.cuda.set_device(self.device)
+        transport = "cpu:gloo,cuda:nccl" if self.name == "cuda" else "gloo"
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(transport, timeout=COLLECTIVE_TIMEOUT)
+        else:
+            dist.init_process_group(transport, store=dist.HashStore(), rank=0, world_size=1)
+
+    def stop(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def resolve_precision(self, precision: str) -> str:
+        if precision != "auto":
+            return precision
+        if self.name == "cuda":
+            return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        return "bf16" if _cpu_multiplies_bf16() else "fp32"
+
+    def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
+        if config.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        sharded = shard(model, config, self.device)
+        return TorchEngine(sharded, config, self.device)
+
+    def place(self, batch: Batch) -> Batch:
+        if self.name == "cpu":
+            return batch
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def sum(self, value: Tensor) -> Tensor:
+        if self.world_size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor(int(flag), dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def barrier(self) -> None:
+        self.any(False)  # a host-side collective; dist.barrier would wait for the GPU's queue as well
+
+    def memory(self) -> tuple[int, int]:
+        if self.name == "cuda":
+            return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        statm = Path("/proc/self/statm")
+        now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
+        return now, peak
+
+    def peak_flops(self, precision: str) -> float | None:
+        if self.name != "cuda":
+            return None
+        return devices.peak_flops(torch.cuda.get_device_name(self.device), precision)
+
+
+def _cpu_multiplies_bf16() -> bool:
+    """Whether the CPU has instructions for bf16 products (AVX512-BF16 or AMX); without them bf16 is slow."""
+    capabilities = torch.backends.cpu.get_cpu_capability()
+    if "AVX512" not in capabilities:
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return "avx512_bf16" in flags or "amx_bf16" in flags

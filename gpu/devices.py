@@ -1,0 +1,35 @@
+"""What data sheets say about GPUs."""
+
+from __future__ import annotations
+
+# Dense tensor-core peaks in TFLOP/s as (bf16 or fp16, tf32), from NVIDIA's data sheets; where a sheet gives the
+# figure with 2:4 sparsity, half of it. Matched by substring in this order, so the longer names stand first.
+PEAKS: tuple[tuple[str, float, float | None], ...] = (
+    ("GB200", 2500.0, 1250.0),
+    ("B200", 2250.0, 1100.0),
+    ("GH200", 989.4, 494.7),
+    ("H200", 989.4, 494.7),
+    ("H100 PCIe", 756.0, 378.0),
+    ("H100 NVL", 835.0, 417.5),
+    ("H100", 989.4, 494.7),
+    ("H800", 989.4, 494.7),
+    ("A100", 312.0, 156.0),
+    ("A800", 312.0, 156.0),
+    ("A10G", 70.0, 35.0),
+    ("A10", 125.0, 62.5),
+    ("A40", 149.7, 74.8),
+    ("L40S", 362.0, 183.0),
+    ("L40", 181.0, 90.5),
+    ("L4", 121.0, 60.0),
+    ("V100", 125.0, None),
+    ("T4", 65.0, None),
+)
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Peak FLOP/s of the GPU called ``device_name`` for ``precision``, or None where the table has none."""
+    for name, half, tf32 in PEAKS:
+        if name in device_name:
+            teraflops = {"bf16": half, "fp16": half, "tf32": tf32}.get(precision)
+            return None if teraflops is None else teraflops * 1e12
+    return None

@@ -1,0 +1,179 @@
+"""A model in training under DDP or FSDP2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from converters import Tensor as StoredTensor
+from portable.backend import Batch, Health
+from portable.loss import token_loss
+from portable.model import state_tensors, tied_names
+from portable.optim import build_optimizer
+from portable.weights import to_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from converters import Checkpoint
+    from gpu.sharding import ShardedModel
+    from portable.backend import SaveHandle
+    from portable.config import RunConfig
+    from portable.weights import ReadableTensor
+
+
+class TorchEngine:
+    """Implements :class:`portable.backend.Engine`; see there for the contracts."""
+
+    def __init__(self, sharded: ShardedModel, config: RunConfig, device: torch.device) -> None:
+        self.model: nn.Module = sharded.model
+        self._sharded = sharded
+        self._device = device
+        self._optimizer = build_optimizer(config.train, dict(self.model.named_parameters()))
+        self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        # The device's own account of updates that were not finite: read when logging, never in between.
+        self._updates = 0
+        self._skipped = torch.zeros((), device=device)
+        self._first_bad = torch.full((), -1.0, device=device)
+
+    def accumulate(self, batch: Batch, weight: Tensor, *, last: bool) -> Tensor:
+        with self._sharded.accumulating(last=last):
+            with self._sharded.autocast():
+                loss, _ = token_loss(self._sharded.forward, batch)
+            loss = loss * weight
+            loss.backward()
+        return loss.detach()
+
+    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        self._skipped += ((self._skipped > 0) | ~finite).float()
+        self._first_bad = torch.where(
+            (self._skipped == 1) & (self._first_bad < 0), float(self._updates), self._first_bad
+        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        # torch's fused optimizers leave parameters and state alone when this device value is 1.
+        self._optimizer.found_inf = (self._skipped > 0).float()  # type: ignore[attr-defined]
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._updates += 1
+        return norm
+
+    def health(self) -> Health:
+        skipped, first = torch.stack([self._skipped, self._first_bad]).tolist()
+        return Health(int(skipped), int(first) if first >= 0 else None)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        self.model.eval()
+        with self._sharded.autocast():
+            loss, valid = token_loss(self._sharded.forward, batch)
+        self.model.train()
+        return loss, valid
+
+    @torch.no_grad()
+    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+        self.model.eval()
+        torch.manual_seed(seed)  # the same on all ranks, so that all continue alike
+        generate: Any = self.model.generate
+        with self._sharded.autocast():
+            tokens: Tensor = generate(
+                prompt.to(self._device),
+                attention_mask=torch.ones_like(prompt, device=self._device),
+                max_new_tokens=max_new_tokens,
+                do_sample=True,
+                temperature=0.8,
+                top_k=50,
+                use_cache=True,
+            )
+        self.model.train()
+        return tokens.cpu()
+
+    # -- weights and checkpoints -------------------------------------------------------------------------
+
+    def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
+        for name, tensor in state_tensors(self.model).items():
+            if name in weights:
+                _fill(tensor, weights[name])
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        from converters import CheckpointError
+
+        weights: dict[str, ReadableTensor] = dict(checkpoint.tensors)
+        for name, others in tied_names(self.model).items():
+            alias = next((other for other in others if other in weights), None)
+            if name not in weights and alias is not None:
+                weights[name] = weights[alias]
+        missing = state_tensors(self.model).keys() - weights.keys()
+        if missing:
+            raise CheckpointError(f"{checkpoint.root}: holds no {min(missing)}; it belongs to another model")
+        self.load_weights(weights)
+        if checkpoint.optimizer is None:
+            raise CheckpointError(f"{checkpoint.root}: holds no optimizer state, so the run cannot go on from it")
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            stored = checkpoint.optimizer.state.get(name)
+            if stored is None:
+                raise CheckpointError(f"{checkpoint.root}: holds no optimizer state of {name}")
+            self._optimizer.state[parameter] = {
+                key: self._optimizer_value(value, parameter) for key, value in stored.items()
+            }
+
+    def _optimizer_value(self, value: StoredTensor | float | bool, parameter: Tensor) -> Any:
+        if not isinstance(value, StoredTensor):
+            return torch.tensor(float(value), device=self._scalar_device())
+        if value.shape != tuple(parameter.shape):
+            return to_torch(value.read()).to(self._scalar_device())
+        state = torch.empty_like(parameter)
+        _fill(state, value)
+        return state
+
+    def _scalar_device(self) -> torch.device:
+        return self._device  # fused optimizers keep their step counts on the device
+
+    def save(self, folder: Path) -> SaveHandle:
+        writer = FileSystemWriter(folder, sync_files=True)
+        dcp.save({"model": state_tensors(self.model), "optim": self._optimizer_state()}, storage_writer=writer)
+        return _Written()
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        groups = [
+            {**group, "params": [names[p] for p in group["params"]]} for group in self._optimizer.param_groups
+        ]
+        state = {names[p]: dict(values) for p, values in self._optimizer.state.items()}
+        return {"state": state, "param_groups": groups}
+
+
+class _Written:
+    def wait(self) -> None:
+        return
+
+
+@torch.no_grad()
+def _fill(target: Tensor, source: ReadableTensor) -> None:
+    """Copy into ``target`` what it holds of ``source``: everything, or a DTensor's local shard."""
+    if not isinstance(target, DTensor):
+        target.copy_(to_torch(source.read()))
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    local = target.to_local()
+    if local.numel():
+        index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        local.copy_(to_torch(source.read(index)))

@@ -1,0 +1,131 @@
+"""How a model is spread over the ranks of a torch.distributed process group."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from portable.model import materialize, transformer_layers
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from portable.config import RunConfig
+
+STRATEGIES = ("no_shard", "full_shard", "shard_grad_op")
+COMPUTE_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class ShardedModel:
+    """A model spread over the ranks.
+
+    Attributes:
+        model: the transformers model under its plain names; its parameters are DTensors when sharded.
+        forward: what to call for a forward pass: the model, or DDP around it.
+        autocast_dtype: the compute type where FSDP does not cast the parameters itself, else None.
+    """
+
+    model: nn.Module
+    forward: nn.Module
+    autocast_dtype: torch.dtype | None
+    device: torch.device
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast_dtype)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Around every micro-batch: DDP reduces gradients once, with the last one.
+
+        FSDP reduces after each, so that what is accumulated is a shard: gradients never take up the whole
+        model's size on a rank.
+        """
+        if isinstance(self.forward, DistributedDataParallel) and not last:
+            return self.forward.no_sync()
+        return nullcontext()
+
+
+def shard(model: nn.Module, config: RunConfig, device: torch.device) -> ShardedModel:
+    """Allocate the meta-device ``model`` on ``device``, spread as ``config.strategy`` says.
+
+    Gradients are summed over ranks, not averaged: the loss is already divided by the valid tokens of the
+    global batch. On one rank there is nothing to spread, and the model stays as it is.
+    """
+    layers = [layer for _, layer in transformer_layers(model)]
+    _checkpoint_activations(model, config)
+    if config.compile:
+        for layer in layers:
+            layer.compile()
+    compute = COMPUTE_DTYPES[config.precision]
+    autocast_dtype = None if compute == torch.float32 else compute
+    if dist.get_world_size() == 1:
+        materialize(model, device)
+        return ShardedModel(model, model, autocast_dtype, device)
+    if config.strategy == "no_shard":
+        materialize(model, device)
+        return ShardedModel(model, _replicate(model, device), autocast_dtype, device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for module in [*layers, model]:
+        wrapped = fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=config.strategy == "full_shard",
+        )
+        assert isinstance(wrapped, FSDPModule)
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no scaled one
+    materialize(model, device)
+    return ShardedModel(model, model, None, device)
+
+
+def _replicate(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+    replica = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        init_sync=False,  # every rank fills in the same weights itself
+    )
+    # A lambda, since DDP inspects a function's annotations and cannot read postponed ones.
+    replica.register_comm_hook(None, lambda _, bucket: _sum_gradients(bucket))
+    return replica
+
+
+def _sum_gradients(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _checkpoint_activations(model: nn.Module, config: RunConfig) -> None:
+    kind = config.memory.activation_checkpointing
+    if kind == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        aten = torch.ops.aten
+        kept = [
+            aten.mm.default,
+            aten.addmm.default,
+            aten.bmm.default,
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+        ]
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
+    enable: Any = model.gradient_checkpointing_enable
+    enable(gradient_checkpointing_kwargs=options)

@@ -1,0 +1,195 @@
+"""What differs between accelerators: two protocols, and the registry that finds who implements them.
+
+A :class:`Backend` is a machine: it starts the process group or runtime, places a batch, reduces a number and
+prepares a model. What :meth:`Backend.prepare` returns, an :class:`Engine`, is the model in training. The loop
+in :mod:`portable.loop` calls these and nothing else, so it never learns who answers.
+
+Vocabulary: a *rank* is one process of the run; the *world size* is their number. The *global batch* is the
+sequences of one optimizer step over all ranks, a *micro-batch* what one rank takes through the model at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from converters import Checkpoint
+    from portable.config import RunConfig
+    from portable.weights import ReadableTensor
+
+Batch = dict[str, torch.Tensor]
+"""Keyword arguments of the model's ``forward``, int64 ``[micro_batch, seq_len]``, plus ``labels`` that are
+aligned with the logits (already shifted) and hold -100 where nothing is to be predicted."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What the device counted since the start: optimizer updates masked because loss or norm was not finite."""
+
+    skipped_updates: int
+    first_bad_update: int | None
+
+
+class SaveHandle(Protocol):
+    """A checkpoint on its way to disk."""
+
+    def wait(self) -> None:
+        """Return once this rank's files are written; raise what went wrong with them."""
+
+
+class Engine(Protocol):
+    """A model in training, its optimizer and whatever shards them."""
+
+    model: nn.Module
+    """The transformers model itself, under its plain parameter names."""
+
+    def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
+        """Fill this rank's slices of the parameters and persistent buffers named in ``weights``."""
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Fill weights and optimizer state from a logical checkpoint; each rank reads its own slices."""
+
+    def save(self, folder: Path) -> SaveHandle:
+        """Write this rank's shards into ``folder``, in the strategy's native format."""
+
+    def accumulate(self, batch: Batch, weight: Tensor, *, last: bool) -> Tensor:
+        """Forward and backward of one micro-batch.
+
+        Args:
+            batch: placed by :meth:`Backend.place`.
+            weight: fp32 scalar on the device by which the summed token losses are multiplied: one over the
+                valid tokens of the global batch.
+            last: whether the optimizer steps after this micro-batch, so that gradients must be reduced now.
+
+        Returns:
+            this rank's share of the global mean loss, an fp32 scalar on the device, not yet read.
+        """
+
+    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+        """Clip, step, zero. A loss or norm that is not finite masks this update and all that follow.
+
+        Args:
+            learning_rate: of this step.
+            max_norm: bound of the global gradient norm; 0 does not clip.
+            loss: the global loss of this step, on the device.
+
+        Returns:
+            the gradient norm before clipping, an fp32 scalar on the device, not yet read.
+        """
+
+    def health(self) -> Health:
+        """Read the device's counter of masked updates. Waits for the device: call it when logging."""
+
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Summed token loss and number of valid tokens of this rank's micro-batch, on the device."""
+
+    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+        """Continue ``prompt``, int64 ``[1, length]``; all ranks call it together."""
+
+
+class Backend(Protocol):
+    """A machine, or the part of it that this process drives."""
+
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def check(self, config: RunConfig) -> None:
+        """Raise :class:`UserError` for a setting that this backend has no use for, before any work."""
+
+    def start(self) -> None:
+        """Join the process group, or start the runtime."""
+
+    def stop(self) -> None:
+        """Leave it again."""
+
+    def resolve_precision(self, precision: str) -> str:
+        """The compute type that ``auto`` means on this device; any other value comes back as it is."""
+
+    def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
+        """Shard a model that lies on the meta device and give it an optimizer; the weights are still unset."""
+
+    def place(self, batch: Batch) -> Batch:
+        """Move a micro-batch to the device without waiting for the copy."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum a small device tensor over all ranks, without reading it."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on any rank. Talks over the host, so the device is not waited for."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes in use now and at the peak, on this rank's device (resident host memory on CPU)."""
+
+    def peak_flops(self, precision: str) -> float | None:
+        """FLOP/s that the device's data sheet gives for ``precision`` (dense), or None where unknown."""
+
+
+class BackendRoom(Protocol):
+    """What a backend's module offers: ``local_devices()`` and ``create(...)``."""
+
+    def local_devices(self, name: str) -> int:
+        """Ranks that this machine can hold, one a device; 1 on CPU."""
+
+    def create(self, name: str) -> Backend:
+        """The backend of this process, from the launcher's environment variables where there are any."""
+
+
+# Where each backend lives. Imported only when it is chosen: nobody pays for, or needs, an accelerator's
+# libraries that are not used.
+ROOMS: dict[str, str] = {"cpu": "gpu.backend", "cuda": "gpu.backend", "xla": "tpu.backend"}
+EXTRAS: dict[str, str] = {"xla": "xla"}
+
+
+def resolve_backend(name: str) -> str:
+    """The backend that ``auto`` stands for on this machine."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def backend_room(name: str) -> BackendRoom:
+    """Import the module behind a backend's name.
+
+    Raises:
+        UserError: if the backend, or a library that it stands on, is not installed.
+    """
+    module = ROOMS[name]
+    try:
+        room: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module:
+            available = ", ".join(sorted(n for n, m in ROOMS.items() if m != module))
+            raise UserError(f"backend: {name} is not part of this version; use one of {available}") from error
+        if error.name is None or error.name.split(".")[0] in ("portable", "converters", "gpu", "tpu"):
+            raise
+        remedy = f"; install it with: pip install 'portable-trainer[{EXTRAS[name]}]'" if name in EXTRAS else ""
+        raise UserError(f"backend: {name} needs the package {error.name}{remedy}") from error
+    return room  # type: ignore[no-any-return]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``UserError(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def unsupported(settings: Iterable[tuple[bool, str]]) -> None:
+    """Raise for the first setting that is in use though it is not supported, with its reason."""
+    for used, reason in settings:
+        require(not used, reason)

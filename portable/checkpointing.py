@@ -1,0 +1,166 @@
+"""Checkpoint folders: when they are complete, which one is the last, how many are kept.
+
+A checkpoint is ``<run>/checkpoints/step-000100/``: the shards in the strategy's native format, the model's
+config and tokenizer, and ``trainer_state.json``. It is written as ``.step-000100.partial`` and appears by
+rename, so that a folder with a step's name is complete, whenever the run was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portable.backend import Backend, SaveHandle
+
+FORMAT_VERSION = 1
+STATE_FILE = "trainer_state.json"
+_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+_PARTIAL_SUFFIX = ".partial"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where a run stands, in plain JSON beside the shards.
+
+    Attributes:
+        step: optimizer steps done.
+        samples: sequences consumed, which is the position in the data.
+        seed: of the run.
+        schedule: the learning-rate schedule's settings.
+        run: the settings that make two runs the same run.
+        data: digest of every token of the data set, by which another machine's text is told apart.
+        backend, strategy, world_size: what wrote the checkpoint; the next leg may choose others.
+        metadata: what a person may want to know besides.
+    """
+
+    step: int
+    samples: int
+    seed: int
+    schedule: dict[str, Any]
+    run: dict[str, Any]
+    data: str
+    backend: str
+    strategy: str
+    world_size: int
+    metadata: dict[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def read(cls, folder: Path) -> TrainerState:
+        """Read ``folder/trainer_state.json``.
+
+        Raises:
+            UserError: if it is missing, damaged or of a newer format.
+        """
+        path = folder / STATE_FILE
+        try:
+            values = json.loads(path.read_text("utf-8"))
+            version = values["format_version"]
+            if version > FORMAT_VERSION:
+                raise UserError(f"{path}: format version {version} is newer than this program ({FORMAT_VERSION})")
+            return cls(**values)
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: missing; is {folder} a checkpoint of this program?") from error
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path}: damaged ({type(error).__name__}); use an older checkpoint") from error
+
+    def write(self, folder: Path) -> None:
+        write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+
+class CheckpointFolder:
+    """``<run>/checkpoints``, of which only this run's main rank changes names."""
+
+    def __init__(self, path: Path, *, keep: int | None) -> None:
+        self.path = path
+        self._keep = keep
+
+    def complete(self) -> list[tuple[int, Path]]:
+        """The complete checkpoints as (step, folder), oldest first."""
+        found = []
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            match = _STEP_FOLDER.fullmatch(entry.name)
+            if match and (entry / STATE_FILE).is_file():
+                found.append((int(match[1]), entry))
+        return sorted(found)
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return next((folder for _, folder in reversed(self.complete())), None)
+
+    def remove_partial(self) -> None:
+        """Delete what interrupted saves left behind. The caller holds the run's lock."""
+        for entry in self.path.glob(f".*{_PARTIAL_SUFFIX}") if self.path.is_dir() else ():
+            shutil.rmtree(entry, ignore_errors=True)
+
+    def write(
+        self,
+        backend: Backend,
+        state: TrainerState,
+        save: Callable[[Path], SaveHandle],
+        add_files: Callable[[Path], None],
+    ) -> Path:
+        """Write one checkpoint; all ranks call it together, and it is complete when it returns.
+
+        Args:
+            backend: for the waiting of ranks on each other.
+            state: what to write as ``trainer_state.json``.
+            save: writes this rank's shards into a folder.
+            add_files: writes the small files that go along; called on the main rank.
+        """
+        final = self.path / f"step-{state.step:06d}"
+        partial = self.path / f".{final.name}{_PARTIAL_SUFFIX}"
+        if backend.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        backend.barrier()
+        save(partial).wait()
+        backend.barrier()
+        if backend.rank == 0:
+            add_files(partial)
+            state.write(partial)
+            sync_folder(partial)
+            if final.exists():  # the same step again, after a resume from an earlier one
+                shutil.rmtree(final)
+            partial.rename(final)
+            sync_folder(self.path)
+            self._prune()
+        backend.barrier()
+        return final
+
+    def _prune(self) -> None:
+        if self._keep is None:
+            return
+        for _, folder in self.complete()[: -self._keep]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace ``path`` as a whole, and have its bytes on disk when this returns."""
+    partial = path.with_name(f".{path.name}{_PARTIAL_SUFFIX}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on disk, where the system can (not on Windows)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,80 @@
+"""``portable-train``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portable.errors import RunError, UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.config import Invocation
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``portable-train`` and return its exit code.
+
+    0: done, or ``train.stop_after`` reached; 2: refused input; 75: stopped by SIGTERM or SIGINT with a
+    checkpoint saved; 1: anything else.
+    """
+    try:
+        from portable.config import parse_args
+
+        return run(parse_args(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted before the first step; nothing was saved", file=sys.stderr)
+        return 130
+
+
+def run(invocation: Invocation) -> int:
+    """Launch local ranks, or be one of a launcher's."""
+    from portable import launch
+    from portable.backend import backend_room, resolve_backend
+    from portable.run import check_output_folder, describe_checkpoint, dry_run, train_leg
+
+    config = invocation.config
+    if invocation.resume_info is not None:
+        return describe_checkpoint(Path(invocation.resume_info))
+    name = resolve_backend(config.backend)
+    room = backend_room(name)
+    if launch.joined():
+        if invocation.nproc is not None:
+            raise UserError("--nproc: this process was started by a launcher, which has set the world size")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            launch.die_with_parent()
+        return train_leg(name, config, eval_only=invocation.eval_only)
+    ranks = invocation.nproc if invocation.nproc is not None else room.local_devices(name)
+    if invocation.dry_run:
+        return dry_run(name, config, ranks)
+    _check_ranks(name, ranks, room.local_devices(name))
+    check_output_folder(name, config, ranks)
+    if ranks == 1:
+        return train_leg(name, config, eval_only=invocation.eval_only)
+    return launch.launch(train_leg, (name, config, invocation.eval_only), ranks=ranks)
+
+
+def _check_ranks(name: str, ranks: int, devices: int) -> None:
+    if name == "xla" and ranks > 1:
+        raise UserError("--nproc: XLA runs one process a host, which drives all its devices; leave it out")
+    if name == "cuda" and ranks > devices:
+        raise UserError(f"--nproc: {ranks} ranks need as many GPUs, and this machine has {devices}")
+    most = 4 * (os.cpu_count() or 1)
+    if name == "cpu" and ranks > most:
+        raise UserError(
+            f"--nproc: {ranks} ranks on {os.cpu_count()} cores would only wait for each other; "
+            f"use at most {most}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Starting local ranks, and making sure that none outlives its launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import RunError, UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+USER_ERROR, RUN_ERROR = 2, 1
+
+
+def joined() -> bool:
+    """Whether a launcher (torchrun, accelerate launch, our own) has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The first rank that failed, and how."""
+
+    rank: int
+    exit_code: int
+    message: str | None
+    """One line for a person, where the rank could still write one."""
+
+
+def launch(function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: int) -> int:
+    """Run ``function(*arguments)`` in ``ranks`` local processes under torch's elastic agent.
+
+    Args:
+        function: picklable; returns the exit code of its rank. ``UserError`` and ``RunError`` that it raises
+            are reported once, whichever ranks raised them.
+        arguments: picklable.
+        ranks: how many.
+
+    Returns:
+        the exit code, which is the same on all ranks.
+
+    Raises:
+        UserError, RunError: what the first failing rank raised, or which one died and how.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with tempfile.TemporaryDirectory(prefix="portable-launch-") as scratch:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+        )
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+        # The agent would answer a signal by ending the ranks within 30 seconds. Off the main thread it leaves
+        # signals alone, and we pass them on: the ranks finish their step, save, and the agent sees them end.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        agent = ThreadPoolExecutor(1)
+        running = agent.submit(elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid())
+        with _signals_passed_on(Path(scratch)):
+            try:
+                codes = running.result()
+            except ChildFailedError as error:
+                rank, failure = error.get_first_failure()
+                raise _as_exception(_first_failure(Path(scratch), rank, failure.exitcode)) from None
+        return max(int(code) for code in codes.values())
+
+
+@contextmanager
+def _signals_passed_on(scratch: Path) -> Iterator[None]:
+    def pass_on(*_: object) -> None:
+        for path in scratch.glob("rank*.pid"):
+            with suppress(ProcessLookupError):
+                os.kill(int(path.suffixes[0][1:]), signal.SIGTERM)
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch: str, launcher: int) -> int:
+    die_with_parent(launcher)
+    # A terminal's Ctrl-C reaches every process; the launcher alone answers it, and tells the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (Path(scratch) / f"rank{os.environ['RANK']}.{os.getpid()}.pid").touch()
+    try:
+        return function(*arguments)
+    except (UserError, RunError) as error:
+        code = USER_ERROR if isinstance(error, UserError) else RUN_ERROR
+        _report(Path(scratch), code, one_line(error))
+        # Not sys.exit: other threads (a loader, a collective that waits for this rank) must not hold us up.
+        sys.stdout.flush()
+        os._exit(code)
+    except Exception as error:
+        traceback.print_exc()
+        _report(Path(scratch), RUN_ERROR, f"{type(error).__name__}: {one_line(error)} (traceback above)")
+        sys.stderr.flush()
+        os._exit(RUN_ERROR)
+
+
+def _report(scratch: Path, code: int, message: str) -> None:
+    rank = int(os.environ["RANK"])
+    text = json.dumps({"rank": rank, "code": code, "message": message, "time": time.time()})
+    partial = scratch / f"rank{rank}.partial"
+    partial.write_text(text, "utf-8")
+    partial.rename(scratch / f"rank{rank}.json")
+
+
+def _first_failure(scratch: Path, rank: int, exit_code: int) -> RankFailure:
+    """Prefer what a rank wrote itself: once one has failed, others fail in its wake."""
+    reports = [json.loads(path.read_text("utf-8")) for path in scratch.glob("rank*.json")]
+    # A rank that a signal killed writes nothing, and is the cause of what others then report.
+    if exit_code < 0 or not reports:
+        return RankFailure(rank, exit_code, None)
+    # A refusal of input is the cause even if another rank, waiting for the refuser, failed a moment earlier.
+    first = min(reports, key=lambda report: (report["code"] != USER_ERROR, report["time"]))
+    return RankFailure(first["rank"], first["code"], first["message"])
+
+
+def _as_exception(failure: RankFailure) -> Exception:
+    if failure.message is not None:
+        if failure.exit_code == USER_ERROR:
+            return UserError(failure.message)
+        return RunError(f"rank {failure.rank} failed first: {failure.message}")
+    if failure.exit_code >= 0:
+        return RunError(f"rank {failure.rank} failed first: it ended with exit code {failure.exit_code}")
+    name = signal.Signals(-failure.exit_code).name
+    hint = "; the system may have been out of memory" if name == "SIGKILL" else ""
+    return RunError(f"rank {failure.rank} failed first: it was killed by {name}{hint}")
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the system kill this process when its parent ends, however it ends.
+
+    Args:
+        parent: the parent's process id as it was known before; if it is already gone, this ends at once.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        pr_set_pdeathsig = 1
+        libc.prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+    if parent is not None and os.getppid() != parent:
+        os._exit(RUN_ERROR)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)

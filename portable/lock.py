@@ -1,0 +1,44 @@
+"""One run at a time in an output folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LOCK_FILE = ".lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` for this process; the system lets go when the process ends, however it ends.
+
+    Raises:
+        UserError: if another process holds it.
+    """
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 4096, 0).decode("utf-8", "replace").strip()
+            raise UserError(
+                f"output_dir: {folder} is in use by another run ({holder or 'unknown'}); "
+                "wait for it, stop it or choose another folder"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,213 @@
+"""THE training loop: the same for every backend, strategy and world size."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from portable.errors import RunError
+from portable.loss import count_valid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+
+    from portable.backend import Backend, Batch, Engine
+    from portable.plan import BatchPlan
+    from portable.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step left on the device: the global mean loss and the gradient norm, unread."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+@dataclass
+class Progress:
+    """Where the run stands. ``samples`` is the data position, ``step`` the optimizer steps done."""
+
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When to do what, in optimizer steps; 0 means never."""
+
+    until: int
+    log_every: int
+    eval_every: int
+    save_every: int
+
+
+class Events:
+    """What the loop calls when something is due. The defaults do nothing."""
+
+    def on_step(self, progress: Progress) -> None:
+        """After every step; must not read from the device."""
+
+    def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
+        """Every ``log_every`` steps, with values read from the device."""
+
+    def on_eval(self, progress: Progress, loss: float) -> None:
+        """After an evaluation."""
+
+    def on_save(self, progress: Progress) -> None:
+        """Write a checkpoint; all ranks are called."""
+
+    def on_pause(self, seconds: float) -> None:
+        """After a step whose save and evaluation took ``seconds``, which are not training."""
+
+    def last_checkpoint(self) -> str:
+        """What to tell a person about the last good checkpoint."""
+        return "none"
+
+
+def train_step(
+    backend: Backend,
+    engine: Engine,
+    micro_batches: Iterator[Batch],
+    *,
+    plan: BatchPlan,
+    first_sample: int,
+    learning_rate: float,
+    max_grad_norm: float,
+) -> StepResult:
+    """One optimizer step over the global batch, which begins at ``first_sample``.
+
+    Nothing in here waits for the device.
+
+    The loss is the mean over all valid tokens of the global batch, whatever their spread over micro-batches
+    and ranks: their number is counted first, on the device, and every micro-batch's summed loss is divided
+    by it.
+    """
+    batches = [backend.place(next(micro_batches)) for _ in range(plan.accumulation_steps)]
+    valid = backend.sum(torch.stack([count_valid(batch["labels"]) for batch in batches]).sum())
+    weight = 1.0 / valid.clamp(min=1).float()
+    losses = []
+    for index, batch in enumerate(batches):
+        torch.manual_seed(plan.dropout_seed(first_sample, index))
+        losses.append(engine.accumulate(batch, weight, last=index == plan.accumulation_steps - 1))
+    loss = backend.sum(torch.stack(losses).sum())
+    grad_norm = engine.update(learning_rate, max_grad_norm, loss)
+    return StepResult(loss, grad_norm)
+
+
+def train(
+    backend: Backend,
+    engine: Engine,
+    micro_batches: Iterator[Batch],
+    eval_batches: Callable[[], Iterable[Batch]] | None,
+    *,
+    progress: Progress,
+    cadence: Cadence,
+    schedule: Schedule,
+    plan: BatchPlan,
+    max_grad_norm: float,
+    events: Events,
+) -> bool:
+    """Run from ``progress`` until ``cadence.until``.
+
+    Returns:
+        whether the run was stopped early by SIGTERM or SIGINT, with a checkpoint saved.
+
+    Raises:
+        RunError: when a loss or gradient norm was not finite. The weights are those from before that step.
+    """
+    first_step = progress.step
+    saved = progress.step
+    with stop_signals() as stop_requested:
+        while progress.step < cadence.until:
+            learning_rate = schedule(progress.step)
+            result = train_step(
+                backend,
+                engine,
+                micro_batches,
+                plan=plan,
+                first_sample=progress.samples,
+                learning_rate=learning_rate,
+                max_grad_norm=max_grad_norm,
+            )
+            progress.step += 1
+            progress.samples += plan.global_batch_size
+            events.on_step(progress)
+
+            stopping = backend.any(stop_requested())
+            last = stopping or progress.step == cadence.until
+            log_due = last or _due(progress.step, cadence.log_every)
+            save_due = last or _due(progress.step, cadence.save_every)
+            if log_due or save_due:
+                _stop_if_not_finite(engine, first_step, events)
+            if log_due:
+                loss, grad_norm = torch.stack([result.loss, result.grad_norm]).tolist()
+                events.on_log(progress, loss, grad_norm, learning_rate)
+            paused = time.perf_counter()
+            if save_due and progress.step > saved:
+                events.on_save(progress)
+                saved = progress.step
+            if eval_batches is not None and not stopping and (_due(progress.step, cadence.eval_every) or last):
+                events.on_eval(progress, evaluate(backend, engine, eval_batches()))
+            events.on_pause(time.perf_counter() - paused)
+            if stopping:
+                return progress.step < cadence.until
+    return False
+
+
+def evaluate(backend: Backend, engine: Engine, batches: Iterable[Batch]) -> float:
+    """Mean loss over all valid tokens of the evaluation batches of all ranks."""
+    total = torch.zeros((), device=backend.device)
+    valid = torch.zeros((), device=backend.device)
+    for batch in batches:
+        loss, count = engine.evaluate(backend.place(batch))
+        total += loss
+        valid += count
+    return float(backend.sum(total) / backend.sum(valid).clamp(min=1))
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Turn SIGTERM and SIGINT into a request to stop after the step; a second signal acts at once."""
+    received = False
+
+    def request(number: int, _: object) -> None:
+        nonlocal received
+        received = True
+        signal.signal(number, previous[number])
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    try:
+        ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, request) for number in ours}
+    except ValueError:  # not the main thread, as in a notebook's worker: signals are not ours there
+        yield lambda: False
+        return
+    try:
+        yield lambda: received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _stop_if_not_finite(engine: Engine, first_step: int, events: Events) -> None:
+    health = engine.health()
+    if health.first_bad_update is None:
+        return
+    step = first_step + health.first_bad_update + 1
+    raise RunError(
+        f"step {step}: the loss or gradient norm is not finite, so the update was not made; "
+        f"last good checkpoint: {events.last_checkpoint()}; lower train.learning_rate or "
+        "train.max_grad_norm, or look at the data of that step"
+    )

@@ -1,0 +1,43 @@
+"""The loss of every task: cross-entropy summed over the positions that have a label."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from portable.backend import Batch
+
+IGNORED = -100
+
+
+def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Run ``model`` on a micro-batch.
+
+    The labels are aligned with the logits: ``labels[b, t]`` is what ``logits[b, t]`` should predict (for
+    classification, ``labels[b]`` and ``logits[b]``), and :data:`IGNORED` where nothing is to be predicted.
+    A sum, not a mean: dividing by the valid tokens of the *global* batch is what makes the loss exact under
+    accumulation, padding and any world size.
+
+    Returns:
+        the summed loss (fp32 scalar) and the number of valid positions (int64 scalar), on the device.
+    """
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    labels = batch["labels"]
+    logits = model(**inputs).logits
+    loss = functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(),
+        labels.reshape(-1),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+    return loss, count_valid(labels)
+
+
+def count_valid(labels: Tensor) -> Tensor:
+    """Positions that have a label, an int64 scalar on the labels' device."""
+    return torch.count_nonzero(labels != IGNORED)

@@ -1,0 +1,164 @@
+"""What a run reports: one JSON line a logged step, a progress bar, trackers, a closing summary."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from portable.checkpointing import write_durably
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Tracker(Protocol):
+    """Where metrics go besides ``metrics.jsonl``."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """``metrics.jsonl``: the legs of a run append to one file.
+
+    Rows beyond the step that a leg starts from are dropped: the leg before was killed after it had logged them,
+    and they will be logged again.
+    """
+
+    def __init__(self, folder: Path, *, from_step: int) -> None:
+        path = folder / METRICS_FILE
+        if path.exists():
+            rows = read_metrics(folder)
+            kept = [row for row in rows if row["step"] <= from_step]
+            if len(kept) < len(rows) or not path.read_bytes().endswith(b"\n"):
+                write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({k: _json_number(v) for k, v in row.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's ``metrics.jsonl``; a line that a crash cut short is left out."""
+    rows = []
+    for line in (folder / METRICS_FILE).read_text("utf-8").splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
+
+
+def _json_number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, *, from_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class _WandbLike:
+    """wandb, and the libraries that took over its calls (trackio, swanlab)."""
+
+    def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
+        try:
+            self._module: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise UserError(f"log.trackers: {name} is not installed; run: pip install {name}") from error
+        self._module.init(project=folder.parent.name or "portable", name=folder.name, config=config)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._module.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def open_trackers(
+    names: Sequence[str], folder: Path, config: dict[str, Any], *, from_step: int
+) -> list[Tracker]:
+    """The trackers that ``log.trackers`` names."""
+    return [
+        _TensorBoard(folder, from_step=from_step)
+        if name == "tensorboard"
+        else _WandbLike(name, folder, config)
+        for name in names
+    ]
+
+
+class Throughput:
+    """Tokens and samples a second since the last log, and over the whole leg."""
+
+    def __init__(self) -> None:
+        now = time.perf_counter()
+        self.started = now
+        self._window_start = now
+        self._window_samples = 0
+        self.samples = 0
+        self._steps = 0
+
+    def add(self, samples: int) -> None:
+        """Count one step of ``samples`` sequences."""
+        self._window_samples += samples
+        self.samples += samples
+        self._steps += 1
+
+    def seconds_per_step(self) -> float:
+        """Over the whole leg, evaluations and saves included."""
+        return (time.perf_counter() - self.started) / max(self._steps, 1)
+
+    def window(self) -> float:
+        """Samples a second since the last call."""
+        now = time.perf_counter()
+        rate = self._window_samples / max(now - self._window_start, 1e-9)
+        self._window_start, self._window_samples = now, 0
+        return rate
+
+    def pause(self, seconds: float) -> None:
+        """Leave ``seconds`` (of an evaluation or a save) out of the window's rate."""
+        self._window_start += seconds
+
+
+def human_bytes(count: float) -> str:
+    """A byte count as people read it, in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_time(seconds: float) -> str:
+    """``1:02:03``, or ``2:03`` under an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    """Two aligned columns."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,297 @@
+"""Transformers models: built on the meta device, initialised or loaded unit by unit.
+
+Nothing here holds a whole model in memory: parameters are created on the meta device, a backend shards and
+allocates them, and the values then arrive one transformer layer, or one tensor, at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from portable.errors import UserError, one_line
+from portable.weights import InMemoryTensor, ReadableTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from portable.config.schema import ModelConfig
+
+AUTO_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+}
+
+
+def model_config(settings: ModelConfig) -> PretrainedConfig:
+    """The transformers config that ``model.config`` or ``model.name_or_path`` describes.
+
+    Raises:
+        UserError: for an unknown ``model_type``, a key that its config class does not know, or a name that
+            can be found neither as a folder nor on the hub.
+    """
+    from transformers import AutoConfig
+
+    if settings.name_or_path is None:
+        given = dict(settings.config)
+        model_type = given.pop("model_type", None)
+        if not isinstance(model_type, str):
+            raise UserError("model.config.model_type: missing; name a transformers model type such as llama")
+        try:
+            known = AutoConfig.for_model(model_type)
+        except ValueError as error:
+            near = _nearest(model_type, _model_types())
+            raise UserError(f"model.config.model_type: transformers knows no {model_type!r}{near}") from error
+        for key in given:
+            # transformers keeps any keyword it is given, so that a misspelt one would change nothing.
+            if not hasattr(known, key):
+                near = _nearest(key, known.to_dict())
+                raise UserError(f"model.config.{key}: not a setting of {type(known).__name__}{near}")
+        try:
+            config = AutoConfig.for_model(model_type, **given)
+        except Exception as error:
+            raise UserError(f"model.config: {one_line(error)}") from error
+    else:
+        try:
+            config = AutoConfig.from_pretrained(
+                settings.name_or_path, trust_remote_code=settings.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.name_or_path: {one_line(error)}") from error
+    return config
+
+
+def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
+    """The model with fp32 parameters on the meta device and real (small) buffers; tied weights are tied."""
+    import transformers
+    from accelerate import init_empty_weights
+
+    auto_class = getattr(transformers, AUTO_CLASSES[settings.task])
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = auto_class.from_config(
+                copy.deepcopy(config),  # what is saved with the weights stays as it was given
+                attn_implementation=settings.attention,
+                dtype=torch.float32,
+                trust_remote_code=settings.trust_remote_code,
+            )
+    except (ValueError, ImportError) as error:
+        raise UserError(f"model: {one_line(error)}") from error
+    model.tie_weights()
+    model.config.use_cache = False  # keys and values of past tokens are of no use in training
+    return model
+
+
+def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost repeated layers, by name: what is sharded, checkpointed and initialised as a unit."""
+    classes = {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
+    found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in classes and name]
+    if not found:
+        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+        if not lists:
+            return []
+        name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+        found = [(f"{name}.{child}", module) for child, module in largest.named_children()]
+    names = {name for name, _ in found}
+    return [(name, m) for name, m in found if not any(name.startswith(f"{n}.") for n in names)]
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Allocate the model on ``device``: parameters uninitialised, buffers copied, tied weights still tied."""
+    allocated: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in allocated:
+                empty = torch.empty_like(parameter, device=device)
+                allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = allocated[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """For each parameter, by the name under which it is listed first, the other names that it also has."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {first: others for first, *others in names.values()}
+
+
+def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters (each once) and persistent buffers, by name: what a checkpoint holds of the model."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    persistent = model.state_dict(keep_vars=True).keys()
+    tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The unsharded model on the meta device, kept to derive initial weights from."""
+
+    model: PreTrainedModel
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Blueprint:
+        return cls(copy.deepcopy(model))
+
+    def initial_weights(self, seed: int) -> Iterator[dict[str, ReadableTensor]]:
+        """Initialise as transformers does, one layer at a time; consumes the blueprint.
+
+        Each layer draws from a generator of its own, seeded by (seed, layer name), so that the weights do not
+        depend on the world size, the strategy or the order of initialisation.
+        """
+        owner = _owners(self.model)
+        for name, layer in transformer_layers(self.model):
+            yield _initialize(layer, owner[name], name, seed)
+            parent, _, child = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, nn.Identity())
+        yield _initialize(self.model, self.model, "", seed)
+
+
+def _owners(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """For each module name the innermost PreTrainedModel around it, whose ``_init_weights`` applies."""
+    from transformers import PreTrainedModel
+
+    owners: dict[str, PreTrainedModel] = {}
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        owners[name] = module if isinstance(module, PreTrainedModel) else owners[parent]
+    return owners
+
+
+def _initialize(module: nn.Module, owner: PreTrainedModel, name: str, seed: int) -> dict[str, ReadableTensor]:
+    from transformers import PreTrainedModel
+
+    def apply(module: nn.Module, owner: PreTrainedModel) -> None:
+        for child in module.children():
+            apply(child, child if isinstance(child, PreTrainedModel) else owner)
+        owner._init_weights(module)
+
+    materialize(module, torch.device("cpu"))
+    for parameter in module.parameters():
+        parameter.detach().zero_()  # what an architecture leaves uninitialised must not be random memory
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        apply(module, owner)
+    prefix = f"{name}." if name else ""
+    return {prefix + key: InMemoryTensor(tensor) for key, tensor in state_tensors(module).items()}
+
+
+@dataclass(frozen=True)
+class PretrainedWeights:
+    """Weights found for a model, and the names of those that the checkpoint does not have."""
+
+    found: Mapping[str, ReadableTensor]
+    missing: list[str]
+
+
+def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
+    """Match a pretrained checkpoint's tensors to ``model`` by name, without loading them.
+
+    A checkpoint of the bare base model fits a model with a head and the other way round. Where names differ
+    in ways that only transformers knows (fused experts, renamed layers), it loads the model itself, in host
+    memory.
+    """
+    from converters import CheckpointError, open_checkpoint
+
+    assert settings.name_or_path is not None
+    try:
+        tensors: Mapping[str, ReadableTensor] = open_checkpoint(_snapshot(settings.name_or_path)).tensors
+    except CheckpointError as error:
+        raise UserError(f"model.name_or_path: {error}") from error
+    prefix = model.base_model_prefix + "."
+    wanted = state_tensors(model)
+    aliases = tied_names(model)
+    found: dict[str, ReadableTensor] = {}
+    for name, tensor in wanted.items():
+        for candidate in [name, *aliases.get(name, [])]:
+            key = next((k for k in (candidate, candidate.removeprefix(prefix), prefix + candidate) if k in tensors), None)
+            if key is not None:
+                if tuple(tensors[key].shape) != tuple(tensor.shape):
+                    raise UserError(
+                        f"model.name_or_path: {key} has shape {list(tensors[key].shape)} in the checkpoint "
+                        f"and {list(tensor.shape)} in the model; check the config or the task"
+                    )
+                found[name] = tensors[key]
+                break
+    missing = [name for name in wanted if name not in found]
+    if any(name.startswith(prefix) for name in missing):
+        return _loaded_by_transformers(settings, model)
+    return PretrainedWeights(found, missing)
+
+
+def _loaded_by_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
+    try:
+        loaded, info = type(model).from_pretrained(
+            settings.name_or_path,
+            config=model.config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"model.name_or_path: {one_line(error)}") from error
+    missing = set(info["missing_keys"])
+    found = {n: InMemoryTensor(t) for n, t in state_tensors(loaded).items() if n not in missing}
+    return PretrainedWeights(found, sorted(missing))
+
+
+def _snapshot(name_or_path: str) -> Path:
+    """The folder of a pretrained model; downloads a hub model's weights if they are not cached."""
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise UserError(f"model.name_or_path: {one_line(error)}") from error
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
+    """Raise UserError if the tokenizer can produce ids that the embedding has no row for."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if tokenizer_size > rows:
+        raise UserError(
+            f"data.tokenizer: it has {tokenizer_size} tokens and the model's vocabulary only {rows}; "
+            f"set model.config.vocab_size to at least {tokenizer_size} or choose another tokenizer"
+        )
+
+
+def check_length(config: PretrainedConfig, seq_len: int) -> None:
+    """Raise UserError for sequences longer than the model has positions."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < seq_len:
+        raise UserError(
+            f"data.seq_len: {seq_len} tokens are more than the model's {positions} positions; lower it, or raise "
+            "model.config.max_position_embeddings"
+        )
+
+
+def _model_types() -> list[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return list(CONFIG_MAPPING_NAMES)
+
+
+def _nearest(word: str, names: Any) -> str:
+    near = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""

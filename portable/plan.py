@@ -1,0 +1,114 @@
+"""What a run will do, worked out before it starts."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portable.errors import UserError
+from portable.model import state_tensors, transformer_layers
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from portable.config import RunConfig
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the global batch is cut over ranks and micro-batches.
+
+    Rank ``r`` takes the ``r``-th of ``world_size`` equal, contiguous parts of each global batch, and goes
+    through its part in ``accumulation_steps`` micro-batches.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    world_size: int
+    rank: int
+    seed: int
+
+    @property
+    def sequences_per_rank(self) -> int:
+        return self.global_batch_size // self.world_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        return self.sequences_per_rank // self.micro_batch_size
+
+    def dropout_seed(self, first_sample: int, micro_batch: int) -> int:
+        """Seed of the randomness inside a micro-batch: keyed by the run and by the samples in it.
+
+        A resumed run therefore repeats it without any saved generator state.
+        """
+        sample = first_sample + self.rank * self.sequences_per_rank + micro_batch * self.micro_batch_size
+        digest = hashlib.blake2b(f"{self.seed}/{sample}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+def plan_batches(config: RunConfig, *, world_size: int, rank: int) -> BatchPlan:
+    """Derive the accumulation from the global batch.
+
+    A micro-batch size that was left at its default is lowered until it divides; one that was chosen must.
+
+    Raises:
+        UserError: if the global batch cannot be divided, with sizes that can.
+    """
+    total = config.train.global_batch_size
+    if total % world_size:
+        lower, upper = total - total % world_size, total + -total % world_size
+        choices = " or ".join(str(n) for n in (lower, upper) if n)
+        raise UserError(
+            f"train.global_batch_size: {total} sequences cannot be divided among {world_size} ranks; "
+            f"set it to {choices}, or start another number of ranks"
+        )
+    share = total // world_size
+    micro = config.train.micro_batch_size
+    assert isinstance(micro, int)
+    divisors = [n for n in range(1, share + 1) if share % n == 0]
+    if not config.is_set("train.micro_batch_size"):
+        micro = max(n for n in divisors if n <= micro)
+    elif share % micro:
+        raise UserError(
+            f"train.micro_batch_size: a rank's share of the global batch is {share} sequences, which "
+            f"micro-batches of {micro} do not divide; use one of {', '.join(map(str, divisors))}"
+        )
+    return BatchPlan(total, micro, world_size, rank, config.seed)
+
+
+def total_steps(config: RunConfig, samples: int) -> int:
+    """The length of the schedule in optimizer steps: ``train.steps``, or what ``train.epochs`` come to."""
+    if config.train.epochs is None:
+        return config.train.steps
+    return max(1, math.ceil(config.train.epochs * samples / config.train.global_batch_size))
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters of the model, tied ones counted once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def checkpoint_bytes(model: nn.Module, optimizer: str) -> int:
+    """Bytes of one checkpoint's tensors: fp32 weights, and the optimizer's moments of what is trained."""
+    moments = {"adamw": 2, "sgd": 1}.get(optimizer, 0)
+    weights = sum(t.numel() * t.element_size() for t in state_tensors(model).values())
+    return weights + 4 * moments * sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def flops_per_token(model: nn.Module, config: PretrainedConfig, seq_len: int) -> float:
+    """Floating-point operations per trained token, forward and backward.
+
+    The convention of the PaLM paper (appendix B): 6 for each weight that takes part in a matrix product, which
+    leaves out looked-up embeddings but not a tied output head, plus 12 x layers x hidden size x sequence length
+    for the attention scores. Recomputation is not counted.
+    """
+    text = config.get_text_config()
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    looked_up = 0 if head is not None and head.weight is embedding else embedding.numel()
+    layers = len(transformer_layers(model))
+    hidden = getattr(text, "hidden_size", embedding.shape[1])
+    return 6.0 * (parameter_count(model) - looked_up) + 12.0 * layers * hidden * seq_len

@@ -1,0 +1,161 @@
+"""What a person sees of a run: a progress bar, log lines, metrics, the closing summary."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from portable.loop import Events, Progress
+from portable.metrics import MetricsFile, Throughput, Tracker, human_bytes, human_time, open_trackers, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from portable.backend import Backend
+
+
+class Reporter(Events):
+    """Shows and records a leg of a run. On ranks other than the first it only saves."""
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        folder: Path,
+        progress: Progress,
+        total_steps: int,
+        tokens_per_sample: int,
+        flops_per_token: float,
+        precision: str,
+        trackers: Sequence[str],
+        config: dict[str, Any],
+        save: Callable[[Progress], Path],
+        resumed_from: Path | None,
+    ) -> None:
+        self._backend = backend
+        self._tokens_per_sample = tokens_per_sample
+        self._flops_per_token = flops_per_token
+        peak = backend.peak_flops(precision)
+        self._peak_flops = None if peak is None else peak * backend.world_size
+        self._save = save
+        self._checkpoint = resumed_from
+        self._samples = progress.samples
+        self._main = backend.rank == 0
+        self.last_loss: float | None = None
+        self.last_eval_loss: float | None = None
+        self._metrics: MetricsFile | None = None
+        self._trackers: list[Tracker] = []
+        self._bar: tqdm[Any] | None = None
+        if self._main:
+            self._metrics = MetricsFile(folder, from_step=progress.step)
+            self._trackers = open_trackers(trackers, folder, config, from_step=progress.step)
+            # On a terminal a bar; in a log file a line whenever something is logged.
+            self._bar = tqdm(
+                total=total_steps,
+                initial=progress.step,
+                unit="step",
+                desc="training",
+                dynamic_ncols=True,
+                disable=not sys.stderr.isatty(),
+            )
+        self._total_steps = total_steps
+        self._throughput = Throughput()
+
+    # -- called by the loop ------------------------------------------------------------------------------
+
+    def on_step(self, progress: Progress) -> None:
+        self._throughput.add(progress.samples - self._samples)
+        self._samples = progress.samples
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
+        self.last_loss = loss
+        if self._metrics is None:
+            return
+        samples_per_second = self._throughput.window()
+        tokens_per_second = samples_per_second * self._tokens_per_sample
+        memory, _ = self._backend.memory()
+        values = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens_per_second": tokens_per_second,
+            "samples_per_second": samples_per_second,
+            "memory": memory,
+        }
+        if self._peak_flops is not None:
+            values["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
+        self._record(progress, values)
+        shown = {"loss": f"{loss:.4f}", "tok/s": f"{tokens_per_second:,.0f}", "mem": human_bytes(memory)}
+        if "mfu" in values:
+            shown["mfu"] = f"{values['mfu']:.1%}"
+        assert self._bar is not None
+        self._bar.set_postfix(shown)
+        if self._bar.disable:
+            left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
+            pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
+            self.say(f"step {progress.step}/{self._total_steps}  {pairs}  left {human_time(left)}")
+
+    def on_eval(self, progress: Progress, loss: float) -> None:
+        self.last_eval_loss = loss
+        self._record(progress, {"eval_loss": loss})
+        self.say(f"step {progress.step}  evaluation loss {loss:.4f}")
+
+    def on_save(self, progress: Progress) -> None:
+        self._checkpoint = self._save(progress)
+
+    def on_pause(self, seconds: float) -> None:
+        self._throughput.pause(seconds)
+
+    def last_checkpoint(self) -> str:
+        return str(self._checkpoint) if self._checkpoint is not None else "none yet"
+
+    # -- called by the run -------------------------------------------------------------------------------
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest complete checkpoint that this leg wrote or began from."""
+        return self._checkpoint
+
+    def say(self, line: str) -> None:
+        """Print a line without tearing the bar."""
+        if self._main:
+            tqdm.write(line, file=sys.stderr)
+
+    def summary(self, places: Sequence[tuple[str, str]]) -> str:
+        """The closing table of a leg."""
+        seconds = time.perf_counter() - self._throughput.started
+        rate = self._throughput.samples / max(seconds, 1e-9)
+        _, peak = self._backend.memory()
+        rows = [
+            ("time", human_time(seconds)),
+            ("samples/s", f"{rate:,.2f}"),
+            ("tokens/s", f"{rate * self._tokens_per_sample:,.0f}"),
+            ("peak memory", human_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")),
+        ]
+        if self.last_loss is not None:
+            rows.append(("training loss", f"{self.last_loss:.4f}"))
+        if self.last_eval_loss is not None:
+            rows.append(("evaluation loss", f"{self.last_eval_loss:.4f}"))
+        return table([*rows, *places])
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+
+    def _record(self, progress: Progress, values: dict[str, float]) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.write({"step": progress.step, **values, "samples": progress.samples})
+        for tracker in self._trackers:
+            tracker.log(values, progress.step)

@@ -1,0 +1,457 @@
+"""One leg of a run, from a config to a final model: the order in which things happen."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable import model as models
+from portable.backend import Backend, Engine, backend_room
+from portable.checkpointing import CheckpointFolder, TrainerState, write_durably
+from portable.config import difference, dump_yaml, load_config
+from portable.data import IGNORED, EvalLoader, TrainLoader, build_data, inspect_data
+from portable.errors import UserError
+from portable.lock import locked
+from portable.loop import Cadence, Progress, evaluate, train
+from portable.metrics import human_bytes, table
+from portable.plan import (
+    BatchPlan,
+    checkpoint_bytes,
+    flops_per_token,
+    parameter_count,
+    plan_batches,
+    total_steps,
+)
+from portable.plot import plot_loss
+from portable.report import Reporter
+from portable.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from portable.config import RunConfig
+    from portable.data import Batch, DataSizes
+
+CONFIG_FILE = "config.yaml"
+PROMPT_TOKENS = 32
+EXIT_DONE, EXIT_STOPPED = 0, 75
+
+
+def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False) -> int:
+    """Train from where the run stands, on the ranks of this process's launcher.
+
+    Returns:
+        the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
+    """
+    backend = backend_room(backend_name).create(backend_name)
+    config = resolve(config, backend)
+    folder = Path(config.output_dir)
+    check_same_run(folder, config)
+    backend.start()
+    try:
+        prepared = Prepared(config, backend)
+        if eval_only:
+            return prepared.evaluate_only(folder)
+        with locked(folder) if backend.rank == 0 else nullcontext():
+            backend.barrier()
+            return prepared.train(folder)
+    finally:
+        backend.stop()
+
+
+class Prepared:
+    """Everything that a leg needs before it looks at the output folder."""
+
+    def __init__(self, config: RunConfig, backend: Backend) -> None:
+        self.config = config
+        self.backend = backend
+        self.model_config = models.model_config(config.model)
+        models.check_length(self.model_config, config.data.seq_len)
+        self.data = build_data(
+            config.data,
+            task=config.model.task,
+            seed=config.seed,
+            decoder_start_token_id=getattr(self.model_config, "decoder_start_token_id", None),
+            progress=backend.rank == 0,
+            **_tokenizer_hints(config, self.model_config),
+        )
+        if self.data.num_labels is not None:
+            self.model_config.num_labels = self.data.num_labels
+        self.model = models.build_model(self.model_config, config.model)
+        models.check_vocabulary(self.model, self.data.vocab_size)
+        self.plan = plan_batches(config, world_size=backend.world_size, rank=backend.rank)
+        self.steps = total_steps(config, len(self.data.train))
+        self.until = min(self.steps, config.train.stop_after or self.steps)
+        self.schedule = Schedule(
+            kind=config.train.schedule,
+            peak=config.train.learning_rate,
+            minimum=config.train.learning_rate * config.train.min_learning_rate_ratio,
+            warmup_steps=config.train.warmup_steps,
+            total_steps=self.steps,
+        )
+
+    # -- training ----------------------------------------------------------------------------------------
+
+    def train(self, folder: Path) -> int:
+        config, backend = self.config, self.backend
+        checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.checkpoint.keep)
+        source = resume_source(config, checkpoints)
+        if backend.rank == 0:
+            checkpoints.remove_partial()
+            write_durably(folder / CONFIG_FILE, dump_yaml(config))
+        flops = flops_per_token(self.model, self.model_config, config.data.seq_len)
+        parameters = parameter_count(self.model)
+        engine, progress = self.engine(source)
+        reporter = Reporter(
+            backend=backend,
+            folder=folder,
+            progress=progress,
+            total_steps=self.steps,
+            tokens_per_sample=config.data.seq_len,
+            flops_per_token=flops,
+            precision=config.precision,
+            trackers=config.log.trackers,
+            config=config.fingerprint(),
+            save=lambda at: self.save(checkpoints, engine, at),
+            resumed_from=source,
+        )
+        reporter.say(self.headline(parameters, progress, source))
+        batches = iter(self.train_loader(progress.samples))
+        gc.collect()
+        gc.freeze()  # the model and the libraries will not become garbage: no need to look at them again
+        try:
+            stopped = train(
+                backend,
+                engine,
+                batches,
+                self.eval_batches if self.data.eval is not None else None,
+                progress=progress,
+                cadence=Cadence(
+                    until=self.until,
+                    log_every=config.log.every_steps,
+                    eval_every=config.train.eval_every or 0,
+                    save_every=config.checkpoint.every_steps or 0,
+                ),
+                schedule=self.schedule,
+                plan=self.plan,
+                max_grad_norm=config.train.max_grad_norm or 0.0,
+                events=reporter,
+            )
+            if stopped:
+                reporter.say(f"stopped at step {progress.step}, checkpoint saved; run the same command to go on")
+                return EXIT_STOPPED
+            if progress.step == self.steps:
+                self.sample(engine, reporter)
+        finally:
+            batches.close()
+            reporter.close()
+            gc.unfreeze()
+        if backend.rank == 0:
+            self.finish(folder, reporter, complete=progress.step == self.steps)
+        return EXIT_DONE
+
+    def engine(self, source: Path | None) -> tuple[Engine, Progress]:
+        """The sharded model with its weights in place, and where the run stands."""
+        from converters import CheckpointError, open_checkpoint
+
+        config = self.config
+        blueprint = models.Blueprint.of(self.model) if source is None else None
+        engine = self.backend.prepare(self.model, config)
+        if blueprint is not None:
+            self.start_weights(engine, blueprint)
+            return engine, Progress(0, 0)
+        assert source is not None
+        try:
+            checkpoint = open_checkpoint(source)
+            state = TrainerState.read(checkpoint.root)
+            if changed := difference(state.run, config.fingerprint()):
+                raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
+            if state.data != self.data.fingerprint:
+                raise UserError(
+                    f"checkpoint.resume: {source} was trained on other text than {self.data.sizes.source} has "
+                    "here; give data.source the same files, or choose another output_dir"
+                )
+            engine.load(checkpoint)
+        except CheckpointError as error:
+            raise UserError(f"checkpoint.resume: {error}") from error
+        return engine, Progress(state.step, state.samples)
+
+    def start_weights(self, engine: Engine, blueprint: models.Blueprint) -> None:
+        config = self.config
+        if config.model.from_scratch:
+            for weights in blueprint.initial_weights(config.seed):
+                engine.load_weights(weights)
+            return
+        pretrained = models.pretrained_weights(config.model, blueprint.model)
+        if pretrained.missing:
+            # A new head, for example: what the checkpoint lacks is initialised, the rest is then filled in.
+            if self.backend.rank == 0:
+                print("newly initialised: " + ", ".join(pretrained.missing), file=sys.stderr)
+            for weights in blueprint.initial_weights(config.seed):
+                engine.load_weights({n: w for n, w in weights.items() if n in set(pretrained.missing)})
+        engine.load_weights(pretrained.found)
+
+    def save(self, checkpoints: CheckpointFolder, engine: Engine, progress: Progress) -> Path:
+        config = self.config
+        state = TrainerState(
+            step=progress.step,
+            samples=progress.samples,
+            seed=config.seed,
+            schedule=asdict(self.schedule),
+            run=config.fingerprint(),
+            backend=self.backend.name,
+            strategy=config.strategy,
+            world_size=self.backend.world_size,
+            data=self.data.fingerprint,
+        )
+        return checkpoints.write(self.backend, state, engine.save, self.write_model_files)
+
+    def write_model_files(self, folder: Path) -> None:
+        """What ``from_pretrained`` needs besides the weights."""
+        config = self.model_config
+        config.architectures = [type(self.model).__name__]
+        config.save_pretrained(folder)
+        generation = getattr(self.model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(folder)
+        self.data.tokenizer.save_pretrained(folder)
+
+    def sample(self, engine: Engine, reporter: Reporter) -> None:
+        """Let the trained model continue a text."""
+        log = self.config.log
+        if log.sample_tokens == 0 or self.config.model.task != "causal-lm":
+            return
+        prompt = self.sample_prompt()
+        tokens = engine.generate(prompt, max_new_tokens=log.sample_tokens, seed=self.config.seed)
+        start, rest = tokens[0, : prompt.shape[1]], tokens[0, prompt.shape[1] :]
+        decode = self.data.tokenizer.decode
+        reporter.say(f"\n--- prompt\n{decode(start)}\n--- the model goes on\n{decode(rest)}\n---\n")
+
+    def sample_prompt(self) -> torch.Tensor:
+        """``log.sample_prompt``, or the beginning of a held-out sample; int64 ``[1, length]``."""
+        if self.config.log.sample_prompt is not None:
+            ids: list[int] = self.data.tokenizer(self.config.log.sample_prompt)["input_ids"]
+            return torch.tensor([ids], dtype=torch.int64)
+        samples = self.data.eval if self.data.eval is not None else self.data.train
+        batch = samples.batch([(0, 0)])
+        valid = int((batch["labels"] != IGNORED).sum())
+        return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
+
+    def finish(self, folder: Path, reporter: Reporter, *, complete: bool) -> None:
+        """Export, plot and say where things are; on the first rank only."""
+        places = [("metrics", str(folder / "metrics.jsonl"))]
+        if (picture := plot_loss(folder)) is not None:
+            places.append(("loss curve", str(picture)))
+        if reporter.checkpoint is not None:
+            places.append(("checkpoint", str(reporter.checkpoint)))
+        if complete and self.config.checkpoint.export and reporter.checkpoint is not None:
+            export(reporter.checkpoint, folder / "final")
+            places.append(("model", str(folder / "final")))
+        reporter.say(reporter.summary(places))
+        if not complete:
+            reporter.say(f"stopped after step {self.until} of {self.steps}, as train.stop_after says")
+
+    # -- evaluation --------------------------------------------------------------------------------------
+
+    def train_loader(self, position: int) -> TrainLoader:
+        return TrainLoader(
+            self.data.train,
+            seed=self.config.seed,
+            position=position,
+            global_batch_size=self.plan.global_batch_size,
+            micro_batch_size=self.plan.micro_batch_size,
+            rank=self.plan.rank,
+            world_size=self.plan.world_size,
+            num_workers=self.config.data.num_workers,
+            pin_memory=self.backend.device.type != "cpu",
+        )
+
+    def eval_batches(self) -> Iterator[Batch]:
+        assert self.data.eval is not None
+        loader = EvalLoader(
+            self.data.eval,
+            batch_size=self.plan.micro_batch_size,
+            rank=self.plan.rank,
+            world_size=self.plan.world_size,
+            pin_memory=self.backend.device.type != "cpu",
+        )
+        limit = self.config.train.eval_batches
+        # Counted in global batches, so that every world size evaluates the same samples.
+        return islice(loader, None if limit is None else limit * self.plan.accumulation_steps)
+
+    def evaluate_only(self, folder: Path) -> int:
+        if self.data.eval is None:
+            raise UserError("--eval-only: data.eval_fraction is 0, so that there is nothing to evaluate on")
+        checkpoints = CheckpointFolder(folder / "checkpoints", keep=None)
+        source = resume_source(self.config, checkpoints)
+        engine, progress = self.engine(source)
+        loss = evaluate(self.backend, engine, self.eval_batches())
+        if self.backend.rank == 0:
+            print(table([("step", str(progress.step)), ("evaluation loss", f"{loss:.6f}")]))
+        return EXIT_DONE
+
+    def headline(self, parameters: int, progress: Progress, source: Path | None) -> str:
+        start = f"resuming at step {progress.step} from {source}" if source else "starting"
+        ranks = f"{self.backend.world_size} rank{'s' if self.backend.world_size > 1 else ''}"
+        return (
+            f"{start}: {type(self.model).__name__}, {parameters:,} parameters, {ranks} on "
+            f"{self.backend.device.type}, {self.config.strategy}, {self.config.precision}, "
+            f"{self.plan.accumulation_steps} x {self.plan.micro_batch_size} sequences of "
+            f"{self.config.data.seq_len} tokens a rank and step, data: {self.data.description}"
+        )
+
+
+def _tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
+    """Which tokenizer ``data.tokenizer: null`` stands for: the pretrained model's, or one of the right size."""
+    return {
+        "model_tokenizer": config.model.name_or_path,
+        "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
+    }
+
+
+def resolve(config: RunConfig, backend: Backend) -> RunConfig:
+    """Replace what ``auto`` stands for on this machine, and check the config against the backend.
+
+    A run that is under way keeps the precision that it began with.
+    """
+    precision = config.precision
+    if precision == "auto":
+        earlier = _earlier_config(Path(config.output_dir))
+        precision = earlier.precision if earlier is not None else backend.resolve_precision(precision)
+    config = config.replaced({"backend": backend.name, "precision": precision})
+    backend.check(config)
+    return config
+
+
+def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> None:
+    """Refuse, before any rank starts, what the ranks would refuse at once."""
+    config = resolve(config, backend_room(backend_name).create(backend_name))
+    check_same_run(Path(config.output_dir), config)
+    plan_batches(config, world_size=ranks, rank=0)
+
+
+def check_same_run(folder: Path, config: RunConfig) -> None:
+    """Raise UserError if ``folder`` holds a run that differs from ``config`` in what makes a run."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output_dir: {folder} is a file; choose another folder")
+    earlier = _earlier_config(folder)
+    if earlier is not None and (changed := difference(earlier, config)):
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise UserError(
+            f"output_dir: {folder} holds another run ({changed[0]}{more}); "
+            "choose another folder, or remove this one to start over"
+        )
+
+
+def _earlier_config(folder: Path) -> RunConfig | None:
+    path = folder / CONFIG_FILE
+    return load_config(path) if path.is_file() else None
+
+
+def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | None:
+    """The checkpoint to go on from, or None to start at step 0.
+
+    Raises:
+        UserError: if ``checkpoint.resume`` is ``never`` and there are checkpoints, or a path that cannot be
+            gone on from.
+    """
+    latest = checkpoints.latest()
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        return latest
+    if resume == "never":
+        if latest is not None:
+            raise UserError(
+                f"checkpoint.resume: never, but {checkpoints.path} holds checkpoints; "
+                "set it to auto to go on, or choose another output_dir"
+            )
+        return None
+    path = Path(resume)
+    if not path.exists():
+        raise UserError(f"checkpoint.resume: {path} does not exist; give auto, never or a checkpoint's path")
+    if latest is None or path.resolve() == latest.resolve():
+        return path
+    if path.resolve().is_relative_to(checkpoints.path.resolve()):
+        raise UserError(
+            f"checkpoint.resume: {latest} is newer than {path} in the same run; "
+            "choose another output_dir to go on from the older one"
+        )
+    return latest  # the path is where the run began; it has come further since
+
+
+def export(checkpoint: Path, folder: Path) -> None:
+    """Write ``checkpoint`` as plain safetensors with config and tokenizer into ``folder``."""
+    from converters import CheckpointError, open_checkpoint, write_safetensors
+
+    try:
+        write_safetensors(open_checkpoint(checkpoint), folder, overwrite=True)
+    except CheckpointError as error:
+        raise UserError(f"checkpoint.export: {error}") from error
+
+
+def describe_checkpoint(path: Path) -> int:
+    """Print what a checkpoint of this program (or the newest of a run) holds."""
+    latest = CheckpointFolder(path / "checkpoints", keep=None).latest()
+    folder = path if latest is None else latest
+    state = TrainerState.read(folder)
+    rows = [
+        ("checkpoint", str(folder)),
+        ("step", f"{state.step} of {state.schedule['total_steps']}"),
+        ("samples", f"{state.samples:,}"),
+        ("written by", f"{state.world_size} ranks, {state.backend}, {state.strategy}"),
+        ("precision", str(state.run["precision"])),
+        ("seed", str(state.seed)),
+    ]
+    print(table(rows))
+    return EXIT_DONE
+
+
+def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
+    """Print the resolved config and what the run would do; write nothing."""
+    backend = backend_room(backend_name).create(backend_name)
+    config = resolve(config, backend)
+    folder = Path(config.output_dir)
+    check_same_run(folder, config)
+    model_config = models.model_config(config.model)
+    models.check_length(model_config, config.data.seq_len)
+    data = inspect_data(config.data, task=config.model.task, **_tokenizer_hints(config, model_config))
+    model = models.build_model(model_config, config.model)
+    if data.vocab_size is not None:
+        models.check_vocabulary(model, data.vocab_size)
+    plan = plan_batches(config, world_size=ranks, rank=0)
+    print(dump_yaml(config))
+    print("# What this run will do")
+    print(table(_plan_rows(config, model, data, plan, CheckpointFolder(folder / "checkpoints", keep=None))))
+    return EXIT_DONE
+
+
+def _plan_rows(
+    config: RunConfig, model: PreTrainedModel, data: DataSizes, plan: BatchPlan, checkpoints: CheckpointFolder
+) -> list[tuple[str, str]]:
+    steps = config.train.steps
+    if config.train.epochs is not None:
+        steps = None if data.train_samples is None else total_steps(config, data.train_samples)
+    source = resume_source(config, checkpoints)
+    return [
+        ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),
+        ("data", str(data)),
+        ("ranks", f"{plan.world_size} ({config.backend}, {config.strategy}, {config.precision})"),
+        (
+            "batch",
+            f"{plan.global_batch_size} sequences a step = {plan.world_size} ranks x {plan.accumulation_steps} "
+            f"accumulation steps x {plan.micro_batch_size}",
+        ),
+        ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
+        ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),
+        ("start", f"resume from {source}" if source is not None else "step 0"),
+        ("a checkpoint", human_bytes(checkpoint_bytes(model, config.train.optimizer))),
+    ]
