@@ -6,7 +6,8 @@ from portable.config.arguments import Invocation, parse_args
 from portable.config.dump import dump_yaml
 from portable.config.identity import difference
 from portable.config.load import load_config
-from portable.config.schema import (
+from portable.config.schema import RunConfig
+from portable.config.sections import (
     CheckpointConfig,
     DataConfig,
     DeepSpeedConfig,
@@ -14,7 +15,6 @@ from portable.config.schema import (
     LogConfig,
     MemoryConfig,
     ModelConfig,
-    RunConfig,
     TrainConfig,
     XlaConfig,
 )

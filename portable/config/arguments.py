@@ -1,4 +1,4 @@
-"""The command line of ``portable-train``."""
+"""The command line of ``portable-train``, and what every command with a config has in common."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable.config import flags, help_text
 from portable.config.flags import Option
@@ -16,8 +16,25 @@ from portable.config.schema import RunConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OPTIONS = (
+USAGE = """\
+usage: portable-train [--config FILE.yaml] [--backend auto|cpu|cuda|xla] [--nproc N] [--SECTION.KEY VALUE ...]
+
+Train a Hugging Face model on a CPU, on GPUs or on TPUs from one YAML file, and go on elsewhere.
+
+examples:
+  portable-train                                        the quickstart: a small Llama, nothing to download
+  portable-train --config run.yaml --train.steps 1000   a file, with one setting changed
+  portable-train --config run.yaml --backend xla        the same run on a TPU VM
+"""
+
+CONFIG_OPTIONS = (
     Option("config", "text", "YAML file with settings; without it, the defaults: the quickstart.", "FILE"),
+    Option("version", "switch", "Print the version and stop."),
+)
+"""Options of every command that takes a config."""
+
+TRAIN_OPTIONS = (
+    CONFIG_OPTIONS[0],
     Option(
         "accelerate-config",
         "text",
@@ -35,7 +52,7 @@ OPTIONS = (
     Option("eval-only", "switch", "Evaluate the newest checkpoint, or the model as it is, and stop."),
     Option("resume-info", "text", "Say what a checkpoint holds and what a run from it would do.", "PATH"),
     Option("profile", "switch", "Write a profile of a few steps into output_dir."),
-    Option("version", "switch", "Print the version and stop."),
+    CONFIG_OPTIONS[1],
 )
 
 
@@ -56,25 +73,33 @@ class Invocation:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Invocation:
-    """Read the command line (``sys.argv`` by default).
+    """Read the command line of ``portable-train`` (``sys.argv`` by default).
 
     Raises ``UserError`` for what cannot be understood. ``--help`` and ``--version`` print and exit.
     """
-    parsed = flags.parse(sys.argv[1:] if argv is None else argv, RunConfig, OPTIONS)
+    config, given = read_command(sys.argv[1:] if argv is None else argv, TRAIN_OPTIONS, USAGE)
+    for name in ("config", "accelerate_config"):
+        if name in given:
+            given[name] = Path(given[name])
+    return Invocation(config, given.pop("config", None), **given)
+
+
+def read_command(
+    argv: Sequence[str], options: Sequence[Option], usage: str
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Read the command line of any command that takes a config and ``options`` of its own.
+
+    Returns the config, and the options that were given by attribute name. Raises ``UserError``; ``--help``
+    and ``--version`` print and exit.
+    """
+    parsed = flags.parse(argv, RunConfig, options)
     if parsed.help is not None:
-        print(help_text.render(parsed.help, RunConfig, OPTIONS, shutil.get_terminal_size().columns))
+        columns = shutil.get_terminal_size().columns
+        print(help_text.render(parsed.help, RunConfig, options, usage, columns))
         raise SystemExit(0)
-    given = dict(parsed.options)
-    if given.pop("version", False):
+    if parsed.options.pop("version", False):
         from importlib.metadata import version
 
         print(f"portable-trainer {version('portable-trainer')}")
         raise SystemExit(0)
-    config_file = given.pop("config", None)
-    accelerate_config = given.pop("accelerate_config", None)
-    return Invocation(
-        config=assemble(config_file, parsed.overrides),
-        config_file=Path(config_file) if config_file is not None else None,
-        accelerate_config=Path(accelerate_config) if accelerate_config is not None else None,
-        **given,
-    )
+    return assemble(parsed.options.get("config"), parsed.overrides), parsed.options

@@ -31,15 +31,30 @@ for _rule in core_resolvers():
 
 
 def dump_yaml(config: RunConfig, comments: bool = True) -> str:
-    """Every setting of ``config`` in the order of the schema, each section under a line on its subject."""
-    tree = keys.nested({key: keys.plain(config.get(key)) for key in keys.settings(type(config))})
-    about = keys.sections(type(config)) if comments else {}
+    """Every setting of ``config`` in the order of the schema, each section under a line on its subject.
+
+    Of the sections that leave everything to the backend unless told otherwise, only what was told.
+    """
+    tree, about = _tree(config), keys.sections(type(config))
     parts = []
     for name, value in tree.items():
-        if name in about:
+        if comments and name in about:
             parts.append(f"\n# {about[name].splitlines()[0]}\n")
         parts.append(_text({name: value}))
     return "".join(parts).lstrip("\n")
+
+
+def _tree(config: RunConfig) -> dict[str, Any]:
+    """The values nested as in the file: the settings at the top, then every section."""
+    table, sections = keys.settings(type(config)), keys.sections(type(config))
+    tree: dict[str, Any] = {key: config.get(key) for key, setting in table.items() if not setting.section}
+    for section in sections:
+        inside = [setting for setting in table.values() if setting.section == section]
+        optional = all(setting.default is None for setting in inside)
+        values = {setting.name: config.get(setting.key) for setting in inside}
+        tree[section] = {name: v for name, v in values.items() if not (optional and v is None)}
+    plain: dict[str, Any] = keys.plain(tree)
+    return plain
 
 
 def _text(value: dict[str, Any]) -> str:

@@ -117,7 +117,7 @@ class _Parser:
                 raise UserError(f"{flag} takes no value; use --{name[3:]} {inline}")
             name, value = name[3:], False
         elif open_mapping(self._model, name):
-            value = parse_value(self._one(flag, inline, "a value"))
+            value = parse_value(self._one(flag, inline, "anything that the mapping may hold"))
         else:
             raise UserError(self._unknown(name, flag))
         self._parsed.overrides.append(Override(tuple(name.split(".")), value, flag))

@@ -17,22 +17,12 @@ if TYPE_CHECKING:
 
     from portable.config.flags import Option
 
-_USAGE = """\
-usage: portable-train [--config FILE.yaml] [--backend auto|cpu|cuda|xla] [--nproc N] [--SECTION.KEY VALUE ...]
-
-Train a Hugging Face model on a CPU, on GPUs or on TPUs from one YAML file, and go on elsewhere.
-
-examples:
-  portable-train                                        the quickstart: a small Llama, nothing to download
-  portable-train --config run.yaml --train.steps 1000   a file, with one setting changed
-  portable-train --config run.yaml --backend xla        the same run on a TPU VM
-"""
 _NARROWEST, _WIDEST = 60, 110
 _INDENT = " " * 6
 
 
-def render(topic: str, model: type[BaseModel], options: Sequence[Option], columns: int) -> str:
-    """The help on ``topic``: a section, a key, or everything where it is empty."""
+def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage: str, columns: int) -> str:
+    """The help on ``topic``: a section, a key, or everything, under ``usage``, where it is empty."""
     width = min(max(columns, _NARROWEST), _WIDEST)
     topic = topic.lstrip("-").replace("-", "_").rstrip(".")
     table, about = keys.settings(model), keys.sections(model)
@@ -42,7 +32,7 @@ def render(topic: str, model: type[BaseModel], options: Sequence[Option], column
         return _section(topic, about[topic], table, width)
     if topic:
         raise UserError(f"--help: no setting named {topic!r}" + did_you_mean(topic, [*table, *about]))
-    parts = [_USAGE, "options:", *(_option(option, width) for option in options)]
+    parts = [usage, "options:", *(_option(option, width) for option in options)]
     parts += [_option_text("--help [SECTION or KEY]", "Print this, or the part about one thing.", width)]
     note = (
         "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a truth "

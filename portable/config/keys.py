@@ -35,6 +35,11 @@ class Setting:
         return self.key.rpartition(".")[0]
 
     @property
+    def name(self) -> str:
+        """Name within its section."""
+        return self.key.rpartition(".")[2]
+
+    @property
     def description(self) -> str:
         return self.field.description or ""
 

@@ -83,7 +83,7 @@ def _problem(
     if isinstance(cause, ConflictError):
         return _Problem(_latest(cause.keys, origins), str(cause))
     if detail["type"] in ("extra_forbidden", "invalid_key"):
-        return _Problem(_origin(path, origins), unknown_key(model, ".".join(path)))
+        return _Problem(_origin(path, origins), _extra_key(model, path))
     table = keys.settings(model)
     for length in range(len(path), 0, -1):
         key, origin = ".".join(path[:length]), _origin(path[:length], origins)
@@ -109,6 +109,16 @@ def _wrong_value(setting: keys.Setting, value: object, origin: Origin | None) ->
     return message
 
 
+def _extra_key(model: type[BaseModel], path: Path) -> str:
+    *around, name = path
+    if "." not in name:
+        return unknown_key(model, ".".join(path))
+    section, _, rest = name.partition(".")
+    if not around and name in keys.settings(model):
+        return f"unknown key '{name}'; dots are for flags, in a file write {section}: {{{rest}: ...}}"
+    return f"unknown key {shown(name)}; a key is one word without dots"
+
+
 def unknown_key(model: type[BaseModel], key: str) -> str:
     """What to say about a ``key`` that the schema does not have."""
     known = [*keys.settings(model), *keys.sections(model)]
@@ -117,13 +127,14 @@ def unknown_key(model: type[BaseModel], key: str) -> str:
     if not hint and section in keys.settings(model):
         hint = f"; {section} must be {keys.settings(model)[section].allowed}"
     elif not hint:
-        hint = f"; {section or 'the top level'} takes {_names(model, section)}"
+        around = section if section in keys.sections(model) else ""
+        hint = f"; {around or 'the top level'} takes {_names(model, around)}"
     return f"unknown key {_printable(key)}{hint}"
 
 
 def _names(model: type[BaseModel], section: str) -> str:
     settings = keys.settings(model).values()
-    names = [setting.key.rpartition(".")[2] for setting in settings if setting.section == section]
+    names = [setting.name for setting in settings if setting.section == section]
     return ", ".join(names if section else [*names, *keys.sections(model)])
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m portable.config.reference` from portable/config/schema.py. Edit that, not this. -->
+<!-- Written by `python -m portable.config.reference` from portable/config/*.py. Edit those, not this. -->
 
 A run is described by one YAML file, given as `portable-train --config run.yaml`. Every setting in it is
 also a flag under its dotted name: `--train.steps 20`. A flag wins over the file, and the file over the

@@ -118,6 +118,11 @@ def test_anchors_work(run_file: Path) -> None:
             "run.yaml:2: data.source must be text or list of: text or null, got 12; text",
         ),
         ("strategy: fulshard", "run.yaml:1: strategy must be no_shard | full_shard"),
+        (
+            "train.steps: 3",
+            "run.yaml:1: unknown key 'train.steps'; dots are for flags, in a file write train: {",
+        ),
+        ('"\\e.": 3', "run.yaml:1: unknown key '\\x1b.'; a key is one word"),
         ("train: 3", "run.yaml:1: train must be a mapping of steps, epochs, "),
         ("train: [1]", "run.yaml:1: train must be a mapping of "),
         ("train:\n  steps: 5\n  epochs: 1\n", "run.yaml:3: train.steps 5 and train.epochs 1 both "),

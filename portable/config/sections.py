@@ -1,0 +1,470 @@
+"""The sections of the configuration, one class each.
+
+Every ``description`` says what a setting does, in which unit, and when to change it: help, the reference page
+and editors show it. Fields marked ``IDENTITY`` define the run; all others may change between two legs of it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from portable.config.types import IDENTITY, AnyCase, Flag, Names, OneOrMany, OpenMapping, Section
+
+Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
+Tracker = Literal[
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "mlflow",
+    "comet_ml",
+    "aim",
+    "clearml",
+    "dvclive",
+    "swanlab",
+]
+XlaDtype = Literal["float32", "bfloat16", "float16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _quickstart_model() -> dict[str, Any]:
+    """The config of the default model, about four million parameters."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+
+
+class ModelConfig(Section):
+    """Which model is trained, and from which weights."""
+
+    name_or_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hub id or local folder of a transformers model; its weights are where training starts. "
+        "Leave it null to build model.config from scratch.",
+        json_schema_extra=IDENTITY,
+    )
+    config: OpenMapping | None = Field(
+        default_factory=_quickstart_model,
+        description="Config of a model to build with random weights: model_type and whatever keys that "
+        "model's transformers config takes. Given in a file, it replaces the default as a whole; a flag such "
+        "as --model.config.hidden_size 512 changes one key. Not together with model.name_or_path.",
+        json_schema_extra=IDENTITY,
+    )
+    task: Task = Field(
+        default="causal-lm",
+        description="What the model learns: the next token (causal-lm), masked tokens (masked-lm), a target "
+        "text from a source text (seq2seq-lm), or a label (sequence-classification).",
+        json_schema_extra=IDENTITY,
+    )
+    init: Literal["pretrained", "scratch"] = Field(
+        default="pretrained",
+        description="With model.name_or_path: start from its weights (pretrained), or keep only its "
+        "architecture and draw random weights (scratch). Without it there are no weights to load, and the "
+        "model is always built from scratch.",
+        json_schema_extra=IDENTITY,
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        default="sdpa",
+        description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager, slow; for "
+        "comparing), or the flash-attn package (flash_attention_2; CUDA, bf16 or fp16).",
+    )
+    trust_remote_code: Flag = Field(
+        default=False,
+        description="Run Python code that the model's repository brings along. Only for repositories whose "
+        "code you have read.",
+    )
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether training starts from random weights."""
+        return self.name_or_path is None or self.init == "scratch"
+
+
+class DataConfig(Section):
+    """What it learns from."""
+
+    source: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None,
+        description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet). "
+        "Null: the source text of this machine's Python standard library, which needs no download.",
+        json_schema_extra=IDENTITY,
+    )
+    config_name: str | None = Field(
+        default=None,
+        description="Configuration of the hub dataset, where it has several (as wikitext-2-raw-v1).",
+        json_schema_extra=IDENTITY,
+    )
+    split: str = Field(
+        default="train",
+        min_length=1,
+        description="Split of the hub dataset to train on; slices such as train[:10%] work.",
+        json_schema_extra=IDENTITY,
+    )
+    max_samples: int | None = Field(
+        default=None,
+        ge=1,
+        description="Use at most this many records of the source, from its start. Null: all. For trying a "
+        "config on a large dataset.",
+        json_schema_extra=IDENTITY,
+    )
+    text_field: str = Field(
+        default="text",
+        min_length=1,
+        description="Field of a record that holds its text.",
+        json_schema_extra=IDENTITY,
+    )
+    target_field: str = Field(
+        default="target",
+        min_length=1,
+        description="Field that holds the text to produce (seq2seq-lm).",
+        json_schema_extra=IDENTITY,
+    )
+    label_field: str = Field(
+        default="label",
+        min_length=1,
+        description="Field that holds the class (sequence-classification).",
+        json_schema_extra=IDENTITY,
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a "
+        "model built from scratch, a small byte-pair encoding trained on the source, once, and cached.",
+        json_schema_extra=IDENTITY,
+    )
+    vocab_size: int | None = Field(
+        default=None,
+        ge=300,
+        description="Tokens in the byte-pair encoding that is trained when there is no tokenizer. Null: the "
+        "vocab_size of the model.",
+        json_schema_extra=IDENTITY,
+    )
+    seq_len: int = Field(
+        default=256,
+        ge=2,
+        description="Length of a training sequence in tokens. Memory for activations grows with it.",
+        json_schema_extra=IDENTITY,
+    )
+    packing: Flag = Field(
+        default=True,
+        description="Join texts end to end into full sequences, so that no token is padding (language models "
+        "only). False: one text a sequence, cut or padded to data.seq_len; seq2seq-lm and "
+        "sequence-classification always do that.",
+        json_schema_extra=IDENTITY,
+    )
+    eval_fraction: float = Field(
+        default=0.01,
+        ge=0,
+        lt=1,
+        description="Share of the records held out for evaluation, chosen by the seed. 0: none, and "
+        "no evaluation.",
+        json_schema_extra=IDENTITY,
+    )
+    num_workers: int = Field(
+        default=0,
+        ge=0,
+        description="Processes that prepare batches for each rank. 0 prepares them in the rank itself; raise "
+        "it when the accelerator waits for data.",
+    )
+    cache_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where tokenised data and trained tokenizers are kept between runs. Null: the user's "
+        "cache folder ($XDG_CACHE_HOME, or ~/.cache).",
+    )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """``source`` as a tuple, empty where it is null."""
+        if self.source is None:
+            return ()
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+
+class TrainConfig(Section):
+    """How long, how much at a time, and by which rule the weights move."""
+
+    steps: int | None = Field(
+        default=200,
+        ge=1,
+        description="Length of the schedule in optimizer steps. Null only where train.epochs gives it.",
+        json_schema_extra=IDENTITY,
+    )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Length of the schedule in passes over the data, in place of train.steps.",
+        json_schema_extra=IDENTITY,
+    )
+    stop_after: int | None = Field(
+        default=None,
+        ge=1,
+        description="Save a checkpoint and stop after this step of the schedule; the same command without it "
+        "goes on from there. For cutting a run into legs, also on different machines.",
+    )
+    global_batch_size: int = Field(
+        default=8,
+        ge=1,
+        description="Sequences in one optimizer step, over all ranks together. Part of what the run is: it "
+        "stays the same on any number of devices.",
+        json_schema_extra=IDENTITY,
+    )
+    micro_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default=4,
+        description="Sequences that one device holds at a time; gradients accumulate up to the global batch. "
+        "Lower it when memory runs out, which changes speed and nothing else. auto: the largest that fits, "
+        "found once and kept for the run. Left out, it is lowered to a divisor of the global batch.",
+    )
+    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
+        default="adamw",
+        description="adamw (fused; two fp32 moments a parameter), adafactor (moments as rows and columns, "
+        "little memory), adamw_8bit (moments in 8 bits, a quarter of the memory), or sgd (momentum is the "
+        "first of train.betas).",
+        json_schema_extra=IDENTITY,
+    )
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
+        default=(0.9, 0.95),
+        description="Decay rates of the first and second moment. Raise the second towards 0.999 for small or "
+        "noisy batches.",
+        json_schema_extra=IDENTITY,
+    )
+    eps: float = Field(
+        default=1e-8,
+        gt=0,
+        description="Added to the root of the second moment, so that no division is by zero.",
+        json_schema_extra=IDENTITY,
+    )
+    learning_rate: float = Field(
+        default=3e-4,
+        gt=0,
+        description="Highest learning rate, reached at the end of the warm-up.",
+        json_schema_extra=IDENTITY,
+    )
+    min_learning_rate_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Where cosine and linear end, as a share of train.learning_rate; 0.1 is common for "
+        "pretraining.",
+        json_schema_extra=IDENTITY,
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine",
+        description="How the learning rate falls after the warm-up.",
+        json_schema_extra=IDENTITY,
+    )
+    warmup_steps: int = Field(
+        default=20,
+        ge=0,
+        description="Steps over which the learning rate rises from zero in a straight line. Left out, at "
+        "most a tenth of train.steps.",
+        json_schema_extra=IDENTITY,
+    )
+    weight_decay: float = Field(
+        default=0.1,
+        ge=0,
+        description="Decoupled weight decay, applied to matrices; biases and norms are spared.",
+        json_schema_extra=IDENTITY,
+    )
+    max_grad_norm: float | None = Field(
+        default=1.0,
+        gt=0,
+        description="Gradients whose global norm exceeds this are scaled down to it. Null: no clipping.",
+        json_schema_extra=IDENTITY,
+    )
+    eval_every: int | None = Field(
+        default=100,
+        ge=1,
+        description="Steps between evaluations on the held-out records. Null: only at the end.",
+    )
+    eval_batches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Evaluate on at most this many global batches. Null: on all held-out records.",
+    )
+
+
+class MemoryConfig(Section):
+    """Trading speed for memory; none of it changes what is learned."""
+
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        default="none",
+        description="Recompute activations in the backward pass in place of keeping them: of every layer "
+        "(full, about a third slower, least memory), or of all but the costly operations (selective).",
+    )
+    offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
+        default="none",
+        description="Keep optimizer state in host memory (cpu) or on a local disk (nvme). For models whose "
+        "state does not fit the devices; the step gets slower.",
+    )
+    offload_params: Literal["none", "cpu", "nvme"] = Field(
+        default="none",
+        description="Keep sharded parameters in host memory (cpu) or on a local disk (nvme) between uses. "
+        "The last resort, and the slowest.",
+    )
+    nvme_path: str | None = Field(
+        default=None, min_length=1, description="Folder on a fast local disk for what is offloaded to nvme."
+    )
+
+
+class FsdpConfig(Section):
+    """Details of FSDP, under the names that Accelerate uses. Null leaves the choice to the backend."""
+
+    shard_group_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Ranks that share one copy of the state under hybrid_shard and hybrid_shard_zero2. Null: "
+        "the ranks of one node.",
+    )
+    auto_wrap_policy: (
+        Annotated[Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"], AnyCase] | None
+    ) = Field(
+        default=None,
+        description="What becomes one unit of sharding: each transformer layer, each module of at least "
+        "fsdp.min_num_params parameters, or the whole model. Null: each transformer layer.",
+    )
+    transformer_layer_cls_to_wrap: Names | None = Field(
+        default=None,
+        description="Class names of the layers that transformer_based_wrap wraps. Null: those that the model "
+        "declares.",
+    )
+    min_num_params: int | None = Field(
+        default=None, ge=0, description="Smallest module, in parameters, that size_based_wrap wraps."
+    )
+    forward_prefetch: Flag | None = Field(
+        default=None,
+        description="Gather the next unit's parameters while the present one computes its forward pass: "
+        "more overlap, more memory.",
+    )
+    backward_prefetch: Annotated[Literal["backward_pre", "backward_post", "no_prefetch"], AnyCase] | None = (
+        Field(
+            default=None,
+            description="When the backward pass gathers the next unit: before this unit's gradients "
+            "(backward_pre, most overlap), after them (backward_post, less memory), or when needed.",
+        )
+    )
+
+
+class DeepSpeedConfig(Section):
+    """DeepSpeed's own settings, for the strategies zero1, zero2 and zero3."""
+
+    config: str | OpenMapping | None = Field(
+        default=None,
+        description="A DeepSpeed JSON file, or its content as a mapping. Its auto values are filled in from "
+        "this config; a value left at its default here yields to the JSON, and one set here that differs "
+        "from the JSON is an error.",
+    )
+
+
+class XlaConfig(Section):
+    """Details of sharding on XLA, under the names of xla_fsdp_settings. Null leaves it to the backend."""
+
+    compute_dtype: XlaDtype | None = Field(
+        default=None, description="Type that layers compute in. Null: what precision says."
+    )
+    buffer_dtype: XlaDtype | None = Field(default=None, description="Type of buffers in the computation.")
+    fp32_reduce_scatter: Flag | None = Field(
+        default=None, description="Sum gradients in float32, whatever type the layers compute in."
+    )
+    reshard_after_forward: Flag | None = Field(
+        default=None, description="Free gathered parameters after the forward pass and gather them again."
+    )
+    disable_reshard_on_root: Flag | None = Field(
+        default=None,
+        description="Keep the parameters of the outermost module gathered after the forward pass.",
+    )
+    flatten_parameters: Flag | None = Field(
+        default=None, description="Lay all parameters of a unit out as one flat tensor."
+    )
+    shard_param_on_dim_0: Flag | None = Field(
+        default=None, description="Shard each parameter along its first dim rather than flattened."
+    )
+    pin_layout_in_collective_ops: Flag | None = Field(
+        default=None, description="Fix the memory layout of tensors in collectives across devices."
+    )
+    execute_sharding_on_init: Flag | None = Field(
+        default=None,
+        description="Shard each unit as soon as it is built, which lowers the peak of host memory.",
+    )
+    optimization_barrier_in_forward: Flag | None = Field(
+        default=None,
+        description="Keep the compiler from merging the gathers of different units in the forward pass.",
+    )
+    optimization_barrier_in_backward: Flag | None = Field(
+        default=None,
+        description="Keep the compiler from merging the gathers of different units in the backward pass.",
+    )
+    auto_wrap_policy: Annotated[
+        Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None, AnyCase
+    ] = Field(
+        default=None, description="What becomes one unit, as fsdp.auto_wrap_policy; wins over it on XLA."
+    )
+    xla_fsdp_v2: Literal[True] | None = Field(
+        default=None,
+        description="Shard by SPMD (FSDPv2). The only way here, so that true is the one value allowed.",
+    )
+    xla_fsdp_grad_ckpt: Flag | None = Field(
+        default=None,
+        description="Recompute every unit's activations in the backward pass, as "
+        "memory.activation_checkpointing: full does.",
+    )
+
+
+class CheckpointConfig(Section):
+    """What is saved, and what a run starts from."""
+
+    every_steps: int | None = Field(
+        default=100, ge=1, description="Steps between checkpoints. Null: only when the run stops."
+    )
+    keep: int | None = Field(
+        default=3, ge=1, description="Newest checkpoints to keep; older ones are deleted. Null: all."
+    )
+    async_: Flag = Field(
+        default=True,
+        alias="async",
+        description="Write while training goes on, from a copy of the state in host memory. False: wait for "
+        "the disk, without that copy.",
+    )
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description="auto: go on from the newest complete checkpoint in output_dir, if there is one. never: "
+        "refuse a folder that holds checkpoints. Or the path of a checkpoint in any supported format.",
+    )
+    export: Flag = Field(
+        default=True,
+        description="At the end, write plain safetensors into <output_dir>/final for from_pretrained.",
+    )
+
+
+class LogConfig(Section):
+    """What is reported while it runs."""
+
+    every_steps: int = Field(
+        default=10,
+        ge=1,
+        description="Steps between lines in metrics.jsonl and on the console. Each one waits for the device.",
+    )
+    trackers: Annotated[tuple[Tracker, ...], OneOrMany, Field(strict=False)] = Field(
+        default=("tensorboard",),
+        description="Trackers that get the metrics besides metrics.jsonl; [] for none. Each but tensorboard "
+        "needs its own package.",
+    )
+    sample_prompt: str | None = Field(
+        default=None,
+        description="Text that the model continues at the end of the run (generating models). Null: the "
+        "beginning of a held-out text.",
+    )
+    sample_tokens: int = Field(
+        default=64, ge=0, description="Tokens to generate in that sample. 0: no sample."
+    )
