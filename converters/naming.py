@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from converters.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
 Path = tuple[str | int, ...]
 V = TypeVar("V")
@@ -105,7 +105,7 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: s
             roles.other.append(key)
     roles.model = named
     for joined, key in flat_state:
-        name, state = _split_state_key(joined, named)
+        name, state = split_state_key(joined, named)
         roles.state.setdefault(name, {})[state] = key
     return roles
 
@@ -188,7 +188,7 @@ def _model_container(paths: Sequence[Path]) -> Path | None:
     return None
 
 
-def _split_state_key(joined: str, names: Mapping[str, str]) -> tuple[str, str]:
+def split_state_key(joined: str, names: Container[str]) -> tuple[str, str]:
     """(parameter, state name) of a flattened `<parameter>.<state name>`; the longest known name wins."""
     cut = joined.rfind(".")
     while cut > 0:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from converters.casting import BLOCK_BYTES, cast_blocks, cast_dtype, parse_dtype
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
-from converters.formats.safetensors import MAX_HEADER, read_file
+from converters.formats.safetensors import GROUPS, MAX_HEADER, OPTIMIZER, read_file
 from converters.output import check_output, new_folder
 from converters.pickles import plain
 from converters.storage import Folder, Memory, Touched
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Checkpoint, Scalar
 
-OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
 Bar = Any  # a tqdm bar; its class is imported late
 # Bytes the kernel copies in one call, so that the progress bar moves and Ctrl-C is heard.
 _KERNEL_COPY = 64 << 20

@@ -282,7 +282,8 @@ def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touche
     count = 1 if sparse or rest + step > SCRATCH_BYTES else 1 + (SCRATCH_BYTES - rest) // max(1, step)
     before = (slice(None),) * dim
     for row in range(0, out.shape[dim], count):
-        _gather(out[(*before, slice(row, row + count))], source, at + row * step, strides, touched)
+        rows = (*before, slice(row, row + count))
+        _gather(out[rows], source, at + row * step, strides, touched)
 
 
 def _scratch() -> memoryview:

@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint (DCP): `.metadata` and `__<rank>_<n>.distcp` files.
 
 Each chunk of a tensor, and each pickled value, is a complete torch.save zip within a `.distcp` file. It is
-located, checked and held against `.metadata` when it is first read: a large run has a hundred thousand of them.
+located, checked and held against `.metadata` when it is first read: a large run has a hundred thousand.
 
 Source: torch/distributed/checkpoint/filesystem.py (`_write_item`).
 """

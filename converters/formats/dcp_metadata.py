@@ -1,8 +1,8 @@
 """DCP's `.metadata`: what each key is, and where its chunks lie.
 
-A pickled `Metadata` holds three tables: shapes and chunks by key (`state_dict_metadata`), where each chunk lies
-(`storage_data`), and the nesting the keys were flattened from (`planner_data`). The file carries no checksum,
-so the tables are held against each other and against the sizes of the files.
+A pickled `Metadata` holds three tables: shapes and chunks by key (`state_dict_metadata`), where each chunk
+lies (`storage_data`), and the nesting the keys were flattened from (`planner_data`). The file carries no
+checksum, so the tables are held against each other and against the sizes of the files.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py, default_planner.py.
 """
@@ -152,9 +152,9 @@ def _dims(value: Any, what: str, where: str) -> Dims:
 
 def _path(path: Any, key: str, where: str) -> KeyPath:
     # Writers join the path with dots to make the key, so each confirms the other.
-    if isinstance(path, tuple) and path and all(isinstance(part, (str, int)) for part in path):
-        if ".".join(map(str, path)) == key:
-            return path
+    named = isinstance(path, tuple) and path and all(isinstance(part, (str, int)) for part in path)
+    if named and ".".join(map(str, path)) == key:
+        return tuple(path)
     raise CheckpointError(f"{where}: damaged, the path of {key!r} does not match it")
 
 

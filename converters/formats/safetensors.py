@@ -13,12 +13,12 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint
+from converters.checkpoint import Checkpoint, OptimizerState, Scalar
 from converters.companions import find_companions
 from converters.dtypes import NUMPY, itemsize
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
-from converters.naming import plain_names
+from converters.naming import plain_names, split_state_key
 from converters.storage import Folder, SourceFile
 from converters.tensor import Tensor
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
 # The reference implementation's own limit on the header.
 MAX_HEADER = 100_000_000
 
@@ -74,13 +75,32 @@ def _open(source: Source) -> Checkpoint:
         tensors, extra = _read_index(folder, name)
     else:
         tensors, extra = read_file(folder.file(name))
+    plain = plain_names(tensors, where=str(source.path))
     return Checkpoint(
         format="safetensors",
         root=source.path,
-        tensors=plain_names(tensors, where=str(source.path)),
+        tensors=plain,
+        optimizer=_optimizer(folder, plain, name),
         metadata={"header": extra} if extra else {},
         companions=find_companions(source.path),
     )
+
+
+def _optimizer(folder: Folder, tensors: dict[str, Tensor], beside: str) -> OptimizerState | None:
+    """The optimizer state that `portable-convert --optimizer` writes beside the model, if it is there."""
+    if beside not in (_SINGLE, _INDEX) or not (folder.path / OPTIMIZER).is_file():
+        return None
+    stored, _ = read_file(folder.file(OPTIMIZER))
+    state: dict[str, dict[str, Tensor | Scalar]] = {}
+    for key, tensor in stored.items():
+        parameter, what = split_state_key(key, tensors)
+        state.setdefault(parameter, {})[what] = tensor
+    file = folder.file(GROUPS)
+    document = _json(file, file.read(0, file.nbytes))
+    groups = document.get("param_groups") if isinstance(document, dict) else None
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError(f"{file.path}: holds no param_groups")
+    return OptimizerState(state, groups)
 
 
 def _read_index(folder: Folder, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
