@@ -6,6 +6,7 @@ import datetime
 import os
 import resource
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from gpu.sharding import STRATEGIES, shard
 from portable.backend import Backend, Engine, require, unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor, nn
 
     from portable.backend import Batch
@@ -46,7 +49,10 @@ class TorchBackend:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if name == "cuda":
-            require(torch.cuda.is_available(), "backend: cuda needs a GPU, and torch finds none; use --backend cpu")
+            require(
+                torch.cuda.is_available(),
+                "backend: cuda needs a GPU, and torch finds none; use --backend cpu",
+            )
             require(
                 self.local_rank < torch.cuda.device_count(),
                 f"--nproc: local rank {self.local_rank} has no GPU of its own; this machine has "
@@ -68,7 +74,8 @@ class TorchBackend:
             [
                 (
                     config.train.optimizer not in ("adamw", "sgd"),
-                    f"train.optimizer: {config.train.optimizer} is not part of this version; use adamw or sgd",
+                    f"train.optimizer: {config.train.optimizer} is not part of this version; "
+                    "use adamw or sgd",
                 ),
                 (
                     config.precision == "fp16",
@@ -91,8 +98,8 @@ class TorchBackend:
                     "train.micro_batch_size: auto is not part of this version; give a number",
                 ),
                 (
-                    bool(config.fsdp.model_fields_set),
-                    "fsdp: its settings are not part of this version; layers are found and wrapped by themselves",
+                    any(value is not None for value in config.fsdp.model_dump().values()),
+                    "fsdp: its settings are not part of this version; layers are found by themselves",
                 ),
             ]
         )
@@ -100,11 +107,10 @@ class TorchBackend:
     def start(self) -> None:
         if self.name == "cuda":
             torch.cuda.set_device(self.device)
-        transport = "cpu:gloo,cuda:nccl" if self.name == "cuda" else "gloo"
-        if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(transport, timeout=COLLECTIVE_TIMEOUT)
-        else:
-            dist.init_process_group(transport, store=dist.HashStore(), rank=0, world_size=1)
+        if self.world_size > 1:
+            transport = "cpu:gloo,cuda:nccl" if self.name == "cuda" else "gloo"
+            with _native_stdout_closed():
+                dist.init_process_group(transport, timeout=COLLECTIVE_TIMEOUT)
 
     def stop(self) -> None:
         if dist.is_initialized():
@@ -120,7 +126,7 @@ class TorchBackend:
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
-        sharded = shard(model, config, self.device)
+        sharded = shard(model, config, self.device, self.world_size)
         return TorchEngine(sharded, config, self.device)
 
     def place(self, batch: Batch) -> Batch:
@@ -157,6 +163,20 @@ class TorchBackend:
         if self.name != "cuda":
             return None
         return devices.peak_flops(torch.cuda.get_device_name(self.device), precision)
+
+
+@contextmanager
+def _native_stdout_closed() -> Iterator[None]:
+    """Keep gloo's C++ code from printing its connections into what a person reads."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _cpu_multiplies_bf16() -> bool:

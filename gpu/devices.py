@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Dense tensor-core peaks in TFLOP/s as (bf16 or fp16, tf32), from NVIDIA's data sheets; where a sheet gives the
-# figure with 2:4 sparsity, half of it. Matched by substring in this order, so the longer names stand first.
+# Dense tensor-core peaks in TFLOP/s as (bf16 or fp16, tf32), from NVIDIA's data sheets; where a sheet gives
+# the figure with 2:4 sparsity, half of it. Matched by substring in this order: longer names stand first.
 PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("GB200", 2500.0, 1250.0),
     ("B200", 2250.0, 1100.0),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -123,7 +125,7 @@ class TorchEngine:
             raise CheckpointError(f"{checkpoint.root}: holds no {min(missing)}; it belongs to another model")
         self.load_weights(weights)
         if checkpoint.optimizer is None:
-            raise CheckpointError(f"{checkpoint.root}: holds no optimizer state, so the run cannot go on from it")
+            raise CheckpointError(f"{checkpoint.root}: holds no optimizer state to go on from")
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -147,13 +149,19 @@ class TorchEngine:
         return self._device  # fused optimizers keep their step counts on the device
 
     def save(self, folder: Path) -> SaveHandle:
-        writer = FileSystemWriter(folder, sync_files=True)
-        dcp.save({"model": state_tensors(self.model), "optim": self._optimizer_state()}, storage_writer=writer)
+        state = {"model": state_tensors(self.model), "optim": self._optimizer_state()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch's own use of it
+            save_dcp(
+                state,
+                storage_writer=FileSystemWriter(folder, sync_files=True),
+                no_dist=not dist.is_initialized(),
+            )
         return _Written()
 
     def _optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         groups = [
             {**group, "params": [names[p] for p in group["params"]]} for group in self._optimizer.param_groups
         ]

@@ -54,7 +54,7 @@ class ShardedModel:
         return nullcontext()
 
 
-def shard(model: nn.Module, config: RunConfig, device: torch.device) -> ShardedModel:
+def shard(model: nn.Module, config: RunConfig, device: torch.device, world_size: int) -> ShardedModel:
     """Allocate the meta-device ``model`` on ``device``, spread as ``config.strategy`` says.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the valid tokens of the
@@ -67,13 +67,13 @@ def shard(model: nn.Module, config: RunConfig, device: torch.device) -> ShardedM
             layer.compile()
     compute = COMPUTE_DTYPES[config.precision]
     autocast_dtype = None if compute == torch.float32 else compute
-    if dist.get_world_size() == 1:
+    if world_size == 1:
         materialize(model, device)
         return ShardedModel(model, model, autocast_dtype, device)
     if config.strategy == "no_shard":
         materialize(model, device)
         return ShardedModel(model, _replicate(model, device), autocast_dtype, device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for module in [*layers, model]:
         wrapped = fully_shard(
@@ -102,10 +102,11 @@ def _replicate(model: nn.Module, device: torch.device) -> DistributedDataParalle
     return replica
 
 
-def _sum_gradients(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_gradients(bucket: Any) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return summed
 
 
 def _checkpoint_activations(model: nn.Module, config: RunConfig) -> None:

@@ -5,7 +5,7 @@ prepares a model. What :meth:`Backend.prepare` returns, an :class:`Engine`, is t
 in :mod:`portable.loop` calls these and nothing else, so it never learns who answers.
 
 Vocabulary: a *rank* is one process of the run; the *world size* is their number. The *global batch* is the
-sequences of one optimizer step over all ranks, a *micro-batch* what one rank takes through the model at a time.
+sequences of one optimizer step over all ranks, a *micro-batch* what a rank takes through the model at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ aligned with the logits (already shifted) and hold -100 where nothing is to be p
 
 @dataclass(frozen=True)
 class Health:
-    """What the device counted since the start: optimizer updates masked because loss or norm was not finite."""
+    """What the device counted since the start: updates masked because loss or norm was not finite."""
 
     skipped_updates: int
     first_bad_update: int | None
@@ -119,7 +119,7 @@ class Backend(Protocol):
         """The compute type that ``auto`` means on this device; any other value comes back as it is."""
 
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
-        """Shard a model that lies on the meta device and give it an optimizer; the weights are still unset."""
+        """Shard a model from the meta device and give it an optimizer; the weights are still unset."""
 
     def place(self, batch: Batch) -> Batch:
         """Move a micro-batch to the device without waiting for the copy."""
@@ -178,7 +178,9 @@ def backend_room(name: str) -> BackendRoom:
             raise UserError(f"backend: {name} is not part of this version; use one of {available}") from error
         if error.name is None or error.name.split(".")[0] in ("portable", "converters", "gpu", "tpu"):
             raise
-        remedy = f"; install it with: pip install 'portable-trainer[{EXTRAS[name]}]'" if name in EXTRAS else ""
+        remedy = (
+            f"; install it with: pip install 'portable-trainer[{EXTRAS[name]}]'" if name in EXTRAS else ""
+        )
         raise UserError(f"backend: {name} needs the package {error.name}{remedy}") from error
     return room  # type: ignore[no-any-return]
 

@@ -12,13 +12,13 @@ import os
 import re
 import shutil
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from portable.backend import Backend, SaveHandle
 
@@ -67,7 +67,9 @@ class TrainerState:
             values = json.loads(path.read_text("utf-8"))
             version = values["format_version"]
             if version > FORMAT_VERSION:
-                raise UserError(f"{path}: format version {version} is newer than this program ({FORMAT_VERSION})")
+                raise UserError(
+                    f"{path}: format version {version} is newer than this program ({FORMAT_VERSION})"
+                )
             return cls(**values)
         except FileNotFoundError as error:
             raise UserError(f"{path}: missing; is {folder} a checkpoint of this program?") from error

@@ -154,7 +154,11 @@ def train(
             if save_due and progress.step > saved:
                 events.on_save(progress)
                 saved = progress.step
-            if eval_batches is not None and not stopping and (_due(progress.step, cadence.eval_every) or last):
+            if (
+                eval_batches is not None
+                and not stopping
+                and (_due(progress.step, cadence.eval_every) or last)
+            ):
                 events.on_eval(progress, evaluate(backend, engine, eval_batches()))
             events.on_pause(time.perf_counter() - paused)
             if stopping:
@@ -181,7 +185,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     def request(number: int, _: object) -> None:
         nonlocal received
         received = True
-        signal.signal(number, previous[number])
+        signal.signal(number, previous[signal.Signals(number)])
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     try:

@@ -30,8 +30,8 @@ class Tracker(Protocol):
 class MetricsFile:
     """``metrics.jsonl``: the legs of a run append to one file.
 
-    Rows beyond the step that a leg starts from are dropped: the leg before was killed after it had logged them,
-    and they will be logged again.
+    Rows beyond the step that a leg starts from are dropped: the leg before was killed after it had logged
+    them, and they will be logged again.
     """
 
     def __init__(self, folder: Path, *, from_step: int) -> None:
@@ -74,10 +74,10 @@ class _TensorBoard:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class _WandbLike:

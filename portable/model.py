@@ -12,7 +12,7 @@ import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from portable.config.schema import ModelConfig
+    from portable.config import ModelConfig
 
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -45,7 +45,7 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     if settings.name_or_path is None:
-        given = dict(settings.config)
+        given = dict(settings.config or {})
         model_type = given.pop("model_type", None)
         if not isinstance(model_type, str):
             raise UserError("model.config.model_type: missing; name a transformers model type such as llama")
@@ -222,7 +222,10 @@ def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> Pretrai
     found: dict[str, ReadableTensor] = {}
     for name, tensor in wanted.items():
         for candidate in [name, *aliases.get(name, [])]:
-            key = next((k for k in (candidate, candidate.removeprefix(prefix), prefix + candidate) if k in tensors), None)
+            key = next(
+                (k for k in (candidate, candidate.removeprefix(prefix), prefix + candidate) if k in tensors),
+                None,
+            )
             if key is not None:
                 if tuple(tensors[key].shape) != tuple(tensor.shape):
                     raise UserError(
@@ -239,7 +242,8 @@ def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> Pretrai
 
 def _loaded_by_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
     try:
-        loaded, info = type(model).from_pretrained(
+        loader: Any = type(model).from_pretrained
+        loaded, info = loader(
             settings.name_or_path,
             config=model.config,
             dtype=torch.float32,
@@ -268,7 +272,7 @@ def _snapshot(name_or_path: str) -> Path:
 
 def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
     """Raise UserError if the tokenizer can produce ids that the embedding has no row for."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows: int = cast("Any", model.get_input_embeddings()).weight.shape[0]
     if tokenizer_size > rows:
         raise UserError(
             f"data.tokenizer: it has {tokenizer_size} tokens and the model's vocabulary only {rows}; "
@@ -281,15 +285,16 @@ def check_length(config: PretrainedConfig, seq_len: int) -> None:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < seq_len:
         raise UserError(
-            f"data.seq_len: {seq_len} tokens are more than the model's {positions} positions; lower it, or raise "
-            "model.config.max_position_embeddings"
+            f"data.seq_len: {seq_len} tokens are more than the model's {positions} positions; lower it, "
+            "or raise model.config.max_position_embeddings"
         )
 
 
 def _model_types() -> list[str]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto import configuration_auto
 
-    return list(CONFIG_MAPPING_NAMES)
+    names: Any = configuration_auto.CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
+    return list(names)
 
 
 def _nearest(word: str, names: Any) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from portable.errors import UserError
 from portable.model import state_tensors, transformer_layers
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.config import RunConfig
 
@@ -67,10 +68,10 @@ def plan_batches(config: RunConfig, *, world_size: int, rank: int) -> BatchPlan:
         )
     share = total // world_size
     micro = config.train.micro_batch_size
-    assert isinstance(micro, int)
+    assert micro != "auto"  # a backend has replaced or refused it
     divisors = [n for n in range(1, share + 1) if share % n == 0]
     if not config.is_set("train.micro_batch_size"):
-        micro = max(n for n in divisors if n <= micro)
+        micro = divisors[bisect.bisect(divisors, micro) - 1]
     elif share % micro:
         raise UserError(
             f"train.micro_batch_size: a rank's share of the global batch is {share} sequences, which "
@@ -82,6 +83,7 @@ def plan_batches(config: RunConfig, *, world_size: int, rank: int) -> BatchPlan:
 def total_steps(config: RunConfig, samples: int) -> int:
     """The length of the schedule in optimizer steps: ``train.steps``, or what ``train.epochs`` come to."""
     if config.train.epochs is None:
+        assert config.train.steps is not None  # the schema sees to it
         return config.train.steps
     return max(1, math.ceil(config.train.epochs * samples / config.train.global_batch_size))
 
@@ -98,17 +100,17 @@ def checkpoint_bytes(model: nn.Module, optimizer: str) -> int:
     return weights + 4 * moments * sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def flops_per_token(model: nn.Module, config: PretrainedConfig, seq_len: int) -> float:
+def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: int) -> float:
     """Floating-point operations per trained token, forward and backward.
 
-    The convention of the PaLM paper (appendix B): 6 for each weight that takes part in a matrix product, which
-    leaves out looked-up embeddings but not a tied output head, plus 12 x layers x hidden size x sequence length
-    for the attention scores. Recomputation is not counted.
+    The convention of the PaLM paper (appendix B): 6 for each weight that takes part in a matrix product,
+    which leaves out looked-up embeddings but not a tied output head, plus 12 x layers x hidden size x
+    sequence length for the attention scores. Recomputation is not counted.
     """
     text = config.get_text_config()
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    embedding = cast("Any", model.get_input_embeddings()).weight
+    head: Any = model.get_output_embeddings()
     looked_up = 0 if head is not None and head.weight is embedding else embedding.numel()
     layers = len(transformer_layers(model))
-    hidden = getattr(text, "hidden_size", embedding.shape[1])
+    hidden: int = getattr(text, "hidden_size", embedding.shape[1])
     return 6.0 * (parameter_count(model) - looked_up) + 12.0 * layers * hidden * seq_len

@@ -36,7 +36,9 @@ def plot_loss(folder: Path) -> Path | None:
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=folder.name)
     axes.grid(alpha=0.25)
     rate_axes = axes.twinx()
-    rate_axes.plot(*zip(*rates, strict=True), color="#8b949e", linewidth=1, linestyle=":", label="learning rate")
+    rate_axes.plot(
+        *zip(*rates, strict=True), color="#8b949e", linewidth=1, linestyle=":", label="learning rate"
+    )
     rate_axes.set_ylabel("learning rate", color="#57606a")
     rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     lines = [*axes.get_lines(), *rate_axes.get_lines()]

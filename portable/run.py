@@ -147,7 +147,9 @@ class Prepared:
                 events=reporter,
             )
             if stopped:
-                reporter.say(f"stopped at step {progress.step}, checkpoint saved; run the same command to go on")
+                reporter.say(
+                    f"stopped at step {progress.step}, checkpoint saved; run the same command to go on"
+                )
                 return EXIT_STOPPED
             if progress.step == self.steps:
                 self.sample(engine, reporter)
@@ -177,7 +179,7 @@ class Prepared:
                 raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
             if state.data != self.data.fingerprint:
                 raise UserError(
-                    f"checkpoint.resume: {source} was trained on other text than {self.data.sizes.source} has "
+                    f"checkpoint.resume: {source} was trained on other text than {self.data.sizes.source} "
                     "here; give data.source the same files, or choose another output_dir"
                 )
             engine.load(checkpoint)
@@ -311,7 +313,7 @@ class Prepared:
 
 
 def _tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
-    """Which tokenizer ``data.tokenizer: null`` stands for: the pretrained model's, or one of the right size."""
+    """What ``data.tokenizer: null`` stands for: the pretrained model's, or one of the right size."""
     return {
         "model_tokenizer": config.model.name_or_path,
         "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
@@ -323,11 +325,11 @@ def resolve(config: RunConfig, backend: Backend) -> RunConfig:
 
     A run that is under way keeps the precision that it began with.
     """
-    precision = config.precision
-    if precision == "auto":
+    resolved: str = config.precision
+    if resolved == "auto":
         earlier = _earlier_config(Path(config.output_dir))
-        precision = earlier.precision if earlier is not None else backend.resolve_precision(precision)
-    config = config.replaced({"backend": backend.name, "precision": precision})
+        resolved = earlier.precision if earlier is not None else backend.resolve_precision(resolved)
+    config = config.replaced({"backend": backend.name, "precision": resolved})
     backend.check(config)
     return config
 
@@ -447,8 +449,8 @@ def _plan_rows(
         ("ranks", f"{plan.world_size} ({config.backend}, {config.strategy}, {config.precision})"),
         (
             "batch",
-            f"{plan.global_batch_size} sequences a step = {plan.world_size} ranks x {plan.accumulation_steps} "
-            f"accumulation steps x {plan.micro_batch_size}",
+            f"{plan.global_batch_size} sequences a step = {plan.world_size} ranks x "
+            f"{plan.accumulation_steps} accumulation steps x {plan.micro_batch_size}",
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
         ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),

@@ -13,17 +13,7 @@ from pydantic import Field
 from portable.config.types import IDENTITY, AnyCase, Flag, Names, OneOrMany, OpenMapping, Section
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
-Tracker = Literal[
-    "tensorboard",
-    "wandb",
-    "trackio",
-    "mlflow",
-    "comet_ml",
-    "aim",
-    "clearml",
-    "dvclive",
-    "swanlab",
-]
+Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
 XlaDtype = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -138,7 +138,8 @@ def build_data(
 ) -> Data:
     """Open the data, tokenizing it first where that was not done before.
 
-    Every rank calls this: one of a machine builds what is missing in the cache while the others wait.
+    Every rank calls this, with the same arguments: on each machine the first to come builds what is missing
+    in the cache, and shows the progress, while the others wait for it, as long as it takes.
 
     Args:
         settings: the ``data`` section. task: one of ``TASKS``. seed: keys the masking of a masked language

@@ -186,6 +186,7 @@ def _worker_batches(
             batch_size=None,
             num_workers=num_workers,
             pin_memory=pin_memory and torch.accelerator.is_available(),
+            generator=torch.Generator(),  # else it draws from the global one, which dropout needs undisturbed
             # A plain fork would copy the locks that threads of NCCL, gloo or the accelerator happen to hold.
             multiprocessing_context="forkserver" if "forkserver" in methods else "spawn",
         )
@@ -266,4 +267,5 @@ def _stop(ready: queue.Queue[Batch | BaseException], stop: threading.Event, thre
     with contextlib.suppress(queue.Empty):
         while True:
             ready.get_nowait()  # a full queue would hold the thread
-    thread.join(timeout=5)
+    if thread is not threading.current_thread():  # the garbage collector may call from any thread
+        thread.join(timeout=5)

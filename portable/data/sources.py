@@ -196,7 +196,7 @@ class StandardLibrary(Source):
         found = []
         for folder, subfolders, names in os.walk(self._root):
             subfolders[:] = [name for name in subfolders if not _STDLIB_SKIPS.fullmatch(name)]
-            # _sysconfigdata tells how this Python was built: it differs between machines with the same version.
+            # _sysconfigdata tells how this Python was built, and differs between machines.
             wanted = (
                 name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
             )
@@ -424,7 +424,7 @@ def _value_of(row: Mapping[str, Any], key: str, name: str, where: str) -> Any:
 
 
 def _kind(value: object) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def _listed(names: Iterable[str]) -> str:
