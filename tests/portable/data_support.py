@@ -1,0 +1,60 @@
+"""Small data sets and settings for the tests of the data path."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portable.data.cache import TokenCache, TokenWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The ``data`` section, without the schema."""
+
+    source: str | tuple[str, ...] | None = None
+    config_name: str | None = None
+    split: str | None = "train"
+    max_samples: int | None = None
+    text_field: str = "text"
+    target_field: str = "target"
+    label_field: str = "label"
+    tokenizer: str | None = None
+    vocab_size: int | None = 300
+    seq_len: int = 16
+    packing: bool = True
+    eval_fraction: float = 0.1
+    cache_dir: Path | str | None = None
+
+
+def texts(count: int) -> list[str]:
+    """Documents of different lengths, all different."""
+    return [f"document {i}: " + " ".join(f"w{i * j % 97}" for j in range(i % 23 + 1)) for i in range(count)]
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def corpus(folder: Path, count: int = 60) -> Path:
+    return write_jsonl(folder / "corpus.jsonl", ({"text": text} for text in texts(count)))
+
+
+def token_cache(
+    folder: Path, documents: Sequence[Sequence[int]], *, labels: Sequence[int | str] | None = None
+) -> TokenCache:
+    """A cache of documents given as tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = TokenWriter(folder, ["text"], vocab_size=1000, labels=labels is not None)
+    for number, tokens in enumerate(documents):
+        writer.append("text", tokens)
+        writer.end_document(labels[number] if labels is not None else None)
+    writer.finish()
+    writer.close()
+    return TokenCache.open(folder)

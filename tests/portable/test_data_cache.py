@@ -1,0 +1,292 @@
+"""The token cache: complete or absent, built once however many want it, never trusted when damaged."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from portable.data import tokenize as tokenizing
+from portable.data.cache import CacheDamagedError, TokenCache, TokenWriter, default_cache_dir, locked_folder
+from portable.data.sources import Document, Fields, Source, open_source
+from portable.data.tokenize import frame, token_cache_folder, tokenize
+from portable.data.tokenizer import Vocabulary, train_tokenizer
+from portable.errors import UserError
+from tests.portable.data_support import corpus, texts, token_cache, write_jsonl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Given(Source):
+    """Documents in memory, which counts how often they are read."""
+
+    name = "given"
+
+    def __init__(self, documents: list[Document]) -> None:
+        self.given = documents
+        self.reads = 0
+
+    @property
+    def key(self) -> str:
+        return repr(self.given)
+
+    @property
+    def size_bytes(self) -> int | None:
+        return None
+
+    def documents(self) -> Iterator[Document]:
+        self.reads += 1
+        return iter(self.given)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return train_tokenizer(open_source(str(corpus(folder))), 300, folder)
+
+
+def build(source: Source, tokenizer: Any, cache: Path, fields: Fields | None = None) -> TokenCache:
+    vocabulary = Vocabulary.of(tokenizer)
+    return tokenize(source, tokenizer, vocabulary, fields or Fields(), frame("causal-lm", vocabulary), cache)
+
+
+def test_tokens_are_those_of_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
+    cache = build(Given([Document(text) for text in texts(50)]), tokenizer, tmp_path)
+    expected = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts(50)]
+    assert [cache.document("text", number).tolist() for number in range(50)] == expected
+    assert cache.tokens["text"].tolist() == list(chain.from_iterable(expected))
+    assert cache.tokens["text"].dtype == np.uint16
+    assert isinstance(cache.tokens["text"], np.memmap)
+    assert cache.documents == 50
+    assert cache.total_tokens == sum(map(len, expected))
+
+
+def test_batches_and_pieces_do_not_show(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [Document("".join(f"line {i}\n" for i in range(n))) for n in (3, 40, 1, 200)]
+    whole = build(Given(documents), tokenizer, tmp_path / "whole")
+    monkeypatch.setattr(tokenizing, "_BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 100)
+    monkeypatch.setattr(tokenizing, "PIECE_CHARS", 100)
+    assert len(list(tokenizing._in_pieces(iter(documents)))) > 12
+    cut = build(Given(documents), tokenizer, tmp_path / "cut")
+    assert cut.documents == 4
+    for number, document in enumerate(documents):
+        assert tokenizer.decode(cut.document("text", number)) == document.text + tokenizer.eos_token
+    # Only where a piece ends may a token differ; these lines begin no token that spans their end.
+    assert cut.fingerprint == whole.fingerprint
+
+
+def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+    for size, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        writer = TokenWriter(folder, ["text"], size)
+        writer.append("text", [0, size - 1])
+        writer.end_document()
+        writer.finish()
+        cache = TokenCache.open(folder)
+        assert cache.tokens["text"].dtype == dtype
+        assert cache.tokens["text"].tolist() == [0, size - 1]
+
+
+def test_labels_are_numbered_in_order(tmp_path: Path) -> None:
+    names = token_cache(tmp_path / "names", [[1]] * 4, labels=["b", "c", "a", "b"])
+    assert names.label_names == ["a", "b", "c"]
+    assert names.labels is not None
+    assert names.labels.tolist() == [1, 2, 0, 1]
+    numbers = token_cache(tmp_path / "numbers", [[1]] * 3, labels=[10, 9, 10])
+    assert numbers.label_names == [9, 10]
+    with pytest.raises(UserError, match="some labels are numbers and some are strings"):
+        token_cache(tmp_path / "both", [[1]] * 2, labels=[1, "1"])
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    one = token_cache(tmp_path / "one", [[1, 2], [3]])
+    assert token_cache(tmp_path / "same", [[1, 2], [3]]).fingerprint == one.fingerprint
+    assert token_cache(tmp_path / "split", [[1], [2, 3]]).fingerprint != one.fingerprint
+    assert token_cache(tmp_path / "other", [[1, 2], [4]]).fingerprint != one.fingerprint
+
+
+def test_pickling_carries_the_path(tmp_path: Path) -> None:
+    cache = token_cache(tmp_path / "c", [list(range(900))] * 100)
+    carried = pickle.dumps(cache)
+    assert len(carried) < 2000
+    assert np.array_equal(pickle.loads(carried).tokens["text"], cache.tokens["text"])  # noqa: S301
+
+
+def test_it_is_built_once(tokenizer: Any, tmp_path: Path) -> None:
+    source = Given([Document("a text")])
+    build(source, tokenizer, tmp_path)
+    build(source, tokenizer, tmp_path)
+    assert source.reads == 1
+    build(Given([Document("another")]), tokenizer, tmp_path)
+    assert len([entry for entry in (tmp_path / "tokens").iterdir() if entry.is_dir()]) == 2
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["meta.json", "text.bin", "text.idx"])
+@pytest.mark.parametrize(
+    "damage", [_cut, _flip, lambda path: path.unlink(), lambda path: path.write_bytes(b"")]
+)
+def test_a_damaged_cache_is_built_again(tokenizer: Any, tmp_path: Path, name: str, damage: Any) -> None:
+    source = Given([Document(text) for text in texts(5)])
+    whole = build(source, tokenizer, tmp_path)
+    damage(whole.folder / name)
+    with pytest.raises(CacheDamagedError):
+        TokenCache.open(whole.folder)
+    again = build(source, tokenizer, tmp_path)
+    assert again.fingerprint == whole.fingerprint
+    assert (
+        again.tokens["text"].tolist() == build(source, tokenizer, tmp_path / "fresh").tokens["text"].tolist()
+    )
+
+
+def test_another_format_is_built_again(tokenizer: Any, tmp_path: Path) -> None:
+    source = Given([Document("a text")])
+    meta = build(source, tokenizer, tmp_path).folder / "meta.json"
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "format": 0}))
+    build(source, tokenizer, tmp_path)
+    assert source.reads == 2
+
+
+def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 5000 + [{"body": "b"}])
+    with pytest.raises(UserError, match=r"a\.jsonl:5001: no field 'text'"):
+        build(open_source(str(path)), tokenizer, tmp_path / "cache")
+    assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
+    with pytest.raises(UserError, match="has no text in it"):
+        build(Given([]), tokenizer, tmp_path / "cache")
+
+
+def test_what_a_dead_writer_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / "entry.draft"
+    left.mkdir()
+    (left / "junk").write_text("junk")
+    with locked_folder(tmp_path / "entry") as draft:
+        assert not list(draft.path.iterdir())
+        (draft.path / "file").write_text("whole")
+        assert not (tmp_path / "entry").exists()
+        draft.commit()
+    assert [entry.name for entry in (tmp_path / "entry").iterdir()] == ["file"]
+    assert not left.exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with (
+        pytest.raises(UserError, match=r"data\.cache_dir: cannot write in"),
+        locked_folder(tmp_path / "file" / "entry"),
+    ):
+        pass
+
+
+def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "portable-trainer"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "portable-trainer"
+
+
+BUILDER = """
+import sys, types
+from pathlib import Path
+import portable
+# The package itself would import torch, which takes longer than all the rest here.
+package = sys.modules["portable.data"] = types.ModuleType("portable.data")
+package.__path__ = [portable.__path__[0] + "/data"]
+import time
+from portable.data.cache import TokenCache, TokenWriter, CacheDamagedError, locked_folder
+folder, log, delay = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+with locked_folder(folder) as draft:
+    try:
+        cache = TokenCache.open(folder)
+    except CacheDamagedError:
+        with log.open("a") as file:
+            file.write("built\\n")
+        writer = TokenWriter(draft.path, ["text"], 100)
+        writer.append("text", [1, 2, 3])
+        time.sleep(delay)
+        writer.end_document()
+        writer.finish()
+        draft.commit()
+print(TokenCache.open(folder).tokens["text"].tolist())
+"""
+
+
+def _builder(folder: Path, log: Path, delay: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILDER, str(folder), str(log), str(delay)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_wait_for_the_one_that_builds(tmp_path: Path) -> None:
+    folder, log = tmp_path / "tokens" / "entry", tmp_path / "log"
+    running = [_builder(folder, log, 0.5) for _ in range(2)]
+    assert [process.communicate(timeout=60)[0] for process in running] == ["[1, 2, 3]\n"] * 2
+    assert log.read_text() == "built\n"
+
+
+def test_a_killed_builder_holds_nobody_up(tmp_path: Path) -> None:
+    folder, log = tmp_path / "entry", tmp_path / "log"
+    killed, second = _builder(folder, log, 600), None
+    deadline = time.monotonic() + 60
+    try:
+        while not log.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        second = _builder(folder, log, 0)
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.communicate(timeout=0.5)
+    finally:
+        killed.kill()
+        killed.communicate(timeout=60)
+    assert not folder.exists()
+    assert second.communicate(timeout=60)[0] == "[1, 2, 3]\n"
+    assert log.read_text() == "built\nbuilt\n"
+
+
+def test_the_folder_is_found_by_content(tokenizer: Any, tmp_path: Path) -> None:
+    framed = frame("causal-lm", Vocabulary.of(tokenizer))
+    first, second = corpus(tmp_path), tmp_path / "copy.jsonl"
+    shutil.copy(first, second)
+    folder = token_cache_folder(open_source(str(first)), tokenizer, framed, tmp_path)
+    assert token_cache_folder(open_source(str(second)), tokenizer, framed, tmp_path) == folder
+    write_jsonl(second, [{"text": "other"}])
+    assert token_cache_folder(open_source(str(second)), tokenizer, framed, tmp_path) != folder
+
+
+def test_memory_does_not_grow_with_the_data(tokenizer: Any, tmp_path: Path) -> None:
+    """The documents stream: while the last are read, the first are on disk and gone."""
+    held = 0
+
+    class Counted(Given):
+        def documents(self) -> Iterator[Document]:
+            nonlocal held
+            for number in range(10_000):
+                if number == 9_999:
+                    (draft,) = (tmp_path / "tokens").glob("*.draft")
+                    held = (draft / "text.bin").stat().st_size
+                yield Document(f"a document with the number {number}")
+
+    cache = build(Counted([]), tokenizer, tmp_path)
+    assert held > 0.7 * 2 * cache.total_tokens

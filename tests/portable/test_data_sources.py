@@ -1,0 +1,282 @@
+"""Every kind of source, and one clear line for everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.data import sources
+from portable.data.sources import Document, Fields, HubDataset, StandardLibrary, open_source
+from portable.errors import UserError
+from tests.portable.data_support import write_jsonl
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROWS = [
+    {"text": "one", "n": 1},
+    {"text": "two\nlines", "n": 2},
+    {"text": "", "n": 3},
+    {"text": "drei ß", "n": 4},
+]
+TEXTS = ["one", "two\nlines", "drei ß"]
+
+
+def read(source: Any, **options: Any) -> list[str]:
+    return [document.text for document in open_source(source, **options).documents()]
+
+
+def refusal(source: Any, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        list(open_source(source, **options).documents())
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- the standard library
+
+
+def test_standard_library() -> None:
+    source = StandardLibrary()
+    found = [document.text for document in source.documents()]
+    assert 1e6 < sum(map(len, found)) <= 10e6
+    assert len(found) > 100
+    assert any("class OrderedDict" in text for text in found)
+    assert source.key == StandardLibrary().key
+    assert source.size_bytes == sum(len(text.encode()) for text in found)
+
+
+def test_standard_library_is_chosen_by_content(tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "skipped.py").write_text("assert True")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9")
+    (tmp_path / "_sysconfigdata__linux.py").write_text("built_here = True")
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.py").write_text(f"name = {name!r}")
+    source = StandardLibrary(root=tmp_path)
+    assert sorted(document.text for document in source.documents()) == [f"name = {name!r}" for name in "abc"]
+    assert len(list(StandardLibrary(2, root=tmp_path).documents())) == 2
+    key = source.key
+    (tmp_path / "a.py").write_text("name = 'A'")
+    assert StandardLibrary(root=tmp_path).key != key
+
+
+def test_standard_library_without_sources(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no standard library sources"):
+        list(StandardLibrary(root=tmp_path).documents())
+
+
+# --- files
+
+
+def test_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffirst\r\n\r\nsecond\n")
+    assert read(str(tmp_path / "a.txt")) == ["first\r\n\r\nsecond\n"]
+
+
+def test_long_text_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE_CHARS", 10)
+    text = "0123456\n89ab\ncdef\n" * 5
+    (tmp_path / "a.txt").write_text(text, newline="")
+    pieces = list(open_source(str(tmp_path / "a.txt")).documents())
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert len(pieces) > 3
+    assert all(piece.text.endswith("\n") for piece in pieces)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    assert read(str(path)) == TEXTS
+    assert read(str(path), max_samples=2) == TEXTS[:2]
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
+def test_formats_of_the_library(tmp_path: Path, suffix: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / f"a [1].{suffix}"
+    if suffix == "json":
+        path.write_text(json.dumps(ROWS), encoding="utf-8")
+    else:
+        rows = [row for row in ROWS if row["text"]]
+        table = datasets.Dataset.from_list(rows)
+        getattr(table, f"to_{suffix}")(str(path))
+    assert read(str(path)) == TEXTS
+    assert read(str(path), max_samples=1) == TEXTS[:1]
+    assert "no field 'txt'; the fields are text, n; did you mean 'text'?" in refusal(
+        str(path), fields=Fields("txt")
+    )
+    assert "'n' is of type int, not a string" in refusal(str(path), fields=Fields("n"))
+    path.write_bytes(b'text\n{"\xff broken')
+    assert str(path) in refusal(str(path))
+
+
+def test_folder_glob_and_list(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden/d.txt", "notes.md"):
+        (tmp_path / name).write_text(name)
+    assert read(str(tmp_path)) == ["a.txt", "b.txt", "sub/c.txt"]
+    assert read(str(tmp_path / "*.txt")) == ["a.txt", "b.txt"]
+    assert read(str(tmp_path / "**" / "*.txt")) == ["a.txt", "b.txt", "sub/c.txt"]
+    assert read([str(tmp_path / "b.txt"), str(tmp_path / "*.txt")]) == ["b.txt", "a.txt"]
+    assert read(str(tmp_path), max_samples=2) == ["a.txt", "b.txt"]
+
+
+def test_targets_and_labels(tmp_path: Path) -> None:
+    rows = [
+        {"en": "a", "de": "b", "c": True},
+        {"en": "c", "de": " ", "c": False},
+        {"en": "d", "de": "e", "c": 3},
+    ]
+    path = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    found = list(open_source(path, fields=Fields("en", "de", "c")).documents())
+    assert found == [Document("a", "b", 1), Document("d", "e", 3)]
+
+
+def test_key_follows_the_content_and_what_is_read(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    second = write_jsonl(tmp_path / "b.jsonl", ROWS)
+    key = open_source(str(first)).key
+    assert open_source(str(second)).key == key
+    assert open_source(str(first), max_samples=1).key != key
+    assert open_source(str(first), fields=Fields("n")).key != key
+    write_jsonl(second, ROWS[:1])
+    assert open_source(str(second)).key != key
+
+
+def test_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_DIGEST_MEMO_FROM", 1)
+    memo = tmp_path / "digests"
+    path = tmp_path / "a.txt"
+    path.write_text("some text")
+    key = open_source(str(path), digests=memo).key
+    assert not memo.exists()  # it is too new: it might still change within one tick of the clock
+    os.utime(path, (1, 1))
+    assert open_source(str(path), digests=memo, remember=False).key == key
+    assert not memo.exists()
+    assert open_source(str(path), digests=memo).key == key
+    (entry,) = memo.iterdir()
+    entry.write_bytes(b"x" * 16)
+    assert open_source(str(path), digests=memo).key != key  # it was believed, not read
+    os.utime(path, (2, 2))
+    assert open_source(str(path), digests=memo).key == key
+
+
+def test_a_lone_surrogate_becomes_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n')
+    assert read(str(path)) == ["a?b"]
+
+
+# --- what is refused
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    for name in ("missing.jsonl", str(tmp_path / "missing"), "./missing", "~/missing-folder"):
+        assert refusal(name) == f"data.source: {name}: no such file or folder; check the path"
+    assert "no file matches" in refusal(str(tmp_path / "*.txt"))
+    assert "has no .txt, .jsonl, .json, .csv, .parquet files" in refusal(str(tmp_path))
+    (tmp_path / "a.txt").write_text("a")
+    assert "missing/data: no such file" in refusal([str(tmp_path / "a.txt"), "missing/data"])
+
+
+def test_unknown_kind_of_file(tmp_path: Path) -> None:
+    (tmp_path / "a.docx").write_text("a")
+    assert "a.docx: cannot read this kind of file; use .txt" in refusal(str(tmp_path / "a.docx"))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b'{"text": "a"', "not a line of JSON"),
+        (b"[1, 2]", "a list, not an object"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"Text": "a"}', "no field 'text'; the fields are Text; did you mean 'Text'?"),
+        (b'{"body": "a"}', "no field 'text'; the fields are body; set data.text_field"),
+        (b'{"text": null}', "'text' is null, not a string"),
+        (b'{"text": 3}', "'text' is of type int, not a string"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, told: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    message = refusal(str(path))
+    assert f"{path}:3: " in message
+    assert told in message
+
+
+def test_bad_targets_and_labels(tmp_path: Path) -> None:
+    path = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "target": 1, "label": 0.5}]))
+    assert "data.target_field: " in refusal(path, fields=Fields(target="target"))
+    assert "data.label_field: " in refusal(path, fields=Fields(label="label"))
+    assert "did you mean 'label'?" in refusal(path, fields=Fields(label="labels"))
+    (tmp_path / "a.txt").write_text("a")
+    assert "data.label_field: " in refusal(str(tmp_path / "a.txt"), fields=Fields(label="label"))
+    assert "data.target_field: the standard" in refusal(None, fields=Fields(target="target"))
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    assert "a.txt: it is not UTF-8 text" in refusal(str(tmp_path / "a.txt"))
+
+
+def test_settings_that_make_no_sense(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    assert "data.max_samples: 0" in refusal(None, max_samples=0)
+    assert "data.source: it is empty" in refusal("")
+    assert "data.source: it is empty" in refusal([])
+    assert "data.config_name: 'x'" in refusal(str(tmp_path / "a.txt"), config_name="x")
+
+
+def test_an_empty_source_fails_its_check(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": " "}])
+    with pytest.raises(UserError, match="has no text in it"):
+        open_source(str(path)).check()
+
+
+def test_the_library_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.csv").write_text("text\na\n")
+    assert "pip install datasets" in refusal(str(tmp_path / "a.csv"))
+    assert "pip install datasets" in refusal("some/hub-name")
+
+
+# --- the hub
+
+
+def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*args: Any, **options: Any) -> Any:
+        asked.append((args, options))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(HubDataset, "_loaded", {})
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    options = {"config_name": "small", "split": "validation"}
+    assert read("org/name", **options) == TEXTS
+    assert read("org/name", max_samples=1, **options) == TEXTS[:1]
+    assert asked == [(("org/name", "small"), {"split": "validation"})]
+    key = open_source("org/name", **options).key  # type: ignore[arg-type]
+    assert open_source("org/name", max_samples=1, **options).key != key  # type: ignore[arg-type]
+    assert "org/name: row 1: no field 'body'" in refusal("org/name", fields=Fields("body"), **options)
+
+
+def test_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*args: Any, **options: Any) -> Any:
+        raise ConnectionError("Couldn't reach\nthe Hub")
+
+    monkeypatch.setattr(HubDataset, "_loaded", {})
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    message = refusal("org/name")
+    assert "cannot load org/name, train" in message
+    assert "(Couldn't reach the Hub)" in message

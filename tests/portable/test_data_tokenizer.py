@@ -1,0 +1,170 @@
+"""The trained tokenizer travels with the model and loses nothing; any other can be named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from portable.data.sources import StandardLibrary, open_source
+from portable.data.tokenize import Frame, frame
+from portable.data.tokenizer import (
+    DEFAULT_VOCAB_SIZE,
+    Vocabulary,
+    load_tokenizer,
+    parallel_tokenizers,
+    tokenizer_digest,
+    train_tokenizer,
+    trained_vocab_size,
+)
+from portable.errors import UserError
+from tests.portable.data_support import corpus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HARD = "Def  f(x):\r\n\n\t return 'ß 漢字 🙂' \u200b\x00 # ſ  . , 's  <|end"
+
+
+def word_tokenizer(template: str, **special: str) -> Any:
+    """A tokenizer of four words that frames a text as ``template`` says."""
+    names = [*dict.fromkeys(special.values()), "a", "b", "c", "d"]
+    words = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token=names[0])
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    if template:
+        ids = [(name, names.index(name)) for name in set(special.values())]
+        words.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("trained")
+    return train_tokenizer(open_source(str(corpus(folder))), 320, folder, mask=True)
+
+
+def test_decoding_gives_back_the_text(trained: Any) -> None:
+    assert trained.decode(trained(HARD)["input_ids"]) == HARD
+
+
+def test_special_tokens(trained: Any) -> None:
+    assert [trained.eos_token_id, trained.pad_token_id, trained.mask_token_id] == [0, 1, 2]
+    assert trained.bos_token_id == 0
+    assert trained("a")["input_ids"] == trained("a", add_special_tokens=False)["input_ids"]
+    assert len(trained) == 320
+
+
+def test_it_travels_with_the_model(trained: Any, tmp_path: Path) -> None:
+    trained.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(HARD)["input_ids"] == trained(HARD)["input_ids"]
+    assert again.decode(again(HARD)["input_ids"]) == HARD
+    assert again.all_special_ids == trained.all_special_ids
+    assert (again.eos_token, again.pad_token, again.mask_token) == ("<|endoftext|>", "<|pad|>", "<|mask|>")
+    assert tokenizer_digest(again) == tokenizer_digest(trained)
+
+
+def test_it_is_trained_once_and_always_the_same(tmp_path: Path) -> None:
+    source = open_source(str(corpus(tmp_path)))
+    first = train_tokenizer(source, 300, tmp_path / "one")
+    (folder,) = (entry for entry in (tmp_path / "one" / "tokenizers").iterdir() if entry.is_dir())
+    before = (folder / "tokenizer.json").stat().st_mtime_ns
+    train_tokenizer(source, 300, tmp_path / "one")
+    assert (folder / "tokenizer.json").stat().st_mtime_ns == before
+    second = train_tokenizer(source, 300, tmp_path / "two")
+    assert tokenizer_digest(first) == tokenizer_digest(second)
+    assert first.mask_token is None
+    assert tokenizer_digest(train_tokenizer(source, 301, tmp_path / "one")) != tokenizer_digest(first)
+
+
+@pytest.mark.parametrize("damage", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_one_is_trained_again(tmp_path: Path, damage: str) -> None:
+    source = open_source(str(corpus(tmp_path)))
+    digest = tokenizer_digest(train_tokenizer(source, 300, tmp_path))
+    (path,) = (tmp_path / "tokenizers").glob(f"*/{damage}")
+    path.write_text(path.read_text()[:40])
+    assert tokenizer_digest(train_tokenizer(source, 300, tmp_path)) == digest
+
+
+def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """Merges are chosen by count, and ties must not hang on the hash seed or the number of threads."""
+    code = (
+        "import sys; from pathlib import Path; from portable.data.sources import StandardLibrary\n"
+        "from portable.data.tokenizer import *\n"
+        "print(tokenizer_digest(train_tokenizer(StandardLibrary(40), 1000, Path(sys.argv[1]))))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(tmp_path / "other")]
+    other = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert tokenizer_digest(train_tokenizer(StandardLibrary(40), 1000, tmp_path / "here")) == other
+
+
+def test_the_size_of_the_trained_vocabulary() -> None:
+    assert trained_vocab_size(None) == DEFAULT_VOCAB_SIZE
+    assert trained_vocab_size(258) == 258
+    with pytest.raises(UserError, match=r"data.vocab_size: 258 .* at least 259"):
+        trained_vocab_size(258, mask=True)
+
+
+def test_loading_fails_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.tokenizer: cannot load .*null to train one") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_vocabulary_of_a_causal_model() -> None:
+    llama = word_tokenizer("<s> $A", bos_token="<s>", eos_token="</s>")
+    vocabulary = Vocabulary.of(llama)
+    assert (vocabulary.size, vocabulary.end, vocabulary.pad) == (6, 1, 1)
+    assert (vocabulary.prefix, vocabulary.begin, vocabulary.suffix) == ((0,), (0,), ())
+    assert frame("causal-lm", vocabulary) == Frame((0,), (1,))
+    gpt = Vocabulary.of(word_tokenizer("", bos_token="<|e|>", eos_token="<|e|>"))
+    assert frame("causal-lm", gpt) == Frame((), (0,))
+
+
+def test_vocabulary_of_an_encoder() -> None:
+    special = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+    bert = Vocabulary.of(word_tokenizer("[CLS] $A [SEP]", **special))
+    assert (bert.prefix, bert.suffix, bert.begin, bert.mask, bert.pad) == ((0,), (1,), (), 3, 2)
+    assert frame("masked-lm", bert) == frame("sequence-classification", bert) == Frame((0,), (1,))
+    assert frame("causal-lm", bert) == Frame((), (1,))
+    t5 = Vocabulary.of(word_tokenizer("$A </s>", eos_token="</s>", pad_token="<pad>"))
+    assert frame("seq2seq-lm", t5) == Frame((), (0,))
+
+
+def test_a_tokenizer_without_an_end() -> None:
+    endless = Vocabulary.of(word_tokenizer("", unk_token="<unk>"))
+    assert frame("sequence-classification", endless) == Frame((), ())
+    with pytest.raises(UserError, match="no eos_token"):
+        frame("causal-lm", endless)
+
+
+def test_ids_beyond_the_length_count() -> None:
+    """A model with a too small embedding must be told of the largest id, not of the number of tokens."""
+    sparse = Tokenizer(models.WordLevel({"<unk>": 0, "a": 999}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=sparse, unk_token="<unk>")
+    assert len(tokenizer) == 2
+    assert Vocabulary.of(tokenizer).size == 1000
+
+
+def test_threads_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TOKENIZERS_PARALLELISM"
+    monkeypatch.setattr("portable.data.tokenizer._parallelism_is_ours", False)
+    monkeypatch.delenv(name, raising=False)
+    for _ in range(2):
+        with parallel_tokenizers():
+            assert os.environ[name] == "true"
+        assert os.environ[name] == "false"
+    monkeypatch.setattr("portable.data.tokenizer._parallelism_is_ours", False)
+    monkeypatch.setenv(name, "0")
+    with parallel_tokenizers():
+        assert os.environ[name] == "0"
