@@ -104,7 +104,9 @@ def _read_file(folder: Folder, name: str) -> dict[str, Entry]:
     if not described.keys() >= items.keys() or (planned is not None and planned.keys() != described.keys()):
         raise CheckpointError(f"{where}: damaged, its tables name different keys")
     entries = {}
-    for key, description in described.items():
+    # planner_data keeps the order of the state dict; the other tables list what each rank happened to write.
+    for key in described if planned is None else planned:
+        description = described[key]
         if not isinstance(key, str):
             raise CheckpointError(f"{where}: damaged, a key is not a string")
         path = None if planned is None else _path(planned[key], key, where)

@@ -1,0 +1,177 @@
+"""Write DCP checkpoints with torch itself, under real FSDP2 and DDP, beside the values they must hold.
+
+Run as `python make_dcp.py OUT`. Ranks are forked from one process that has imported torch once, which makes a
+dozen process groups cost seconds. Each checkpoint folder lies beside `<name>.ref.pt`: `{"model": ..., "optim":
+{name: {...}}, "groups": ...}` with full tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Odd(nn.Module):
+    """Sizes that no world size divides, several types, buffers of every kind, tied embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(7, 6)
+        self.narrow = nn.Linear(6, 1)  # one row: empty shards on every rank but the first
+        self.wide = nn.Linear(1, 13, bias=False)
+        self.brain = nn.Linear(13, 5, dtype=torch.bfloat16)
+        self.lm_head = nn.Linear(6, 7, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.register_buffer("counts", torch.tensor([1, -(1 << 62), 3]))
+        self.register_buffer("tracked", torch.tensor(1 << 40))
+        self.register_buffer("scale", torch.tensor(0.1))
+        self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
+        self.register_buffer("table", torch.randn(3, 4).half())
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(tokens)
+        out = self.brain(self.wide(self.narrow(hidden)).bfloat16()).float()
+        return out.sum() + self.lm_head(hidden).square().sum()
+
+
+def full(value: Any) -> Any:
+    """The whole tensor, on every rank."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def trained(world: int, wrap: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: Any = Odd()
+    if wrap == "fsdp":
+        fully_shard(model.brain)  # a group of its own: one group, one dtype
+        fully_shard(model)
+    elif wrap == "ddp":
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
+    for step in range(2):
+        model(torch.arange(step, step + 5)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def reference(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights = {name: full(value) for name, value in get_model_state_dict(model).items()}
+    state = get_optimizer_state_dict(model, optimizer)
+    moments = {name: {k: full(v) for k, v in value.items()} for name, value in state["state"].items()}
+    return {"model": weights, "optim": moments, "groups": state["param_groups"]}
+
+
+def save(out: Path, name: str, state: dict[str, Any], ref: dict[str, Any]) -> None:
+    dcp.save(state, checkpoint_id=out / name)
+    if dist.get_rank() == 0:
+        torch.save(ref, out / f"{name.replace('/', '+')}.ref.pt")
+
+
+def writers(rank: int, world: int, out: Path) -> None:
+    """The same training state as each of the field's writers lays it out."""
+    wrap = {1: "plain", 2: "ddp"}.get(world, "fsdp")
+    for kind in dict.fromkeys((wrap, "fsdp")):
+        model, optimizer = trained(world, kind)
+        ref = reference(model, optimizer)
+        weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+        prefix = f"{kind}{world}"
+        save(out, f"{prefix}-ours", {"model": weights, "optim": state}, ref)
+        save(out, f"{prefix}-accelerate/pytorch_model_fsdp_0", {"model": weights}, ref)
+        save(out, f"{prefix}-accelerate/optimizer_0", {"optimizer": state}, ref)
+        flat = get_optimizer_state_dict(
+            model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+        )
+        extra = {"train_state": {"step": torch.tensor(2), "loss": [1.5]}, "lr_scheduler": {"last_epoch": 2}}
+        save(out, f"{prefix}-titan", {**weights, "optimizer": flat, **extra}, ref)
+        save(out, f"{prefix}-app", {"app": {"model": weights, "optim": state}}, ref)
+        save(out, f"{prefix}-bare", dict(weights), ref)
+
+
+def grid(rank: int, world: int, out: Path) -> None:
+    """Cuts along other dimensions, as tensor parallelism and XLA SPMD leave them."""
+    torch.manual_seed(0)
+    whole = {
+        "columns": torch.randn(5, 9),
+        "square": torch.randn(7, 6, dtype=torch.float64),
+        "cube": torch.randint(0, 1000, (3, 5, 4)),
+        "long": torch.randn(11).bfloat16(),
+    }
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    state = {
+        "columns": distribute_tensor(whole["columns"], line, [Shard(1)]),
+        "square": distribute_tensor(whole["square"], plane, [Shard(0), Shard(1)]),
+        "cube": distribute_tensor(whole["cube"], plane, [Shard(2), Shard(1)]),
+        "long": distribute_tensor(whole["long"], plane, [Shard(0), Shard(0)]),
+    }
+    save(out, "grid4", {"model": state}, {"model": whole})
+
+
+def _rank(rank: int, world: int, port: int, out: Path, body: Callable[[int, int, Path], None]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        body(rank, world, out)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def launch(world: int, out: Path, body: Callable[[int, int, Path], None]) -> None:
+    """Run `body(rank, world, out)` in forked ranks; RuntimeError if one fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            code = 0
+            try:
+                _rank(rank, world, port, out, body)
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            os._exit(code)
+        children.append(pid)
+    if any(os.waitpid(pid, 0)[1] for pid in children):
+        raise RuntimeError(f"a rank of {body.__name__} on {world} failed")
+
+
+def main() -> None:
+    """Write everything under the folder given."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # before the forks: OpenMP's threads do not survive them
+    out = Path(sys.argv[1])
+    for world in (1, 2, 3):
+        launch(world, out, writers)
+    launch(4, out, grid)
+
+
+if __name__ == "__main__":
+    main()

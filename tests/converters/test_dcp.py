@@ -1,0 +1,140 @@
+"""DCP checkpoints, whoever wrote them, against the live tensors of the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from converters import CheckpointError, Tensor, open_checkpoint
+from tests.converters.compare import assert_model, assert_optimizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUNS = ("plain1", "fsdp1", "ddp2", "fsdp2", "fsdp3")
+
+
+def load(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = torch.load(path, weights_only=False)
+    return values
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("writer", ["ours", "accelerate", "titan", "app"])
+def test_every_writer_bit_for_bit(written: Path, run: str, writer: str) -> None:
+    name = f"{run}-{writer}"
+    suffix = "+pytorch_model_fsdp_0" if writer == "accelerate" else ""
+    reference = load(written / f"{name}{suffix}.ref.pt")
+    checkpoint = open_checkpoint(written / name)
+    assert checkpoint.format == "dcp"
+    assert checkpoint.metadata["world_size"] == int(run[-1])
+    assert_model(checkpoint, reference["model"])
+    assert_optimizer(checkpoint, reference)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_model_alone(written: Path, run: str) -> None:
+    reference = load(written / f"{run}-bare.ref.pt")
+    for folder in (f"{run}-bare", f"{run}-accelerate/pytorch_model_fsdp_0"):
+        checkpoint = open_checkpoint(written / folder)
+        assert checkpoint.optimizer is None
+        assert_model(checkpoint, reference["model"])
+
+
+def test_cuts_along_other_dimensions(written: Path) -> None:
+    reference = load(written / "grid4.ref.pt")["model"]
+    checkpoint = open_checkpoint(written / "grid4")
+    assert_model(checkpoint, reference)
+    rng = np.random.default_rng(0)
+    for name, value in reference.items():
+        tensor = checkpoint.tensors[name]
+        assert len(tensor.boxes) > 1
+        whole = tensor.read()
+        for _ in range(50):
+            index = tuple(slice(*sorted(rng.integers(0, size + 1, 2).tolist())) for size in value.shape)
+            assert np.array_equal(tensor.read(index), whole[index])
+
+
+def test_slices_and_out(written: Path) -> None:
+    checkpoint = open_checkpoint(written / "fsdp3-ours")
+    tensor = checkpoint.tensors["brain.weight"]
+    whole = tensor.read()
+    assert whole.dtype.name == "bfloat16"
+    out = np.empty((2, 13), np.int16)
+    assert tensor.read((slice(1, 3),), out=out) is out
+    assert out.tobytes() == whole[1:3].tobytes()
+    assert tensor.read(slice(4, None)).shape == (1, 13)
+    assert tensor.read((slice(2, 2),)).shape == (0, 13)
+    for bad in ((slice(0, 4, 2),), (slice(0, 1),) * 3):
+        with pytest.raises(ValueError, match="slices"):
+            tensor.read(bad)
+    with pytest.raises(ValueError, match="dtype"):
+        tensor.read(out=np.empty((5, 13), np.float32))
+    with pytest.raises(ValueError, match="shape"):
+        tensor.read(out=np.empty((5, 12), np.int16))
+
+
+def test_tied_names_follow_config_and_values(written: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    shutil.copytree(written / "plain1-ours", folder)
+    assert open_checkpoint(folder).aliases == {"lm_head.weight": "embed_tokens.weight"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "odd", "tie_word_embeddings": False}))
+    kept = open_checkpoint(folder)
+    assert kept.aliases == {}
+    assert "lm_head.weight" in kept.tensors
+
+
+def test_run_folder_takes_the_newest_complete_step(written: Path, tmp_path: Path) -> None:
+    steps = tmp_path / "run" / "checkpoints"
+    for step, source in ((100, "fsdp2-ours"), (200, "fsdp3-ours")):
+        shutil.copytree(written / source, steps / f"step-{step:06d}")
+        (steps / f"step-{step:06d}" / "trainer_state.json").write_text(json.dumps({"step": step}))
+    (steps / "step-000300").mkdir()
+    (steps / "step-000300" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"model_type": "odd"}))
+    checkpoint = open_checkpoint(tmp_path / "run")
+    assert checkpoint.root == steps / "step-000200"
+    assert checkpoint.metadata["step"] == 200
+    assert checkpoint.companions["config.json"] == (tmp_path / "run" / "config.json").absolute()
+    assert open_checkpoint(tmp_path / "run", tag="100").metadata["step"] == 100
+    assert open_checkpoint(str(tmp_path / "run"), tag="step-000100").metadata["step"] == 100
+    with pytest.raises(CheckpointError, match=r"no \.metadata"):
+        open_checkpoint(tmp_path / "run", tag="300")
+    with pytest.raises(CheckpointError, match="'7'.*step-000300"):
+        open_checkpoint(tmp_path / "run", tag="7")
+
+
+def test_plain_torch_container_names(tmp_path: Path) -> None:
+    """A Llama's own names begin with `model.`; only the writer's nesting is stripped."""
+    import torch.distributed.checkpoint as dcp
+
+    names = ("model.embed_tokens.weight", "model.norm.weight")
+    weights = {name: torch.randn(3, 2) for name in names}
+    wrapped = {f"_orig_mod.{name}": value for name, value in weights.items()}
+    for kind, state in {"bare": weights, "model": {"model": weights}, "odd": {"weights": wrapped}}.items():
+        dcp.save(dict(state), checkpoint_id=tmp_path / kind, no_dist=True)
+        assert_model(open_checkpoint(tmp_path / kind), weights)
+    dcp.save({"g": {"w": weights[names[0]]}, "d": {"w": weights[names[1]]}}, checkpoint_id=tmp_path / "two")
+    assert set(open_checkpoint(tmp_path / "two").tensors) == {"g.w", "d.w"}
+
+
+def test_state_keyed_by_index(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "ok")
+    state = open_checkpoint(tmp_path / "ok").optimizer
+    assert state is not None
+    assert state.param_groups[0]["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    moment = state.state["1.weight"]["exp_avg"]
+    assert isinstance(moment, Tensor)
+    theirs = optimizer.state[model[1].weight]["exp_avg"]
+    assert np.array_equal(moment.read(), theirs.numpy())
