@@ -70,8 +70,10 @@ class MaskedLM(Samples):
         random = np.random.Generator(np.random.Philox(key=key, counter=counter))
         draw, kind = random.random(self._length)[: len(tokens)], random.random(self._length)[: len(tokens)]
         others = random.integers(0, self._vocabulary.size, self._length)[: len(tokens)]
-        draw[np.isin(tokens, self._vocabulary.special)] = 2
-        chosen = draw < max(MASKED_SHARE, float(np.nextafter(min(draw.min(initial=1), 1), 1)))
+        draw[np.isin(tokens, self._vocabulary.special)] = 1  # never drawn
+        chosen = draw < MASKED_SHARE
+        if not chosen.any() and (draw < 1).any():
+            chosen[np.argmin(draw)] = True
         labels = np.where(chosen, tokens, IGNORED)
         hidden = np.where(chosen & (kind < 0.8), self._mask, tokens)
         hidden = np.where(chosen & (kind >= 0.9), others, hidden)

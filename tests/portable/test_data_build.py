@@ -1,0 +1,190 @@
+"""The data section as a whole: every task, the dry run, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.data import IGNORED, TASKS, EvalLoader, TrainLoader, build_data, inspect_data
+from portable.data.tasks import Classification, MaskedLM, Seq2Seq
+from portable.errors import UserError
+from tests.portable.data_support import Settings, corpus, texts, write_jsonl
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(source=str(corpus(tmp_path)), cache_dir=tmp_path / "cache")
+
+
+def snapshot(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_causal_from_end_to_end(settings: Settings) -> None:
+    data = build_data(settings)
+    decoded = data.tokenizer.decode
+    stream = "".join(text + data.tokenizer.eos_token for text in texts(60))
+    assert data.eval is not None
+    parts = [data.train[i]["input_ids"] for i in range(len(data.train))]
+    parts += [data.eval[i]["input_ids"] for i in range(len(data.eval))]
+    assert stream.startswith("".join(decoded(part) for part in parts))
+    assert data.vocab_size == len(data.tokenizer) == 300
+    assert data.num_labels is None
+    assert data.sizes.documents == 60
+    assert data.sizes.tokens is not None
+    assert len(data.train) + len(data.eval) == (data.sizes.tokens - 1) // 16
+    assert "60 documents" in data.description
+
+
+def test_building_again_gives_the_same(settings: Settings, tmp_path: Path) -> None:
+    first = build_data(settings)
+    before = snapshot(tmp_path)
+    second = build_data(settings)
+    assert snapshot(tmp_path) == before
+    assert (first.fingerprint, first.sizes) == (second.fingerprint, second.sizes)
+    moved = replace(settings, cache_dir=tmp_path / "elsewhere")
+    assert build_data(moved).fingerprint == first.fingerprint
+
+
+def test_the_batch_settings_do_not_tokenize_again(settings: Settings, tmp_path: Path) -> None:
+    build_data(settings)
+    before = snapshot(tmp_path)
+    padded = build_data(replace(settings, seq_len=32, packing=False, eval_fraction=0.0))
+    assert snapshot(tmp_path) == before
+    assert padded.eval is None
+    assert len(padded.train) == 60
+    assert set(padded.train[0]) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_a_dry_run_writes_nothing(settings: Settings, tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    sizes = inspect_data(settings)
+    assert snapshot(tmp_path) == before
+    assert (sizes.tokens, sizes.train_samples, sizes.cached, sizes.vocab_size) == (None, None, None, 300)
+    assert "unknown until tokenized" in str(sizes)
+    data = build_data(settings)
+    before = snapshot(tmp_path)
+    assert inspect_data(settings) == data.sizes
+    assert snapshot(tmp_path) == before
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(settings: Settings, tmp_path: Path) -> None:
+    for broken in (
+        replace(settings, text_field="txt"),
+        replace(settings, source=str(tmp_path / "missing.jsonl")),
+        replace(settings, vocab_size=100),
+        replace(settings, tokenizer=str(tmp_path)),
+        replace(settings, max_samples=0),
+    ):
+        with pytest.raises(UserError) as dry:
+            inspect_data(broken)
+        with pytest.raises(UserError) as real:
+            build_data(broken)
+        assert str(dry.value) == str(real.value)
+
+
+def test_a_dry_run_downloads_nothing(settings: Settings) -> None:
+    for packing in (True, False):
+        sizes = inspect_data(replace(settings, source="org/data", tokenizer=None, packing=packing))
+        assert (sizes.source, sizes.documents, sizes.vocab_size) == ("org/data", None, 300)
+
+
+def test_the_tokenizer_in_order_of_preference(settings: Settings, tmp_path: Path) -> None:
+    trained = build_data(replace(settings, vocab_size=None), model_vocab_size=280)
+    assert len(trained.tokenizer) == 280
+    assert len(build_data(replace(settings, vocab_size=290), model_vocab_size=280).tokenizer) == 290
+    trained.tokenizer.save_pretrained(tmp_path / "own")
+    named = build_data(replace(settings, tokenizer=str(tmp_path / "own")), model_tokenizer="never/asked")
+    assert named.fingerprint == trained.fingerprint
+    models = build_data(settings, model_tokenizer=str(tmp_path / "own"))
+    assert models.fingerprint == trained.fingerprint
+    assert inspect_data(settings, model_tokenizer=str(tmp_path / "own")) == models.sizes
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_masked(settings: Settings, packing: bool) -> None:
+    data = build_data(replace(settings, packing=packing), task="masked-lm")
+    assert isinstance(data.train, MaskedLM)
+    assert data.tokenizer.mask_token_id is not None
+    batch = data.train.batch([(0, i) for i in range(20)])
+    assert (batch["input_ids"] == data.tokenizer.mask_token_id).any()
+    assert ("attention_mask" in batch) == (not packing)
+
+
+def test_masked_needs_a_mask_token(settings: Settings, tmp_path: Path) -> None:
+    build_data(settings).tokenizer.save_pretrained(tmp_path / "own")
+    with pytest.raises(UserError, match=r"data\.tokenizer: it has no mask_token"):
+        build_data(replace(settings, tokenizer=str(tmp_path / "own")), task="masked-lm")
+
+
+def test_seq2seq(settings: Settings, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", ({"en": f"in {i}", "de": f"out {i}"} for i in range(30)))
+    given = replace(settings, source=str(path), text_field="en", target_field="de", seq_len=24)
+    data = build_data(given, task="seq2seq-lm", decoder_start_token_id=7)
+    assert isinstance(data.train, Seq2Seq)
+    assert not data.sizes.packing
+    sample = data.train[0]
+    target = sample["labels"][sample["labels"] != IGNORED]
+    number = data.tokenizer.decode(sample["input_ids"][sample["attention_mask"] == 1])[3:]
+    assert number.endswith(data.tokenizer.eos_token)
+    assert data.tokenizer.decode(target) == f"out {number}"
+    assert sample["decoder_input_ids"][0] == 7
+    default = build_data(given, task="seq2seq-lm")
+    assert default.train[0]["decoder_input_ids"][0] == data.tokenizer.pad_token_id
+
+
+def test_classification(settings: Settings, tmp_path: Path) -> None:
+    rows = ({"text": f"a text {i}", "label": "odd" if i % 2 else "even"} for i in range(40))
+    given = replace(settings, source=str(write_jsonl(tmp_path / "c.jsonl", rows)))
+    data = build_data(given, task="sequence-classification")
+    assert isinstance(data.train, Classification)
+    assert (data.num_labels, data.label_names) == (2, ("even", "odd"))
+    assert data.eval is not None
+    assert (len(data.train), len(data.eval)) == (36, 4)
+    for i in range(len(data.train)):
+        sample = data.train[i]
+        text = data.tokenizer.decode(sample["input_ids"][sample["attention_mask"] == 1])
+        assert int(sample["labels"]) == int(text.split()[-1]) % 2
+    with pytest.raises(UserError, match=r"data\.label_field: .*did you mean 'label'"):
+        build_data(replace(given, label_field="lable"), task="sequence-classification")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_feeds_the_loaders(settings: Settings, tmp_path: Path, task: str) -> None:
+    rows = ({"text": text, "target": text[::-1], "label": len(text) % 3} for text in texts(30))
+    data = build_data(replace(settings, source=str(write_jsonl(tmp_path / "t.jsonl", rows))), task=task)
+    batches = iter(TrainLoader(data.train, seed=0, global_batch_size=4, micro_batch_size=2))
+    shapes = {name: value.shape for name, value in next(batches).items()}
+    assert shapes["input_ids"] == (2, 16)
+    assert shapes["labels"] == ((2,) if task == "sequence-classification" else (2, 16))
+    batches.close()
+    assert data.eval is not None
+    assert all(batch["labels"].shape == shapes["labels"] for batch in EvalLoader(data.eval, batch_size=2))
+
+
+def test_the_standard_library_is_the_default(settings: Settings) -> None:
+    data = build_data(replace(settings, source=None, max_samples=12, vocab_size=400))
+    assert data.sizes.documents == 12
+    assert data.sizes.source == "the standard library's sources"
+
+
+@pytest.mark.parametrize(
+    ("changes", "task", "told"),
+    [
+        ({"seq_len": 10**6}, "causal-lm", "data.seq_len: the source has"),
+        ({"seq_len": 0}, "causal-lm", "data.seq_len: 0"),
+        ({"eval_fraction": 1.0}, "causal-lm", "data.eval_fraction: 1.0"),
+        ({}, "speech", "model.task: 'speech' is not one of causal-lm"),
+        ({}, "seq2seq-lm", "data.target_field: "),
+    ],
+)
+def test_what_it_refuses(settings: Settings, changes: dict[str, Any], task: str, told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build_data(replace(settings, **changes), task=task)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)

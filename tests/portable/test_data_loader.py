@@ -1,0 +1,267 @@
+"""The loaders: the same global batch whatever the world, the same future from any position."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+import time
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from portable.data.loader import BatchIterator, EvalLoader, TrainLoader, rank_positions
+from portable.data.order import locate
+from portable.data.samples import IGNORED, Arrays, PackedCausal, PaddedCausal, Part, Samples
+from portable.errors import UserError
+from tests.portable.data_support import token_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+LENGTH, COUNT = 4, 37
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> PackedCausal:
+    cache = token_cache(tmp_path / "cache", [list(range(LENGTH * COUNT + 1))])
+    return PackedCausal(cache, Part(0, COUNT), LENGTH)
+
+
+def indices(batches: Iterable[dict[str, torch.Tensor]]) -> list[int]:
+    """Which samples are in these batches."""
+    return [int(row[0]) // LENGTH for batch in batches for row in batch["input_ids"]]
+
+
+def take(loader: TrainLoader, steps: int) -> list[int]:
+    batches = iter(loader)
+    taken = list(islice(batches, steps * loader.micro_batches_per_step))
+    batches.close()
+    return indices(taken)
+
+
+def expected(position: int, count: int, seed: int = 3) -> list[int]:
+    return [locate(at, COUNT, seed)[1] for at in range(position, position + count)]
+
+
+# --- training
+
+
+def test_shapes(samples: PackedCausal) -> None:
+    loader = TrainLoader(samples, seed=3, global_batch_size=6, micro_batch_size=3)
+    assert loader.micro_batches_per_step == 2
+    batch = next(iter(loader))
+    assert set(batch) == {"input_ids", "labels"}
+    for value in batch.values():
+        assert value.shape == (3, LENGTH)
+        assert value.dtype == torch.int64
+        assert value.device.type == "cpu"
+        assert value.is_contiguous()
+    assert torch.equal(batch["labels"], batch["input_ids"] + 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_global_batch_is_the_same_in_every_world(
+    samples: PackedCausal, world_size: int, accumulation: int
+) -> None:
+    share = 12 // world_size
+    if share % accumulation:
+        pytest.skip("does not divide")
+    found: list[list[int]] = [[] for _ in range(8)]  # 8 steps of 12: over two epochs and into a third
+    for rank in range(world_size):
+        loader = TrainLoader(
+            samples,
+            seed=3,
+            global_batch_size=12,
+            micro_batch_size=share // accumulation,
+            rank=rank,
+            world_size=world_size,
+        )
+        mine = take(loader, 8)
+        for step in range(8):
+            found[step] += mine[step * share : (step + 1) * share]
+    for step in range(8):
+        assert found[step] == expected(step * 12, 12)
+
+
+def test_each_epoch_has_every_sample_once(samples: PackedCausal) -> None:
+    found = take(TrainLoader(samples, seed=3, global_batch_size=1, micro_batch_size=1), 3 * COUNT)
+    epochs = [found[start : start + COUNT] for start in range(0, 3 * COUNT, COUNT)]
+    assert all(sorted(epoch) == list(range(COUNT)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("position", [0, 6, 36, 37, 600, 10**12])
+def test_resuming_is_going_on(samples: PackedCausal, position: int) -> None:
+    loader = TrainLoader(samples, seed=3, position=position, global_batch_size=6, micro_batch_size=2)
+    assert take(loader, 5) == expected(position, 30)
+
+
+def test_a_leg_may_change_the_batch_and_the_world(samples: PackedCausal) -> None:
+    first = take(TrainLoader(samples, seed=3, global_batch_size=4, micro_batch_size=4), 5)
+    second: list[list[int]] = []
+    for rank in range(2):
+        loader = TrainLoader(
+            samples, seed=3, position=20, global_batch_size=10, micro_batch_size=5, rank=rank, world_size=2
+        )
+        second.append(take(loader, 1))
+    assert first + second[0] + second[1] == expected(0, 30)
+
+
+def test_worker_processes_give_the_same(samples: PackedCausal) -> None:
+    loader = TrainLoader(samples, seed=3, position=5, global_batch_size=6, micro_batch_size=3, num_workers=2)
+    state = torch.get_rng_state()
+    assert take(loader, 4) == expected(5, 24)
+    assert torch.equal(torch.get_rng_state(), state)  # reading data leaves dropout's randomness alone
+    assert not multiprocessing.active_children()
+
+
+def test_sizes_that_do_not_divide(samples: PackedCausal) -> None:
+    def refused(**sizes: int) -> str:
+        with pytest.raises(UserError) as caught:
+            TrainLoader(samples, seed=0, **sizes)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert "train.global_batch_size: 10 does not divide among 4 ranks" in refused(
+        global_batch_size=10, micro_batch_size=1, world_size=4
+    )
+    assert "train.micro_batch_size: 3 does not divide the 4 samples of a rank" in refused(
+        global_batch_size=8, micro_batch_size=3, world_size=2
+    )
+
+
+def test_positions_reach_far_without_effort() -> None:
+    positions = rank_positions(position=10**15, global_batch_size=4, micro_batch_size=1, rank=1, world_size=2)
+    assert list(islice(positions, 3)) == [[10**15 + 2], [10**15 + 3], [10**15 + 6]]
+
+
+# --- reading ahead
+
+
+class Slow(Samples):
+    """A data set that takes its time, says who reads, and breaks at one place."""
+
+    num_samples = 1000
+
+    def __init__(self, delay: float = 0.0, breaks_at: int | None = None) -> None:
+        self.delay = delay
+        self.breaks_at = breaks_at
+        self.readers: set[str] = set()
+        self.reads = 0
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        self.readers.add(threading.current_thread().name)
+        self.reads += 1
+        time.sleep(self.delay)
+        if self.reads - 1 == self.breaks_at:
+            raise RuntimeError("the disk is gone")
+        return {"input_ids": torch.zeros(len(places), 2, dtype=torch.int64).numpy()}
+
+
+def slow_batches(data: Slow) -> BatchIterator:
+    return iter(TrainLoader(data, seed=0, global_batch_size=1, micro_batch_size=1))
+
+
+def readers() -> int:
+    return sum(thread.name == "read-ahead" for thread in threading.enumerate())
+
+
+def test_reading_goes_on_during_the_step_up_to_a_limit() -> None:
+    data = Slow()
+    batches = slow_batches(data)
+    next(batches)
+    deadline = time.monotonic() + 30
+    while data.reads < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)  # the step: nobody asks for a batch
+    time.sleep(0.05)
+    assert 4 <= data.reads <= 8
+    assert data.readers == {"read-ahead"}
+    batches.close()
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_the_thread_ends(how: str) -> None:
+    gc.collect()
+    before = readers()
+    batches: Any = slow_batches(Slow(delay=0.001))
+    next(batches)
+    assert readers() == before + 1
+    if how == "close":
+        batches.close()
+        batches.close()
+        with pytest.raises(StopIteration):
+            next(batches)
+    del batches
+    gc.collect()
+    assert readers() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_pinned(samples: PackedCausal, num_workers: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    loader = TrainLoader(
+        samples,
+        seed=3,
+        global_batch_size=4,
+        micro_batch_size=2,
+        num_workers=num_workers,
+        pin_memory=True,
+    )
+    batches = iter(loader)
+    batch = next(batches)
+    assert all(value.is_pinned() for value in batch.values())
+    assert indices([batch]) == expected(0, 2)
+    batches.close()
+
+
+def test_an_error_arrives_in_its_place() -> None:
+    batches = slow_batches(Slow(breaks_at=2))
+    next(batches)
+    next(batches)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the disk is gone"):
+            next(batches)
+
+
+# --- evaluation
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 4, 40])
+def test_evaluation_sees_every_sample_once(samples: PackedCausal, world_size: int, batch_size: int) -> None:
+    lengths, seen, ignored = set(), [], 0
+    for rank in range(world_size):
+        loader = EvalLoader(samples, batch_size=batch_size, rank=rank, world_size=world_size)
+        batches = list(loader)
+        lengths.add(len(batches))
+        assert len(batches) == len(loader)
+        for batch in batches:
+            assert batch["input_ids"].shape == batch["labels"].shape == (batch_size, LENGTH)
+            counts = (batch["labels"] != IGNORED).all(dim=1)
+            assert torch.equal(counts, (batch["labels"] != IGNORED).any(dim=1))
+            seen += indices([{"input_ids": batch["input_ids"][counts]}])
+            ignored += int((~counts).sum())
+    assert sorted(seen) == list(range(COUNT))
+    assert len(lengths) == 1
+    assert ignored == next(iter(lengths)) * batch_size * world_size - COUNT
+
+
+def test_evaluation_is_in_order_and_repeats(samples: PackedCausal) -> None:
+    loader = EvalLoader(samples, batch_size=5)
+    first = list(loader)
+    assert indices(first)[:COUNT] == list(range(COUNT))
+    assert all(torch.equal(a["labels"], b["labels"]) for a, b in zip(first, loader, strict=True))
+
+
+def test_padded_evaluation_keeps_its_mask(tmp_path: Path) -> None:
+    cache = token_cache(tmp_path / "cache", [[5, 6, 7], [8, 9]])
+    loader = EvalLoader(PaddedCausal(cache, Part(0, 2), 4, 0), batch_size=3)
+    (batch,) = loader
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[6, 7, -100, -100], [9, -100, -100, -100], [-100] * 4]

@@ -1,0 +1,223 @@
+"""Samples against naive references: nothing lost, nothing twice, labels aligned, shapes fixed."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from portable.data.cache import TokenCache, TokenWriter
+from portable.data.samples import (
+    IGNORED,
+    PackedCausal,
+    PaddedCausal,
+    Part,
+    Samples,
+    cut,
+    packed_samples,
+    split_blocks,
+    split_documents,
+)
+from portable.data.tasks import Classification, MaskedLM, Seq2Seq
+from portable.data.tokenizer import Vocabulary
+from portable.errors import UserError
+from tests.portable.data_support import token_cache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAD, END, MASK = 0, 1, 2
+VOCABULARY = Vocabulary(
+    size=500, end=END, pad=PAD, mask=MASK, special=(PAD, END, MASK), prefix=(), suffix=(END,), begin=()
+)
+DOCUMENTS = [[*range(10 * n + 3, 10 * n + 3 + n % 9), END] for n in range(1, 40)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> TokenCache:
+    return token_cache(tmp_path / "cache", DOCUMENTS)
+
+
+# --- packed
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 7, 16, 100])
+def test_packing_is_exact(cache: TokenCache, length: int) -> None:
+    stream = list(itertools.chain.from_iterable(DOCUMENTS))
+    blocks = packed_samples(len(stream), length, shifted=True)
+    samples = PackedCausal(cache, Part(0, blocks), length)
+    assert len(samples) == samples.num_samples == (len(stream) - 1) // length
+    assert samples.valid_tokens == length
+    for index in range(blocks):
+        sample = samples[index]
+        assert sample["input_ids"].tolist() == stream[index * length : (index + 1) * length]
+        assert sample["labels"].tolist() == stream[index * length + 1 : (index + 1) * length + 1]
+        assert sample["input_ids"].dtype == sample["labels"].dtype == torch.int64
+        assert set(sample) == {"input_ids", "labels"}
+    with pytest.raises(IndexError):
+        samples[blocks]
+    assert samples[-1]["labels"].tolist() == samples[blocks - 1]["labels"].tolist()
+
+
+def test_every_token_is_a_target_once(cache: TokenCache) -> None:
+    stream = list(itertools.chain.from_iterable(DOCUMENTS))
+    train, held_out = split_blocks((len(stream) - 1) // 8, 0.2)
+    targets = []
+    for part in (train, held_out):
+        samples = PackedCausal(cache, part, 8)
+        targets += [samples[i]["labels"] for i in range(len(samples))]
+    found = torch.cat(targets).tolist()
+    assert found == stream[1 : len(found) + 1]
+    assert len(stream) - 1 - len(found) < 8
+
+
+def test_too_little_text() -> None:
+    with pytest.raises(UserError, match=r"data\.seq_len: the source has 10 tokens, .* at most 9"):
+        packed_samples(10, 10, shifted=True)
+    assert packed_samples(10, 10, shifted=False) == 1
+
+
+# --- padded
+
+
+def test_padding_a_document_a_sample(cache: TokenCache) -> None:
+    samples = PaddedCausal(cache, Part(0, len(DOCUMENTS)), 6, PAD)
+    for index, document in enumerate(DOCUMENTS):
+        sample = samples[index]
+        inputs, labels = document[:-1][:6], document[1:][:6]
+        rest = 6 - len(inputs)
+        assert sample["input_ids"].tolist() == inputs + [PAD] * rest
+        assert sample["labels"].tolist() == labels + [IGNORED] * rest
+        assert sample["attention_mask"].tolist() == [1] * max(1, len(inputs)) + [0] * min(rest, 5)
+
+
+def test_cutting_keeps_the_end() -> None:
+    tokens = np.array([5, 6, 7, 8, END])
+    assert cut(tokens, 3, [END]).tolist() == [5, 6, END]
+    assert cut(tokens, 5, [END]).tolist() == tokens.tolist()
+    assert cut(tokens, 3, []).tolist() == [5, 6, 7]
+    assert cut(tokens, 1, [END]).tolist() == [5]
+
+
+# --- the split
+
+
+@pytest.mark.parametrize("split", [split_blocks, split_documents])
+@pytest.mark.parametrize("count", [1, 2, 3, 50, 999])
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.01, 0.5, 0.999])
+def test_training_and_evaluation_share_nothing(split: object, count: int, fraction: float) -> None:
+    assert callable(split)
+    train, held_out = split(count, fraction)
+    chosen = [[part(i) for i in range(part.num_samples)] for part in (train, held_out)]
+    assert sorted(chosen[0] + chosen[1]) == list(range(count))
+    if fraction == 0 or count == 1:
+        assert held_out.num_samples == 0
+    else:
+        assert held_out.num_samples == min(max(1, round(count * fraction)), count - 1)
+
+
+def test_a_sorted_source_is_no_biased_evaluation_set() -> None:
+    _, held_out = split_documents(1000, 0.1)
+    numbers = [held_out(i) for i in range(held_out.num_samples)]
+    assert 300 < np.mean(numbers) < 700
+
+
+# --- masked
+
+
+def masked(cache: TokenCache, *, packed: bool, seed: int = 0, length: int = 16) -> MaskedLM:
+    count = cache.total_tokens // length if packed else cache.documents
+    part = Part(0, count)
+    return MaskedLM(cache, part, length, VOCABULARY, suffix=(END,), seed=seed, packed=packed)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_masking_hides_and_tells(cache: TokenCache, packed: bool) -> None:
+    samples = masked(cache, packed=packed)
+    for index in range(len(samples)):
+        sample = samples[index]
+        document = [*DOCUMENTS[index][:16]]
+        plain = torch.full((16,), PAD)
+        if packed:
+            plain = torch.from_numpy(cache.tokens["text"][index * 16 : (index + 1) * 16].astype(np.int64))
+            assert set(sample) == {"input_ids", "labels"}
+        else:
+            plain[: len(document)] = torch.tensor(document)
+            assert sample["attention_mask"].tolist() == (torch.arange(16) < len(document)).long().tolist()
+        target = sample["labels"] != IGNORED
+        assert torch.equal(sample["labels"][target], plain[target])
+        assert torch.equal(sample["input_ids"][~target], plain[~target])
+        assert not np.isin(plain[target], VOCABULARY.special).any()
+        assert target.any() or not (plain > MASK).any()
+
+
+def test_masking_shares(tmp_path: Path) -> None:
+    cache = token_cache(tmp_path / "big", [[int(n) for n in range(3, 483)] for _ in range(200)])
+    samples = masked(cache, packed=True, length=96)
+    batch = samples.batch([(0, i) for i in range(len(samples))])
+    target = batch["labels"] != IGNORED
+    assert abs(target.float().mean().item() - 0.15) < 0.01
+    hidden, truth = batch["input_ids"][target], batch["labels"][target]
+    assert abs((hidden == MASK).float().mean().item() - 0.8) < 0.02
+    assert abs((hidden == truth).float().mean().item() - 0.1) < 0.02
+
+
+def test_masking_is_keyed_by_seed_epoch_and_sample(cache: TokenCache) -> None:
+    samples = masked(cache, packed=True)
+    places = [(epoch, index) for epoch in (0, 1, 2**63 - 1) for index in range(len(samples))]
+    together = samples.batch(places)
+    for row, place in enumerate(places):
+        alone = masked(cache, packed=True).batch([place])
+        assert torch.equal(alone["input_ids"][0], together["input_ids"][row])
+    count = len(samples)
+    assert not torch.equal(together["labels"][:count], together["labels"][count : 2 * count])
+    other = masked(cache, packed=True, seed=-1).batch(places)
+    assert not torch.equal(other["labels"], together["labels"])
+
+
+# --- seq2seq and classification
+
+
+def test_seq2seq(tmp_path: Path) -> None:
+    pairs = [([5, 6, END], [7, 8, 9, END]), ([5, END], [7, END]), ([4] * 9 + [END], [3] * 9 + [END])]
+    writer = TokenWriter(tmp_path, ["text", "target"], 500)
+    for text, target in pairs:
+        writer.append("text", text)
+        writer.append("target", target)
+        writer.end_document()
+    writer.finish()
+    writer.close()
+    cache = TokenCache.open(tmp_path)
+    samples = Seq2Seq(cache, Part(0, 3), 5, VOCABULARY, suffix=(END,), decoder_start_token_id=42)
+    batch = samples.batch([(0, 0), (0, 1), (0, 2)])
+    assert batch["input_ids"].tolist() == [[5, 6, END, 0, 0], [5, END, 0, 0, 0], [4, 4, 4, 4, END]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1] * 5]
+    assert batch["labels"].tolist() == [[7, 8, 9, END, -100], [7, END, -100, -100, -100], [3, 3, 3, 3, END]]
+    assert batch["decoder_input_ids"].tolist() == [[42, 7, 8, 9, 0], [42, 7, 0, 0, 0], [42, 3, 3, 3, 3]]
+
+
+def test_classification(tmp_path: Path) -> None:
+    cache = token_cache(tmp_path / "c", [[5, 6, END], [7, END]], labels=["yes", "no"])
+    samples = Classification(cache, Part(0, 2), 4, VOCABULARY, suffix=(END,))
+    batch = samples.batch([(0, 0), (5, 1)])
+    assert batch["labels"].tolist() == [1, 0]
+    assert batch["labels"].dtype == torch.int64
+    assert batch["input_ids"].tolist() == [[5, 6, END, 0], [7, END, 0, 0]]
+    assert samples[1]["labels"].shape == ()
+    assert samples.valid_tokens == 1
+
+
+def test_data_sets_pickle_small(cache: TokenCache) -> None:
+    data_sets: list[Samples] = [
+        PackedCausal(cache, Part(0, 3), 8),
+        PaddedCausal(cache, split_documents(cache.documents, 0.1)[1], 8, PAD),
+        masked(cache, packed=False),
+    ]
+    for samples in data_sets:
+        carried = pickle.dumps(samples)
+        assert len(carried) < 2000
+        assert torch.equal(pickle.loads(carried)[1]["labels"], samples[1]["labels"])  # noqa: S301
