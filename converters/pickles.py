@@ -19,6 +19,8 @@ Standin = Callable[..., Any]
 _SCALARS = (str, int, float, bool, bytes, type(None))
 # Longer integers are no size, step or seed; refusing them keeps every later conversion cheap.
 _MAX_INT_BYTES = 32
+# Protocols below 3 write these modules under their Python 2 names.
+_PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 class Global:
@@ -107,7 +109,7 @@ class _Machine:
     def global_(self, module: Any, name: Any) -> Global:
         if type(module) is not str or type(name) is not str:
             raise _RefusedError("a global without a name")
-        key = f"{module}.{name}"
+        key = f"{_PYTHON2.get(module, module)}.{name}"
         known = self.globals.get(key)
         if known is None:
             if key not in self.standins and not key.startswith(self.prefixes or ("\0",)):

@@ -1,0 +1,176 @@
+"""torch.save files, read without torch."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import struct
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from converters import CheckpointError, Tensor
+from converters.storage import Folder
+from converters.tensor import Box
+from converters.torchzip import StoredTensor, TorchZip
+from tests.converters.compare import assert_same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def opened(path: Path, **span: int) -> TorchZip:
+    return TorchZip(Folder(path.parent).file(path.name), **span)
+
+
+def tensor(stored: Any) -> Tensor:
+    assert isinstance(stored, StoredTensor)
+    zeros = (0,) * len(stored.shape)
+    return Tensor("t", stored.dtype, stored.shape, [Box(zeros, stored.shape, stored.view)])
+
+
+def test_views_types_and_containers(tmp_path: Path) -> None:
+    base = torch.arange(60.0)
+    shared = torch.randn(4, 6)
+    values = {
+        "slice": base[7:23],
+        "transposed": base[:20].view(4, 5).t(),
+        "stepped": base.view(6, 10)[::2, 1::3],
+        "expanded": base[3:4].expand(3, 5),
+        "shared": shared,
+        "row": shared[2],
+        "parameter": torch.nn.Parameter(shared[:, 1]),
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+        "bool": torch.tensor([True, False]),
+        "bf16": torch.randn(3).bfloat16(),
+        "half": torch.randn(3).half(),
+        "double": torch.randn(3).double(),
+        "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
+        "float8": torch.randn(8).to(torch.float8_e4m3fn),
+        "complex": torch.randn(2, dtype=torch.complex64),
+    }
+    other = {"text": "é", "list": [1, -2, 1 << 40, 2.5, None, True], "size": torch.Size([2, 3]), "set": {1, 2}}
+    torch.save({"tensors": values, **other}, tmp_path / "a.pt")
+    root = opened(tmp_path / "a.pt").load()
+    for name, value in values.items():
+        assert_same(tensor(root["tensors"][name]), value.detach())
+    assert root["tensors"]["row"].storage.key == root["tensors"]["shared"].storage.key
+    assert root["list"] == other["list"]
+    assert root["size"] == (2, 3)
+    assert root["text"] == "é"
+
+
+def test_at_an_offset_and_from_a_buffer(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    stream.write(b"x" * 13)
+    value = torch.randn(5, 3)
+    inner = io.BytesIO()
+    torch.save(value, inner)
+    stream.write(inner.getvalue() + b"tail")
+    (tmp_path / "a").write_bytes(stream.getvalue())
+    length = len(inner.getvalue())
+    assert_same(tensor(opened(tmp_path / "a", offset=13, length=length).load()), value)
+    for bad in ((12, length), (13, length - 1), (13, length + 1), (13, 1 << 50), (-1, length)):
+        with pytest.raises(CheckpointError):
+            opened(tmp_path / "a", offset=bad[0], length=bad[1]).load()
+
+
+def test_without_checksums(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(5)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    root = opened(tmp_path / "a.pt").load()
+    assert_same(tensor(root["a"]), torch.arange(5))
+
+
+def test_every_flipped_byte_is_seen_or_harmless(tmp_path: Path) -> None:
+    value = torch.randn(64)
+    torch.save({"w": value}, tmp_path / "good.pt")
+    good = (tmp_path / "good.pt").read_bytes()
+    rng = random.Random(0)
+    path = tmp_path / "bad.pt"
+    refused = 0
+    for at in range(len(good)):
+        bad = bytearray(good)
+        bad[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(bad)
+        try:
+            root = opened(path).load()
+            assert set(root) == {"w"}
+            assert_same(tensor(root["w"]), value)
+        except CheckpointError as error:
+            assert "bad.pt" in str(error)
+            refused += 1
+    assert refused > 256
+
+
+def test_other_zips_are_refused(tmp_path: Path) -> None:
+    def write(name: str, *members: tuple[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:
+        with zipfile.ZipFile(tmp_path / name, "w", compression) as made:
+            for member, data in members:
+                made.writestr(member, data)
+        return tmp_path / name
+
+    empty = pickle.dumps({}, 2)
+    cases = {
+        "compressed": write("a", ("a/data.pkl", empty * 50), compression=zipfile.ZIP_DEFLATED),
+        "without data.pkl": write("b", ("a/other", b"")),
+        "torch.save wrote": write("c", ("a/data.pkl", empty), ("b/x", b"")),
+        "big-endian": write("d", ("a/data.pkl", empty), ("a/byteorder", b"big")),
+    }
+    for what, path in cases.items():
+        with pytest.raises(CheckpointError, match=what):
+            opened(path).load()
+    with pytest.warns(UserWarning, match="Duplicate"):
+        twice = write("e", ("a/data.pkl", empty), ("a/data.pkl", empty))
+    with pytest.raises(CheckpointError, match="two records"):
+        opened(twice)
+    torch.save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"before 1\.6"):
+        opened(tmp_path / "old.pt")
+    (tmp_path / "short").write_bytes(b"PK\3\4")
+    (tmp_path / "none").write_bytes(b"")
+    (tmp_path / "text").write_text("hello, world" * 10)
+    for name in ("short", "none", "text"):
+        with pytest.raises(CheckpointError, match=name):
+            opened(tmp_path / name)
+
+
+def test_zip64_sizes(tmp_path: Path) -> None:
+    """The directory of a record above 4 GiB keeps its size in the zip64 field; here the field alone is made."""
+    torch.save(torch.arange(4), tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    with zipfile.ZipFile(tmp_path / "a.pt") as made:
+        infos, start = made.infolist(), made.start_dir
+    directory = b""
+    for info in infos:
+        name = info.filename.encode()
+        extra = struct.pack("<2H3Q", 1, 24, info.file_size, info.file_size, info.header_offset)
+        sizes = (0xFFFFFFFF, 0xFFFFFFFF, len(name), len(extra), 0, 0, 0, 0, 0xFFFFFFFF)
+        directory += struct.pack("<4s6H3L5H2L", b"PK\1\2", 45, 45, 8, 0, 0, 0, info.CRC, *sizes) + name + extra
+    end = start + len(directory)
+    count, size = len(infos), len(directory)
+    directory += struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
+    directory += struct.pack("<4sLQL", b"PK\6\7", 0, end, 1)
+    directory += struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    (tmp_path / "b.pt").write_bytes(data[:start] + directory)
+    assert_same(tensor(opened(tmp_path / "b.pt").load()), torch.arange(4))
+
+
+def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
+    value = torch.arange(4)
+    torch.save(value, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as made:
+        members = {info.filename: made.read(info) for info in made.infolist()}
+    members["a/data.pkl"] = members["a/data.pkl"].replace(b"K\x04\x85", b"K\x05\x85")
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as made:
+        for name, data in members.items():
+            made.writestr(name, data)
+    with pytest.raises(CheckpointError, match=r"data\.pkl: not a readable pickle"):
+        opened(tmp_path / "b.pt").load()
