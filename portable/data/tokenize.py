@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from portable.data.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, locked_folder
-from portable.data.sources import PIECE_CHARS, Document, Fields, Source
+from portable.data.documents import PIECE_CHARS, Document, Fields, Source
 from portable.data.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
 from portable.errors import UserError
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from portable.data.sources import Source
+    from portable.data.documents import Source
 
 END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 DEFAULT_VOCAB_SIZE = 4096

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.data import sources
+from portable.data import files
 from portable.data.sources import Document, Fields, HubDataset, StandardLibrary, open_source
 from portable.errors import UserError
 from tests.portable.data_support import write_jsonl
@@ -80,7 +80,7 @@ def test_text_file_is_one_document(tmp_path: Path) -> None:
 
 
 def test_long_text_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE_CHARS", 10)
+    monkeypatch.setattr(files, "PIECE_CHARS", 10)
     text = "0123456\n89ab\ncdef\n" * 5
     (tmp_path / "a.txt").write_text(text, newline="")
     pieces = list(open_source(str(tmp_path / "a.txt")).documents())
@@ -151,7 +151,7 @@ def test_key_follows_the_content_and_what_is_read(tmp_path: Path) -> None:
 
 
 def test_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_DIGEST_MEMO_FROM", 1)
+    monkeypatch.setattr(files, "_DIGEST_MEMO_FROM", 1)
     memo = tmp_path / "digests"
     path = tmp_path / "a.txt"
     path.write_text("some text")

@@ -1,0 +1,126 @@
+"""What every source gives: documents, and how a row becomes one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+PIECE_CHARS = 1 << 20  # a longer text is read and tokenized in pieces, so that one huge file fits in memory
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document, or a piece of a long one (then only the last piece has ``ends`` set)."""
+
+    text: str
+    target: str | None = None
+    label: int | str | None = None
+    ends: bool = True
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The names of the columns to read; ``None`` for a column that the task does not use."""
+
+    text: str = "text"
+    target: str | None = None
+    label: str | None = None
+
+
+class Source(ABC):
+    """A stream of documents that can be read again from the start."""
+
+    remote = False
+    """Whether the first look at it may download it."""
+    name: str
+    """What to call it in a message, for example the path as the person wrote it."""
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """A digest of the content and of what is read from it."""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int | None:
+        """About how many bytes of text there are; ``None`` when nobody knows yet."""
+
+    @abstractmethod
+    def documents(self) -> Iterator[Document]:
+        """The documents that are not empty, in a fixed order."""
+
+    def check(self) -> None:
+        """Look at the first document, writing nothing; raises ``UserError`` as reading would."""
+        if next(self.documents(), None) is None:
+            raise UserError(
+                f"data.source: {self.name} has no text in it; give a source with at least one document"
+            )
+
+
+def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | None:
+    """The document in a row; ``None`` for one without text, of which there is nothing to learn.
+
+    Raises:
+        UserError: a field is missing or of the wrong kind; ``where`` says which row.
+    """
+    text = _text_of(row, "text_field", fields.text, where)
+    target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
+    label = None if fields.label is None else _label_of(row, fields.label, where)
+    if not text.strip() or (target is not None and not target.strip()):
+        return None
+    return Document(text, target, label)
+
+
+def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
+    value = _value_of(row, key, name, where)
+    if not isinstance(value, str):
+        raise UserError(
+            f"data.{key}: {where}: {name!r} is {_kind(value)}, not a string; "
+            "name a column of text or convert it"
+        )
+    # A lone surrogate, which JSON can spell and UTF-8 cannot, would stop the tokenizer.
+    return value if value.isascii() else value.encode(errors="replace").decode()
+
+
+def _label_of(row: Mapping[str, Any], name: str, where: str) -> int | str:
+    value = _value_of(row, "label_field", name, where)
+    if not isinstance(value, int | str):
+        raise UserError(
+            f"data.label_field: {where}: {name!r} is {_kind(value)}, not an integer or a string; "
+            "name a column of classes"
+        )
+    return int(value) if isinstance(value, bool) else value
+
+
+def _value_of(row: Mapping[str, Any], key: str, name: str, where: str) -> Any:
+    if name in row:
+        return row[name]
+    near = get_close_matches(name, list(row), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; set data.{key} to the one to read"
+    raise UserError(f"data.{key}: {where}: no field {name!r}; the fields are {listed(row) or 'none'}{hint}")
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else f"of type {type(value).__name__}"
+
+
+def listed(names: Iterable[str]) -> str:
+    shown = list(islice(names, 21))
+    return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
+
+
+def text_only(fields: Fields, what: str) -> None:
+    for key, name in (("target_field", fields.target), ("label_field", fields.label)):
+        if name is not None:
+            raise UserError(
+                f"data.{key}: {what} have text only, no {name!r}; give a data.source with that column "
+                "(.jsonl, .json, .csv, .parquet or a hub data set)"
+            )

@@ -1,0 +1,189 @@
+"""Local files: .txt and .jsonl read here, the other formats through the ``datasets`` library."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import time
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.data.documents import PIECE_CHARS, Document, Fields, Source, listed, read_row, text_only
+from portable.data.library import LIBRARY_FORMATS, library_rows
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+FORMATS = (".txt", ".jsonl", *LIBRARY_FORMATS)
+_DIGEST_MEMO_FROM = 16 << 20  # bytes; a smaller file is hashed anew at every start
+
+
+def local_files(name: str) -> list[Path] | None:
+    """The files that ``name`` stands for, or ``None`` when it does not look like a local path."""
+    expanded = Path(name).expanduser()
+    if expanded.is_dir():
+        found = sorted(
+            path
+            for path in expanded.rglob("*")
+            if path.suffix.lower() in FORMATS
+            and path.is_file()
+            and not any(part.startswith(".") for part in path.relative_to(expanded).parts)
+        )
+        if not found:
+            raise UserError(
+                f"data.source: {name} has no {listed(FORMATS)} files in it; name a folder that has"
+            )
+        return found
+    if expanded.exists():
+        found = [expanded]
+    elif glob.has_magic(name):
+        matches = glob.glob(str(expanded), recursive=True)  # noqa: PTH207 (a pattern may be absolute)
+        found = sorted(path for path in map(Path, matches) if path.is_file())
+        if not found:
+            raise UserError(f"data.source: no file matches {name}; check the path and the pattern")
+    elif name.startswith((".", "/", "~")) or expanded.suffix.lower() in FORMATS or name.count("/") > 1:
+        raise UserError(f"data.source: {name}: no such file or folder; check the path")
+    else:
+        return None
+    for path in found:
+        if path.suffix.lower() not in FORMATS:
+            raise UserError(f"data.source: {path}: cannot read this kind of file; use {listed(FORMATS)}")
+    return found
+
+
+class LocalFiles(Source):
+    """Local files, read in order: a ``.txt`` file is one document, the others have a row a document."""
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[Path],
+        fields: Fields | None = None,
+        max_samples: int | None = None,
+        digests: Path | None = None,
+        remember: bool = True,
+    ) -> None:
+        self.name = name
+        self._files = list(files)
+        self._fields = fields = fields or Fields()
+        self._max_samples = max_samples
+        self._digests = digests
+        self._remember = remember
+        self._key: str | None = None
+        for path in self._files:
+            if path.suffix.lower() == ".txt":
+                text_only(fields, f"{path} and other .txt files")
+
+    @property
+    def key(self) -> str:
+        if self._key is None:
+            told = (self._fields.text, self._fields.target, self._fields.label, self._max_samples)
+            digest = hashlib.blake2b(repr(told).encode(), digest_size=16)
+            for path in self._files:
+                digest.update(
+                    path.suffix.lower().encode() + b"\0" + _file_digest(path, self._digests, self._remember)
+                )
+            self._key = digest.hexdigest()
+        return self._key
+
+    @property
+    def size_bytes(self) -> int | None:
+        if self._max_samples is not None or any(path.suffix.lower() == ".parquet" for path in self._files):
+            return None
+        return sum(path.stat().st_size for path in self._files)
+
+    def documents(self) -> Iterator[Document]:
+        left = self._max_samples
+        for path in self._files:
+            suffix = path.suffix.lower()
+            if suffix == ".txt":
+                if left == 0:
+                    return
+                yield from _text_file(path)
+                left = None if left is None else left - 1
+                continue
+            rows = _jsonl_rows(path) if suffix == ".jsonl" else library_rows(path)
+            for where, row in islice(rows, left):
+                left = None if left is None else left - 1
+                document = read_row(row, self._fields, where)
+                if document is not None:
+                    yield document
+
+
+def _file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
+    """The digest of a file's bytes; that of a large file is remembered in the folder ``memo``."""
+    try:
+        stat = path.stat()
+        key = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
+        # A file touched a moment ago may still change within one tick of its clock.
+        settled = time.time_ns() - stat.st_mtime_ns > 2_000_000_000
+        remembered = None
+        if memo is not None and settled and stat.st_size >= _DIGEST_MEMO_FROM:
+            remembered = memo / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+            if remembered.is_file() and len(digest := remembered.read_bytes()) == 16:
+                return digest
+        with path.open("rb") as file:
+            hasher = hashlib.blake2b(digest_size=16)
+            while chunk := file.read(1 << 22):
+                hasher.update(chunk)
+    except OSError as error:
+        raise UserError(f"data.source: {path}: cannot read it: {one_line(error.strerror)}") from error
+    if remembered is not None and remember:
+        _remember(remembered, hasher.digest())
+    return hasher.digest()
+
+
+def _remember(path: Path, digest: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_bytes(digest)
+        draft.replace(path)
+    except OSError:  # the memo only saves time
+        return
+
+
+def _text_file(path: Path) -> Iterator[Document]:
+    """One document, in pieces that end at a line's end where it is long; nothing for an empty file."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            piece = file.read(PIECE_CHARS)
+            while piece:
+                if len(piece) == PIECE_CHARS:
+                    piece += file.readline(PIECE_CHARS)
+                following = file.read(PIECE_CHARS)
+                if following or piece.strip():
+                    yield Document(piece, ends=not following)
+                piece = following
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.source: {path}: it is not UTF-8 text; convert it (iconv -t utf-8)") from error
+    except OSError as error:
+        raise UserError(f"data.source: {path}: cannot read it: {one_line(error.strerror)}") from error
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:
+                    reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
+                    raise UserError(
+                        f"data.source: {path}:{number}: not a line of JSON ({reason}); mend or remove it"
+                    ) from error
+                if not isinstance(row, dict):
+                    raise UserError(
+                        f"data.source: {path}:{number}: a {type(row).__name__}, not an object; "
+                        'each line must look like {"text": "..."}'
+                    )
+                yield f"{path}:{number}", row
+    except OSError as error:
+        raise UserError(f"data.source: {path}: cannot read it: {one_line(error.strerror)}") from error

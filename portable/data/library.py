@@ -1,0 +1,107 @@
+"""What is read through the ``datasets`` library, imported only then: .json, .csv, .parquet and the hub."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import tempfile
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from portable.data.documents import Document, Fields, Source, read_row
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+LIBRARY_FORMATS = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def _datasets(need: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"data.source: {need} needs the datasets library; run: pip install datasets "
+            "(.txt and .jsonl files do without)"
+        ) from error
+    return datasets
+
+
+def library_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of a .json, .csv or .parquet file, streamed, with no copy left in a cache."""
+    datasets = _datasets(f"reading {path}")
+    reader = LIBRARY_FORMATS[path.suffix.lower()]
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            rows = datasets.load_dataset(
+                reader, data_files=[glob.escape(str(path))], split="train", streaming=True, cache_dir=scratch
+            )
+            for number, row in enumerate(rows, start=1):
+                yield f"{path}: row {number}", row
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"data.source: {path}: not a readable {path.suffix} file ({_reason(error)})"
+            ) from error
+
+
+class HubDataset(Source):
+    """A data set of the Hugging Face hub, downloaded by the ``datasets`` library into its own cache."""
+
+    remote = True
+
+    # One load for all the sources of a process: the key, the tokenizer and the tokens each need it.
+    _loaded: ClassVar[dict[tuple[str, str | None, str], Any]] = {}
+
+    def __init__(
+        self, name: str, fields: Fields, config_name: str | None, split: str | None, max_samples: int | None
+    ) -> None:
+        self.name = name
+        self._fields = fields
+        self._config_name = config_name
+        self._split = split or "train"
+        self._max_samples = max_samples
+
+    def _rows(self) -> Any:
+        place = (self.name, self._config_name, self._split)
+        if place not in self._loaded:
+            datasets = _datasets(f"the hub data set {self.name!r}")
+            try:
+                self._loaded[place] = datasets.load_dataset(self.name, self._config_name, split=self._split)
+            except Exception as error:
+                asked = ", ".join(str(part) for part in place if part)
+                raise UserError(
+                    f"data.source: cannot load {asked} as a local file or from the hub ({_reason(error)}); "
+                    "check the name, data.config_name, data.split and the network, or give local files"
+                ) from error
+        return self._loaded[place]
+
+    @property
+    def key(self) -> str:
+        # The library's fingerprint covers the repository, its revision, the configuration and the split.
+        told = (self._rows()._fingerprint, self._fields, self._max_samples)
+        return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+
+    @property
+    def size_bytes(self) -> int | None:
+        return None
+
+    def documents(self) -> Iterator[Document]:
+        for number, row in enumerate(islice(self._rows(), self._max_samples), start=1):
+            document = read_row(row, self._fields, f"{self.name}: row {number}")
+            if document is not None:
+                yield document
+
+    def check(self) -> None:
+        """Nothing: a look would download it."""
+
+
+def _reason(error: BaseException) -> str:
+    """The root of a chained error in one short line: the library wraps what matters."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = one_line(error) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,90 @@
+"""The standard library of the running interpreter as a source: real text, nothing to download."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portable.data.documents import Document, Source
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_STDLIB_BYTES = 10_000_000
+_STDLIB_LARGEST = 512_000
+_STDLIB_SKIPS = re.compile(
+    "tests?|idle_test|idlelib|lib2to3|turtledemo|ensurepip|encodings|pydoc_data|.*-packages|__pycache__|config-.*"
+)
+
+
+class StandardLibrary(Source):
+    """The Python files of the running interpreter's standard library: real text, nothing to download.
+
+    One document a file, without tests and tables, in an order by hashed name, so that any stretch of it, the
+    evaluation tail included, is a fair sample.
+    """
+
+    name = "the standard library's sources"
+
+    def __init__(self, max_samples: int | None = None, root: Path | None = None) -> None:
+        self._root = root or Path(sysconfig.get_path("stdlib"))
+        self._max_samples = max_samples
+        self._key: str | None = None
+        self._size = 0
+
+    @property
+    def key(self) -> str:
+        if self._key is None:
+            digest = hashlib.blake2b(b"stdlib", digest_size=16)
+            self._size = 0
+            for document in self.documents():
+                content = document.text.encode()
+                self._size += len(content)
+                digest.update(hashlib.blake2b(content, digest_size=16).digest())
+            self._key = digest.hexdigest()
+        return self._key
+
+    @property
+    def size_bytes(self) -> int | None:
+        return self._size if self.key else None
+
+    def documents(self) -> Iterator[Document]:
+        count = total = 0
+        for path in self._files():
+            try:
+                text = path.read_bytes().decode()
+            except (OSError, UnicodeDecodeError):
+                continue
+            if not text.strip():
+                continue
+            if count == self._max_samples or total + len(text) > _STDLIB_BYTES:
+                break
+            count, total = count + 1, total + len(text)
+            yield Document(text)
+        if not count:
+            raise UserError(
+                f"data.source: this Python has no standard library sources in {self._root}; "
+                "name a file or data set"
+            )
+
+    def _files(self) -> list[Path]:
+        found = []
+        for folder, subfolders, names in os.walk(self._root):
+            subfolders[:] = [name for name in subfolders if not _STDLIB_SKIPS.fullmatch(name)]
+            # _sysconfigdata tells how this Python was built, and differs between machines.
+            wanted = (
+                name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+            )
+            paths = (Path(folder, name) for name in wanted)
+            found += [path for path in paths if path.stat().st_size <= _STDLIB_LARGEST]
+
+        def order(path: Path) -> bytes:
+            name = path.relative_to(self._root).as_posix()
+            return hashlib.blake2b(name.encode(), digest_size=8).digest()
+
+        return sorted(found, key=order)
