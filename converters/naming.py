@@ -130,7 +130,8 @@ def paths_without_nesting(keys: Iterable[str]) -> dict[str, Path]:
             ):
                 table, _, tail = inside.partition(".")
                 head: Path = (container, table) if container else (table,)
-                paths[key] = (*head, tail) if tail else head
+                group = re.fullmatch(r"(\d+)\.(\w+)", tail) if table == "param_groups" else None
+                paths[key] = (*head, int(group[1]), group[2]) if group else (*head, tail) if tail else head
                 break
         else:
             rest.append(key)

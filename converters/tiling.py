@@ -33,6 +33,11 @@ def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent])
         if prod(sizes):
             live.append((offsets, sizes))
     volume, expected = sum(prod(sizes) for _, sizes in live), prod(shape)
+    if not expected and boxes:
+        # Nothing to cover, so the volumes say nothing: the pieces must at least reach the tensor's edges.
+        reach = tuple(max(low[d] + size[d] for low, size in boxes) for d in range(len(shape)))
+        if reach != shape:
+            raise CheckpointError(f"{name}: empty pieces reach {list(reach)}, the tensor is {list(shape)}")
     if volume < expected:
         raise CheckpointError(
             f"{name}: {expected - volume} of {expected} elements are missing from the files"

@@ -28,7 +28,7 @@ from converters.formats.dcp_metadata import (
 )
 from converters.formats.dcp_optimizer import build_optimizer
 from converters.naming import assign_roles, paths_without_nesting, plain_names
-from converters.storage import Folder
+from converters.storage import Folder, Memory
 from converters.tensor import Box, Tensor, View
 from converters.torchzip import StoredTensor, TorchZip
 
@@ -118,9 +118,14 @@ def _tensor(entry: Entry, name: str) -> Tensor:
     assert entry.dtype is not None
     boxes = []
     for offsets, sizes in entry.chunks:
-        if not prod(sizes):
-            continue  # an empty shard holds nothing, whether stored or not
         item = entry.items.get(offsets)
+        if not prod(sizes):
+            if prod(entry.shape):
+                continue  # an empty shard holds nothing, whether stored or not
+            if item is not None:
+                _Locator(entry, item, sizes)()  # never read later, so held against .metadata now
+            boxes.append(Box(offsets, sizes, View(Memory(b""), 0, (0,) * len(sizes))))
+            continue
         if item is None:
             raise CheckpointError(f"{entry.folder.path}: {entry.key!r} at {list(offsets)} is not stored")
         if item.length < prod(sizes) * itemsize(entry.dtype):

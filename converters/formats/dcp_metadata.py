@@ -98,7 +98,9 @@ def _read_file(folder: Folder, name: str) -> dict[str, Entry]:
     fields = _fields(root, "Metadata", where)
     described = _table(fields, "state_dict_metadata", where)
     items = _items(folder, _table(fields, "storage_data", where), where)
-    planned = fields.get("planner_data")
+    if "planner_data" not in fields:
+        raise CheckpointError(f"{where}: damaged, or not DCP metadata (no planner_data)")
+    planned = fields["planner_data"]
     if not isinstance(planned, dict) or not planned:
         planned = None
     if not described.keys() >= items.keys() or (planned is not None and planned.keys() != described.keys()):

@@ -14,6 +14,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of DCP checkpoints from 1 to 4 ranks, with `<name>.ref.pt` beside each."""
     out = tmp_path_factory.mktemp("dcp")
     script = Path(__file__).with_name("make_dcp.py")
-    made = subprocess.run([sys.executable, str(script), str(out)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        [sys.executable, str(script), str(out)], capture_output=True, text=True, check=False
+    )
     assert made.returncode == 0, made.stderr[-4000:]
     return out

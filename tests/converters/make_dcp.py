@@ -12,9 +12,8 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Odd(nn.Module):
@@ -94,8 +96,7 @@ def save(out: Path, name: str, state: dict[str, Any], ref: dict[str, Any]) -> No
 
 def writers(rank: int, world: int, out: Path) -> None:
     """The same training state as each of the field's writers lays it out."""
-    wrap = {1: "plain", 2: "ddp"}.get(world, "fsdp")
-    for kind in dict.fromkeys((wrap, "fsdp")):
+    for kind in {1: ("plain",), 2: ("ddp", "fsdp")}.get(world, ("fsdp",)):
         model, optimizer = trained(world, kind)
         ref = reference(model, optimizer)
         weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)

@@ -16,7 +16,7 @@ from tests.converters.compare import assert_model, assert_optimizer
 if TYPE_CHECKING:
     from pathlib import Path
 
-RUNS = ("plain1", "fsdp1", "ddp2", "fsdp2", "fsdp3")
+RUNS = ("plain1", "ddp2", "fsdp2", "fsdp3")
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -53,7 +53,12 @@ def test_views_types_and_containers(tmp_path: Path) -> None:
         "float8": torch.randn(8).to(torch.float8_e4m3fn),
         "complex": torch.randn(2, dtype=torch.complex64),
     }
-    other = {"text": "é", "list": [1, -2, 1 << 40, 2.5, None, True], "size": torch.Size([2, 3]), "set": {1, 2}}
+    other = {
+        "text": "é",
+        "list": [1, -2, 1 << 40, 2.5, None, True],
+        "size": torch.Size([2, 3]),
+        "set": {1, 2},
+    }
     torch.save({"tensors": values, **other}, tmp_path / "a.pt")
     root = opened(tmp_path / "a.pt").load()
     for name, value in values.items():
@@ -153,7 +158,9 @@ def test_zip64_sizes(tmp_path: Path) -> None:
         name = info.filename.encode()
         extra = struct.pack("<2H3Q", 1, 24, info.file_size, info.file_size, info.header_offset)
         sizes = (0xFFFFFFFF, 0xFFFFFFFF, len(name), len(extra), 0, 0, 0, 0, 0xFFFFFFFF)
-        directory += struct.pack("<4s6H3L5H2L", b"PK\1\2", 45, 45, 8, 0, 0, 0, info.CRC, *sizes) + name + extra
+        directory += (
+            struct.pack("<4s6H3L5H2L", b"PK\1\2", 45, 45, 8, 0, 0, 0, info.CRC, *sizes) + name + extra
+        )
     end = start + len(directory)
     count, size = len(infos), len(directory)
     directory += struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)

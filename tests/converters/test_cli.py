@@ -1,0 +1,224 @@
+"""`portable-convert` as a person meets it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from converters import safetensors_writer
+from converters.cli import main
+from tests.converters.compare import bits
+from tests.converters.test_dcp import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def run(written: Path, tmp_path: Path) -> Path:
+    """A run folder of this project's trainer: a step from 3 ranks, config and tokenizer in `model/`."""
+    folder = tmp_path / "run"
+    step = folder / "checkpoints" / "step-000002"
+    shutil.copytree(written / "fsdp3-ours", step)
+    (step / "trainer_state.json").write_text('{"step": 2}')
+    (step / "model").mkdir()
+    (step / "model" / "config.json").write_text('{"model_type": "odd", "tie_word_embeddings": true}')
+    (step / "model" / "tokenizer.json").write_text("{}")
+    (folder / "generation_config.json").write_text("{}")
+    (folder / "config.yaml").write_text("a: 1")
+    return folder
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    code = main([str(arg) for arg in argv])
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1 and said.err.endswith("\n")
+    return said.err
+
+
+def test_converts_a_run(run: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(run)
+    out = tmp_path / "a" / "b" / "out"
+    assert main([str(run), str(out), "--optimizer", "--verify"]) == 0
+    assert "compared with the source" in capsys.readouterr().out
+    assert tree(run) == before
+    assert sorted(entry.name for entry in out.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "optimizer.json",
+        "optimizer.safetensors",
+        "tokenizer.json",
+    ]
+    reference = load(written / "fsdp3-ours.ref.pt")
+    stored = safetensors.torch.load_file(out / "model.safetensors")
+    assert set(stored) == set(reference["model"]) - {"lm_head.weight"}
+    assert all(bits(value) == bits(reference["model"][name]) for name, value in stored.items())
+    moments = safetensors.torch.load_file(out / "optimizer.safetensors")
+    assert moments == moments | {}
+    for name, state in reference["optim"].items():
+        for what, value in state.items():
+            assert bits(moments[f"{name}.{what}"]) == bits(value)
+    groups = json.loads((out / "optimizer.json").read_text())["param_groups"]
+    assert groups[0]["lr"] == 0.01
+    assert set(groups[0]["params"]) == set(reference["optim"])
+
+
+def test_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(tmp_path)
+    assert (
+        main([str(run), str(tmp_path / "out"), "--dry-run", "--dtype", "bfloat16", "--max-shard-size", "200"])
+        == 0
+    )
+    said = capsys.readouterr().out
+    for what in ("step 2", "lm_head.weight", "F32 -> BF16", "model-00001-of-", "peak buffer", "config.json"):
+        assert what in said
+    assert tree(tmp_path) == before
+
+
+def test_refusals_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = run / "checkpoints" / "step-000002"
+    out = tmp_path / "out"
+    before = tree(tmp_path)
+    assert "no such file" in refused(capsys, tmp_path / "missing", out)
+    assert "known format" in refused(capsys, tmp_path / "run" / "checkpoints" / "step-000002" / "model", out)
+    assert "inside" in refused(capsys, run, run / "final")
+    assert "itself" in refused(capsys, step, step / "." / "model" / "..")
+    assert "holds" in refused(capsys, step, run, "--overwrite")
+    assert "holds" in refused(capsys, step, tmp_path, "--overwrite")
+    assert "--overwrite" in refused(capsys, step, run / "config.yaml")
+    assert "not a folder" in refused(capsys, step, run / "config.yaml", "--overwrite")
+    assert "step-000002" in refused(capsys, run, out, "--tag", "9")
+    assert "dcp" in refused(capsys, step, out, "--to", "pickle")
+    assert "5GB" in refused(capsys, step, out, "--max-shard-size", "big")
+    assert "--dtype" in refused(capsys, step, out, "--dtype", "int8")
+    assert "required" in refused(capsys, step)
+    assert "--nope" in refused(capsys, step, out, "--nope")
+    assert "cannot be created" in refused(capsys, step, "/proc/nope/out")
+    assert tree(tmp_path) == before
+
+
+def test_overwrite(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("old")
+    assert "exists" in refused(capsys, run, out)
+    assert tree(out) == {"mine": b"old"}
+    assert main([str(run), str(out), "--overwrite", "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    assert "mine" not in tree(out)
+    assert "model.safetensors" in tree(out)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_failure_leaves_everything_as_it_was(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overwrite: bool,
+    error: BaseException,
+) -> None:
+    out = tmp_path / "new" / "out"
+    if overwrite:
+        out.mkdir(parents=True)
+        (out / "mine").write_text("old")
+    before = sorted(tmp_path.rglob("*"))
+    written = [0]
+    real = os.write
+
+    def write(fd: int, data: Any) -> int:
+        written[0] += len(data)
+        if written[0] > 3000:
+            raise error
+        return real(fd, data)
+
+    monkeypatch.setattr(safetensors_writer.os, "write", write)
+    code = main([str(run), str(out), "--optimizer"] + ["--overwrite"] * overwrite)
+    said = capsys.readouterr().err
+    assert code == (2 if isinstance(error, OSError) else 130)
+    assert ("No space left" in said) == isinstance(error, OSError)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_damage_is_found_before_out_appears(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = next((run / "checkpoints" / "step-000002").glob("__1_0.distcp"))
+    data = shard.read_bytes()
+    expected = load_bytes(run, "embed_tokens.weight")
+    at = data.index(expected)
+    shard.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    assert "__1_0.distcp" in refused(capsys, run, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+def load_bytes(run: Path, name: str) -> bytes:
+    """The bytes of rank 1's rows of a parameter."""
+    from converters import open_checkpoint
+
+    tensor = open_checkpoint(run).tensors[name]
+    rows = tensor.boxes[1]
+    return tensor.read((slice(rows.offsets[0], rows.offsets[0] + rows.sizes[0]),)).tobytes()
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert "examples:" in said and "--dry-run" in said and "from_pretrained" in said
+
+
+def test_starts_without_a_framework_and_in_a_blink() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import converters.cli; took = time.perf_counter() - start;"
+        "heavy = {'torch', 'transformers', 'tqdm', 'fsspec', 'portable', 'gpu', 'tpu'} & set(sys.modules);"
+        "print(took, sorted(heavy))"
+    )
+    said = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(
+            " ", 1
+        )
+        for _ in range(3)
+    ]
+    assert all(heavy.strip() == "[]" for _, heavy in said)
+    assert min(float(took) for took, _ in said) < 0.5  # 0.15 s on an idle machine
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    """Peak anonymous memory for a 160 MB model, cast and verified: that of the interpreter plus the buffers."""
+    (tmp_path / "in").mkdir()
+    weights = {f"w{i}": torch.zeros(10_000_000) for i in range(4)}
+    safetensors.torch.save_file(weights, tmp_path / "in" / "model.safetensors")
+    code = (
+        "import sys; from converters.cli import main; import resource;"
+        "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "assert main(sys.argv[1:]) == 0;"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base)"
+    )
+    argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bfloat16", "--verify", "--quiet"]
+    said = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+    assert int(said.stdout) < 24 * 1024  # KiB
