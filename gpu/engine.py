@@ -51,7 +51,7 @@ class TorchEngine:
             with self._sharded.autocast():
                 loss, _ = token_loss(self._sharded.forward, batch)
             loss = loss * weight
-            loss.backward()
+            (loss * self._sharded.loss_scale).backward()
         return loss.detach()
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
@@ -151,7 +151,10 @@ class TorchEngine:
     def save(self, folder: Path) -> SaveHandle:
         state = {"model": state_tensors(self.model), "optim": self._optimizer_state()}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch's own use of it
+            # torch's own use of TypedStorage, and its word that one process saves alone.
+            warnings.filterwarnings(
+                "ignore", message="TypedStorage is deprecated|torch.distributed is disabled"
+            )
             save_dcp(
                 state,
                 storage_writer=FileSystemWriter(folder, sync_files=True),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -31,12 +30,16 @@ class ShardedModel:
         model: the transformers model under its plain names; its parameters are DTensors when sharded.
         forward: what to call for a forward pass: the model, or DDP around it.
         autocast_dtype: the compute type where FSDP does not cast the parameters itself, else None.
+        loss_scale: what a loss must be multiplied by for gradients to come out summed over the ranks. DDP
+            averages them. (A communication hook could sum them, but one written in Python may deadlock with
+            gloo's threads when the process group goes.)
     """
 
     model: nn.Module
     forward: nn.Module
-    autocast_dtype: torch.dtype | None
     device: torch.device
+    autocast_dtype: torch.dtype | None
+    loss_scale: float = 1.0
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
@@ -69,10 +72,10 @@ def shard(model: nn.Module, config: RunConfig, device: torch.device, world_size:
     autocast_dtype = None if compute == torch.float32 else compute
     if world_size == 1:
         materialize(model, device)
-        return ShardedModel(model, model, autocast_dtype, device)
+        return ShardedModel(model, model, device, autocast_dtype)
     if config.strategy == "no_shard":
         materialize(model, device)
-        return ShardedModel(model, _replicate(model, device), autocast_dtype, device)
+        return ShardedModel(model, _replicate(model, device), device, autocast_dtype, float(world_size))
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for module in [*layers, model]:
@@ -86,27 +89,17 @@ def shard(model: nn.Module, config: RunConfig, device: torch.device, world_size:
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no scaled one
     materialize(model, device)
-    return ShardedModel(model, model, None, device)
+    return ShardedModel(model, model, device, autocast_dtype=None)
 
 
 def _replicate(model: nn.Module, device: torch.device) -> DistributedDataParallel:
-    replica = DistributedDataParallel(
+    return DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         broadcast_buffers=False,
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank fills in the same weights itself
     )
-    # A lambda, since DDP inspects a function's annotations and cannot read postponed ones.
-    replica.register_comm_hook(None, lambda _, bucket: _sum_gradients(bucket))
-    return replica
-
-
-def _sum_gradients(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
-    return summed
 
 
 def _checkpoint_activations(model: nn.Module, config: RunConfig) -> None:

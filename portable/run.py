@@ -81,7 +81,7 @@ class Prepared:
             task=config.model.task,
             seed=config.seed,
             decoder_start_token_id=getattr(self.model_config, "decoder_start_token_id", None),
-            progress=backend.rank == 0,
+            progress=True,  # only the rank that builds the cache shows it
             **_tokenizer_hints(config, self.model_config),
         )
         if self.data.num_labels is not None:

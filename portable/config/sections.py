@@ -156,8 +156,8 @@ class DataConfig(Section):
         default=0.01,
         ge=0,
         lt=1,
-        description="Share of the records held out for evaluation, chosen by the seed. 0: none, and "
-        "no evaluation.",
+        description="Share held out for evaluation: the end of the packed text, or, where texts are not packed, a fixed "
+        "choice of records. 0: none, and no evaluation.",
         json_schema_extra=IDENTITY,
     )
     num_workers: int = Field(

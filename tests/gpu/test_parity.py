@@ -1,0 +1,168 @@
+"""Losses against a hand-written loop, and across strategies, world sizes and micro-batch sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from portable.backend import backend_room
+from portable.config import RunConfig
+from portable.data import TrainLoader
+from portable.loop import train_step
+from portable.run import Prepared, resolve
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+STEPS = 20
+
+
+def our_losses(config: RunConfig) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step, from the parts that ``portable-train`` is made of."""
+    backend = backend_room("cpu").create("cpu")
+    config = resolve(config, backend)
+    backend.start()
+    try:
+        run = Prepared(config, backend)
+        engine, progress = run.engine(None)
+        batches = iter(run.train_loader(0))
+        results = []
+        for step in range(STEPS):
+            result = train_step(
+                backend,
+                engine,
+                batches,
+                plan=run.plan,
+                first_sample=progress.samples + step * run.plan.global_batch_size,
+                learning_rate=run.schedule(step),
+                max_grad_norm=1.0,
+            )
+            results.append((float(result.loss), float(result.grad_norm)))
+        batches.close()
+        return results
+    finally:
+        backend.stop()
+
+
+def plain_losses(config: RunConfig) -> list[tuple[float, float]]:
+    """The same run as a person would write it without this project: one process, the whole batch at once."""
+    backend = backend_room("cpu").create("cpu")
+    run = Prepared(resolve(config, backend), backend)
+    from transformers import AutoModelForCausalLM
+
+    engine, _ = run.engine(None)  # only for its initial weights
+    model = AutoModelForCausalLM.from_config(run.model_config, attn_implementation="sdpa")
+    model.load_state_dict(engine.model.state_dict())
+    model.train()
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": config.train.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=0.0,
+        betas=config.train.betas,
+        eps=config.train.eps,
+    )
+    size = config.train.global_batch_size
+    loader = iter(TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size))
+    results = []
+    for step in range(STEPS):
+        batch: dict[str, Any] = next(loader)
+        labels = batch.pop("labels")
+        logits = model(**batch, use_cache=False).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = run.schedule(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((float(loss), float(norm)))
+    loader.close()
+    return results
+
+
+def assert_close(ours: list[tuple[float, float]], theirs: list[tuple[float, float]], tolerance: float) -> None:
+    assert len(ours) == len(theirs) == STEPS
+    for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert one[0] == pytest.approx(other[0], rel=tolerance), f"loss of step {step}"
+    assert ours[-1][0] < ours[0][0] - 0.3  # it is learning, so that equal losses mean equal updates
+
+
+PACKED: dict[str, Any] = {}
+PADDED = {"data__packing": False}
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[bool, list[tuple[float, float]]]:
+    folder = tmp_path_factory.mktemp("truth")
+    return {packing: plain_losses(configured(folder, corpus, data__packing=packing)) for packing in (True, False)}
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_equals_a_hand_written_loop(
+    packing: bool, truth: dict[bool, list[tuple[float, float]]], tmp_path: Path, corpus: Path
+) -> None:
+    ours = our_losses(configured(tmp_path, corpus, data__packing=packing, train__micro_batch_size=6))
+    assert_close(ours, truth[packing], 1e-6)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+def test_micro_batches_do_not_change_the_loss(
+    packing: bool,
+    micro_batch_size: int,
+    truth: dict[bool, list[tuple[float, float]]],
+    tmp_path: Path,
+    corpus: Path,
+) -> None:
+    settings = {"data__packing": packing, "train__micro_batch_size": micro_batch_size}
+    assert_close(our_losses(configured(tmp_path, corpus, **settings)), truth[packing], 1e-5)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_do_not_change_the_loss(
+    world_size: int,
+    strategy: str,
+    packing: bool,
+    truth: dict[bool, list[tuple[float, float]]],
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
+) -> None:
+    config = configured(tmp_path, corpus, strategy=strategy, data__packing=packing, train__micro_batch_size=1)
+    assert_close(ranks.run(world_size, our_losses, config), truth[packing], 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_activation_checkpointing_does_not_change_the_loss(
+    kind: str,
+    truth: dict[bool, list[tuple[float, float]]],
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
+) -> None:
+    config = configured(tmp_path, corpus, memory__activation_checkpointing=kind, train__micro_batch_size=3)
+    assert_close(our_losses(config), truth[True], 1e-5)
+    assert_close(ranks.run(2, our_losses, config), truth[True], 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_bf16_follows_fp32(
+    strategy: str,
+    truth: dict[bool, list[tuple[float, float]]],
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
+) -> None:
+    config = configured(tmp_path, corpus, precision="bf16", strategy=strategy)
+    losses = ranks.run(2, our_losses, config)
+    assert_close(losses, truth[True], 1e-2)
+    assert [loss for loss, _ in losses] != [loss for loss, _ in truth[True]]  # it did compute in bf16

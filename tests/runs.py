@@ -1,0 +1,66 @@
+"""Tiny runs: a model of a few thousand parameters on a text that is made on the spot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from portable.config import RunConfig, load_config
+
+TINY_MODEL = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def write_corpus(folder: Path) -> Path:
+    """About 60 short texts of very different lengths, as ``.jsonl``."""
+    words = "the loss falls while a small model reads one line of text after another and learns".split()
+    path = folder / "corpus.jsonl"
+    with path.open("w") as file:
+        for i in range(160):
+            text = " ".join(words[(i * 7 + j * (i % 5 + 1)) % len(words)] for j in range(4 + (i * 13) % 40))
+            file.write(json.dumps({"text": f"{i}: {text}."}) + "\n")
+    return path
+
+
+def tiny(folder: Path, corpus: Path, **overrides: Any) -> dict[str, Any]:
+    """The settings of a tiny run in ``folder``, by dotted key; ``__`` stands for the dot in ``overrides``."""
+    settings: dict[str, Any] = {
+        "backend": "cpu",
+        "precision": "fp32",
+        "output_dir": str(folder),
+        "model.config": TINY_MODEL,
+        "data.source": str(corpus),
+        "data.cache_dir": str(corpus.parent / "cache"),
+        "data.seq_len": 32,
+        "data.eval_fraction": 0.1,
+        "train.steps": 8,
+        "train.warmup_steps": 2,
+        "train.learning_rate": 3e-3,
+        "train.global_batch_size": 6,
+        "train.eval_every": None,
+        "checkpoint.every_steps": 4,
+        "log.every_steps": 1,
+        "log.trackers": [],
+        "log.sample_tokens": 4,
+    }
+    settings.update({key.replace("__", "."): value for key, value in overrides.items()})
+    return settings
+
+
+def configured(folder: Path, corpus: Path, **overrides: Any) -> RunConfig:
+    return load_config(None, tiny(folder, corpus, **overrides))
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    """The same settings as command-line flags."""
+    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
