@@ -71,9 +71,9 @@ def _locate(root: Path, tag: str | None, verify: bool) -> tuple[Format, Source]:
 
 
 def _steps(root: Path) -> list[tuple[int, Path]]:
-    """Step folders in `root` and in its `checkpoints/`, newest first."""
+    """Step folders in `root` and in its `checkpoints/` (torchtitan: `checkpoint/`), newest first."""
     steps = []
-    for folder in (root / "checkpoints", root):
+    for folder in (root / "checkpoints", root / "checkpoint", root):
         try:
             children = [child for child in folder.iterdir() if child.is_dir()]
         except OSError:

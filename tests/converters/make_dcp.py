@@ -1,8 +1,8 @@
 """Write DCP checkpoints with torch itself, under real FSDP2 and DDP, beside the values they must hold.
 
-Run as `python make_dcp.py OUT`. Ranks are forked from one process that has imported torch once, which makes a
-dozen process groups cost seconds. Each checkpoint folder lies beside `<name>.ref.pt`: `{"model": ..., "optim":
-{name: {...}}, "groups": ...}` with full tensors.
+Run as `python make_dcp.py OUT`. Ranks are forked from one process that has imported torch once, so that
+several process groups cost seconds. Each checkpoint folder lies beside `<name>.ref.pt`: `{"model": ...,
+"optim": {name: {...}}, "groups": ...}` with full tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -55,7 +55,8 @@ class Odd(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed_tokens(tokens)
         out = self.brain(self.wide(self.narrow(hidden)).bfloat16()).float()
-        return out.sum() + self.lm_head(hidden).square().sum()
+        loss: torch.Tensor = out.sum() + self.lm_head(hidden).square().sum()
+        return loss
 
 
 def full(value: Any) -> Any:
@@ -83,13 +84,13 @@ def trained(world: int, wrap: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def reference(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     weights = {name: full(value) for name, value in get_model_state_dict(model).items()}
-    state = get_optimizer_state_dict(model, optimizer)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     moments = {name: {k: full(v) for k, v in value.items()} for name, value in state["state"].items()}
     return {"model": weights, "optim": moments, "groups": state["param_groups"]}
 
 
 def save(out: Path, name: str, state: dict[str, Any], ref: dict[str, Any]) -> None:
-    dcp.save(state, checkpoint_id=out / name)
+    dcp_save(state, checkpoint_id=out / name)
     if dist.get_rank() == 0:
         torch.save(ref, out / f"{name.replace('/', '+')}.ref.pt")
 

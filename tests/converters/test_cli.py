@@ -14,7 +14,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from converters import safetensors_writer
 from converters.cli import main
 from tests.converters.compare import bits
 from tests.converters.test_dcp import load
@@ -155,7 +154,7 @@ def test_failure_leaves_everything_as_it_was(
             raise error
         return real(fd, data)
 
-    monkeypatch.setattr(safetensors_writer.os, "write", write)
+    monkeypatch.setattr(os, "write", write)
     code = main([str(run), str(out), "--optimizer"] + ["--overwrite"] * overwrite)
     said = capsys.readouterr().err
     assert code == (2 if isinstance(error, OSError) else 130)
@@ -194,7 +193,8 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_starts_without_a_framework_and_in_a_blink() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import converters.cli; took = time.perf_counter() - start;"
+        "import sys, time; start = time.perf_counter(); import converters.cli;"
+        "took = time.perf_counter() - start;"
         "heavy = {'torch', 'transformers', 'tqdm', 'fsspec', 'portable', 'gpu', 'tpu'} & set(sys.modules);"
         "print(took, sorted(heavy))"
     )
@@ -209,12 +209,12 @@ def test_starts_without_a_framework_and_in_a_blink() -> None:
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
-    """Peak anonymous memory for a 160 MB model, cast and verified: that of the interpreter plus the buffers."""
+    """What converting a 160 MB model, cast and verified, adds to the interpreter's peak memory."""
     (tmp_path / "in").mkdir()
     weights = {f"w{i}": torch.zeros(10_000_000) for i in range(4)}
     safetensors.torch.save_file(weights, tmp_path / "in" / "model.safetensors")
     code = (
-        "import sys; from converters.cli import main; import resource;"
+        "import resource, sys; from converters.cli import main;"
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "assert main(sys.argv[1:]) == 0;"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base)"

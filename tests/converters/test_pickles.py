@@ -126,7 +126,7 @@ def test_shared_references_do_not_swell() -> None:
 
 def test_random_mutations_never_escape() -> None:
     rng = random.Random(0)
-    good = pickle.dumps(VALUES[:4] + [collections.OrderedDict(a=1)], 4)
+    good = pickle.dumps([*VALUES[:4], collections.OrderedDict(a=1)], 4)
     for _ in range(3000):
         bad = bytearray(good)
         for _ in range(rng.randrange(1, 4)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from math import prod
 from typing import Any
@@ -82,7 +83,7 @@ def test_flat_pieces_cut_anywhere(seed: int) -> None:
     flat = array.reshape(-1)
     pieces = [
         (start, stop, Memory(b"pad" + flat[start:stop].tobytes()), 3)
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        for start, stop in itertools.pairwise(cuts)
     ]
     rng.shuffle(pieces)
     tensor = Tensor.from_flat("t", "I32", shape, pieces)
@@ -118,7 +119,7 @@ def test_tiling_is_exact(seed: int) -> None:
         piece[rng.randrange(2)][rng.randrange(len(shape))] += rng.choice([-1, 1])
         boxes = [(tuple(low), tuple(size)) for low, size in wrong]
         if rng.random() < 0.3:
-            boxes = boxes[1:] + [rng.choice(cuts)]
+            boxes = [*boxes[1:], rng.choice(cuts)]
         inside = all(
             low >= 0 and size >= 0 and low + size <= length
             for box in boxes

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def opened(path: Path, **span: int) -> TorchZip:
-    return TorchZip(Folder(path.parent).file(path.name), **span)
+def opened(path: Path, offset: int = 0, length: int | None = None) -> TorchZip:
+    return TorchZip(Folder(path.parent).file(path.name), offset, length)
 
 
 def tensor(stored: Any) -> Tensor:
@@ -148,7 +148,7 @@ def test_other_zips_are_refused(tmp_path: Path) -> None:
 
 
 def test_zip64_sizes(tmp_path: Path) -> None:
-    """The directory of a record above 4 GiB keeps its size in the zip64 field; here the field alone is made."""
+    """The directory of a record above 4 GiB keeps its size in the zip64 field; so does this small one."""
     torch.save(torch.arange(4), tmp_path / "a.pt")
     data = bytearray((tmp_path / "a.pt").read_bytes())
     with zipfile.ZipFile(tmp_path / "a.pt") as made:
