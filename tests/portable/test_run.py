@@ -1,0 +1,300 @@
+"""Whole runs on one rank: what they leave behind, and that they go on as if never stopped."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from portable.checkpointing import CheckpointFolder, TrainerState
+from portable.config import load_config
+from portable.errors import RunError, UserError
+from portable.lock import locked
+from portable.metrics import read_metrics
+from portable.run import train_leg
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+def leg(folder: Path, corpus: Path, **overrides: Any) -> int:
+    return train_leg("cpu", configured(folder, corpus, **overrides))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A run of eight steps that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert leg(folder, corpus, train__eval_every=4) == 0
+    return folder
+
+
+def test_leaves_what_the_design_promises(finished: Path) -> None:
+    rows = read_metrics(finished)
+    logged = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in logged] == list(range(1, 9))
+    needed = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "memory", "samples"}
+    assert all(needed <= row.keys() for row in logged)
+    assert [row["samples"] for row in logged] == [6 * step for step in range(1, 9)]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
+    assert logged[-1]["loss"] < logged[0]["loss"] - 0.3
+    assert (finished / "loss.svg").read_text().startswith("<?xml")
+    names = [folder.name for _, folder in CheckpointFolder(finished / "checkpoints", keep=None).complete()]
+    assert names == ["step-000004", "step-000008"]
+    state = json.loads((finished / "checkpoints" / "step-000008" / "trainer_state.json").read_text())
+    assert (state["step"], state["samples"], state["format_version"]) == (8, 48, 1)
+    assert load_config(finished / "config.yaml").train.steps == 8
+
+
+def test_the_final_model_loads_and_computes_the_same(finished: Path, tmp_path: Path) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(finished / "final", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(finished / "final")
+    assert tokenizer.decode(tokenizer("the loss falls\n\tå")["input_ids"]) == "the loss falls\n\tå"
+    # The truth is what torch's own loader makes of the last checkpoint.
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(finished / "checkpoints" / "step-000008", tmp_path / "all.pt")
+    stored = torch.load(tmp_path / "all.pt", weights_only=False)["model"]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, stored[name]), name
+    assert model.config.use_cache  # as the config was given, not as training set it
+
+
+def test_evaluation_equals_a_plain_mean_over_the_held_out_tokens(finished: Path, corpus: Path) -> None:
+    from portable.data import build_data
+
+    config = load_config(finished / "config.yaml")
+    data = build_data(config.data, seed=config.seed, model_vocab_size=TINY_MODEL["vocab_size"])
+    assert data.eval is not None
+    model = AutoModelForCausalLM.from_pretrained(finished / "final")
+    batch = data.eval.batch([(0, i) for i in range(len(data.eval))])
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    recorded = [row["eval_loss"] for row in read_metrics(finished) if "eval_loss" in row][-1]
+    assert recorded == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("stop_after", [3, 4, 7])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    stop_after: int, finished: Path, tmp_path: Path, corpus: Path
+) -> None:
+    folder = tmp_path / "run"
+    assert leg(folder, corpus, train__stop_after=stop_after) == 0
+    assert not (folder / "final").exists()
+    assert leg(folder, corpus) == 0
+    assert losses(folder) == losses(finished)
+    assert weights(folder) == weights(finished)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "shard_grad_op"])
+def test_ranks_go_on_bit_for_bit(strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    settings: dict[str, Any] = {"strategy": strategy, "train__micro_batch_size": 1}
+    assert ranks.run(2, leg_of, tmp_path / "whole", corpus, settings) == 0
+    assert ranks.run(2, leg_of, tmp_path / "run", corpus, settings | {"train__stop_after": 5}) == 0
+    assert ranks.run(2, leg_of, tmp_path / "run", corpus, settings) == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_a_run_moves_between_world_sizes_and_strategies(
+    finished: Path, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    folder = tmp_path / "run"
+    for world_size, strategy, stop in [(3, "full_shard", 2), (1, "no_shard", 4), (2, "no_shard", 6)]:
+        settings = {"strategy": strategy, "train__stop_after": stop, "train__micro_batch_size": 1}
+        assert ranks.run(world_size, leg_of, folder, corpus, settings) == 0
+    assert leg(folder, corpus) == 0
+    assert losses(folder) == pytest.approx(losses(finished), rel=1e-5)
+
+
+def leg_of(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    return leg(folder, corpus, **settings)
+
+
+def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
+    """A leg that SIGKILL ends within its second save."""
+    import portable.checkpointing as module
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "shards":
+        from gpu.engine import TorchEngine
+
+        write = TorchEngine.save
+
+        def save(self: TorchEngine, target: Path) -> Any:
+            handle = write(self, target)
+            if "000008" in target.name:
+                shard = next(target.glob("*.distcp"))
+                os.truncate(shard, shard.stat().st_size // 2)
+                die()
+            return handle
+
+        TorchEngine.save = save  # type: ignore[method-assign]
+    elif moment == "rename":
+        sync = module.sync_folder
+
+        def sync_folder(path: Path) -> None:
+            sync(path)
+            if "000008" in path.name:
+                die()
+
+        module.sync_folder = sync_folder
+    leg(folder, corpus, train__steps=12)
+
+
+@pytest.mark.parametrize("moment", ["shards", "rename"])
+def test_killed_in_the_middle_of_a_save(moment: str, tmp_path: Path, corpus: Path) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    process = multiprocessing.get_context("spawn").Process(
+        target=killed_while_saving, args=(folder, corpus, moment)
+    )
+    process.start()
+    assert leg(whole, corpus, train__steps=12) == 0
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert left == [".step-000008.partial", "step-000004"]
+    assert leg(folder, corpus, train__steps=12) == 0
+    assert losses(folder) == losses(whole)
+    assert weights(folder) == weights(whole)
+    assert not list((folder / "checkpoints").glob(".*"))
+
+
+def test_keeps_the_newest_checkpoints(tmp_path: Path, corpus: Path) -> None:
+    leg(tmp_path, corpus, checkpoint__every_steps=1, checkpoint__keep=2)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-000007", "step-000008"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Path, corpus: Path) -> None:
+    settings: dict[str, Any] = {
+        "train__learning_rate": 1e35,
+        "train__max_grad_norm": None,
+        "train__warmup_steps": 0,
+        "train__optimizer": "sgd",
+        "checkpoint__every_steps": 1,
+        "log__every_steps": 4,
+    }
+    with pytest.raises(RunError, match=r"step 2: the loss or gradient norm is not finite.*step-000001"):
+        leg(tmp_path, corpus, **settings)
+    # The good checkpoint is there, and nothing was saved of the step that failed.
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_masked_updates_leave_weights_and_state_alone(tmp_path: Path, corpus: Path) -> None:
+    from portable.backend import backend_room
+    from portable.run import Prepared, resolve
+
+    backend = backend_room("cpu").create("cpu")
+    run = Prepared(resolve(configured(tmp_path, corpus), backend), backend)
+    engine, _ = run.engine(None)
+    batches = iter(run.train_loader(0))
+    weight = torch.tensor(1.0)
+
+    def step(loss: float) -> None:
+        for parameter in engine.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        engine.update(1e-3, 1.0, torch.tensor(loss))
+
+    step(1.0)
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    assert engine.health().first_bad_update is None
+    step(float("nan"))
+    step(1.0)  # and no update after a bad one either
+    batches.close()
+    assert weight == 1
+    assert engine.health().first_bad_update == 1
+    assert engine.health().skipped_updates == 2
+    assert all(torch.equal(p, q) for p, q in zip(before, engine.model.parameters(), strict=True))
+
+
+def test_a_pretrained_model_goes_on_where_it_was(finished: Path, tmp_path: Path, corpus: Path) -> None:
+    config = configured(
+        tmp_path,
+        corpus,
+        model__config=None,
+        model__name_or_path=str(finished / "final"),
+        train__learning_rate=1e-9,
+        train__steps=2,
+        train__warmup_steps=0,
+    )
+    assert train_leg("cpu", config) == 0
+    trained = [row["eval_loss"] for row in read_metrics(finished) if "eval_loss" in row][-1]
+    now = [row["eval_loss"] for row in read_metrics(tmp_path) if "eval_loss" in row][-1]
+    assert now == pytest.approx(trained, rel=1e-5)
+
+
+def test_one_run_at_a_time_in_a_folder(tmp_path: Path, corpus: Path) -> None:
+    with locked(tmp_path), pytest.raises(UserError, match="in use by another run"):
+        leg(tmp_path, corpus)
+
+
+def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path, corpus: Path) -> None:
+    folder = tmp_path / "run"
+    source = tmp_path / "text.jsonl"
+    source.write_text(corpus.read_text())
+    leg(folder, corpus, data__source=str(source), train__stop_after=2)
+    source.write_text(corpus.read_text().replace("small", "large"))
+    with pytest.raises(UserError, match="trained on other text"):
+        leg(folder, corpus, data__source=str(source))
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path, corpus: Path, finished: Path) -> None:
+    folder = tmp_path / "run"
+    leg(folder, corpus, train__stop_after=2)
+    checkpoint = folder / "checkpoints" / "step-000002"
+    shard = next(checkpoint.glob("*.distcp"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"checkpoint.resume: .*distcp"):
+        leg(folder, corpus)
+    flipped = bytearray(content)
+    flipped[len(content) // 3] ^= 1
+    shard.write_bytes(bytes(flipped))
+    with pytest.raises(UserError, match=r"checkpoint.resume: .*"):
+        leg(folder, corpus)
+    shard.write_bytes(content)
+    (checkpoint / "trainer_state.json").write_text("{")
+    with pytest.raises(UserError, match=r"trainer_state.json: damaged"):
+        leg(folder, corpus)
+    with pytest.raises(UserError, match=r"trainer_state.json: missing"):
+        leg(tmp_path / "other", corpus, checkpoint__resume=str(finished / "final"))
+    with pytest.raises(UserError, match=r"another run \(train.learning_rate"):
+        leg(tmp_path / "third", corpus, checkpoint__resume=str(finished), train__learning_rate=1e-3)
+
+
+def test_resume_from_a_path(tmp_path: Path, corpus: Path, finished: Path) -> None:
+    folder = tmp_path / "run"
+    source = finished / "checkpoints" / "step-000004"
+    assert leg(folder, corpus, checkpoint__resume=str(source)) == 0
+    assert losses(folder) == {step: loss for step, loss in losses(finished).items() if step > 4}
+    assert weights(folder) == weights(finished)
+    with pytest.raises(UserError, match="never, but"):
+        leg(folder, corpus, checkpoint__resume="never")
+
+
+def test_trainer_state_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text('{"format_version": 99}')
+    with pytest.raises(UserError, match="newer than this program"):
+        TrainerState.read(tmp_path)
