@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
 
 class CheckpointError(Exception):
     """A checkpoint, an output folder or an option that is refused.
 
     The message is one line: it names the file or key at fault and, where there is one, the remedy.
     """
+
+
+@contextmanager
+def blame(path: Path) -> Iterator[None]:
+    """Put `path` before the message of a `CheckpointError` raised within, where it says nothing of files."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import Checkpoint, Scalar
 from converters.companions import find_companions
 from converters.dtypes import itemsize
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
 from converters.formats.dcp_metadata import (
     Dims,
@@ -131,7 +131,8 @@ def _tensor(entry: Entry, name: str) -> Tensor:
         if item.length < prod(sizes) * itemsize(entry.dtype):
             raise CheckpointError(f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short")
         boxes.append(Box(offsets, sizes, _Locator(entry, item, sizes)))
-    return Tensor(name, entry.dtype, entry.shape, boxes)
+    with blame(entry.folder.path):
+        return Tensor(name, entry.dtype, entry.shape, boxes)
 
 
 class _Locator:

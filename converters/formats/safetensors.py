@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import Checkpoint, OptimizerState, Scalar
 from converters.companions import find_companions
 from converters.dtypes import NUMPY, itemsize
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
 from converters.naming import plain_names, split_state_key
 from converters.storage import Folder, SourceFile
@@ -153,7 +153,8 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
         if high - low != prod(shape) * itemsize(dtype):
             raise CheckpointError(f"{file.path}: {name!r} has {high - low} bytes for {dtype} {shape}")
         span = file.span(start + low, high - low, what=repr(name))
-        tensors[name] = Tensor.contiguous(name, dtype, shape, span)
+        with blame(file.path):
+            tensors[name] = Tensor.contiguous(name, dtype, shape, span)
         spans.append((low, high, name))
     spans.sort()
     bounds = [(0, 0, ""), *spans, (file.nbytes - start, file.nbytes - start, "")]

@@ -170,6 +170,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # before the forks: OpenMP's threads do not survive them
     out = Path(sys.argv[1])
+    trained(1, "plain")  # the optimizer's first use imports a great deal: once here, not once a rank
     for world in (1, 2, 3):
         launch(world, out, writers)
     launch(4, out, grid)
