@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from portable.config.rules import largest_divisor
 from portable.errors import UserError
 from portable.model import state_tensors, transformer_layers
 
@@ -69,15 +69,13 @@ def plan_batches(config: RunConfig, *, world_size: int, rank: int) -> BatchPlan:
     share = total // world_size
     micro = config.train.micro_batch_size
     assert micro != "auto"  # a backend has replaced or refused it
-    divisors = [n for n in range(1, share + 1) if share % n == 0]
-    if not config.is_set("train.micro_batch_size"):
-        micro = divisors[bisect.bisect(divisors, micro) - 1]
-    elif share % micro:
+    fitting = largest_divisor(share, micro)
+    if config.is_set("train.micro_batch_size") and fitting != micro:
         raise UserError(
             f"train.micro_batch_size: a rank's share of the global batch is {share} sequences, which "
-            f"micro-batches of {micro} do not divide; use one of {', '.join(map(str, divisors))}"
+            f"micro-batches of {micro} do not divide; use {fitting} or another divisor of {share}"
         )
-    return BatchPlan(total, micro, world_size, rank, config.seed)
+    return BatchPlan(total, fitting, world_size, rank, config.seed)
 
 
 def total_steps(config: RunConfig, samples: int) -> int:

@@ -6,7 +6,6 @@ config, in which every key is written out, passes the same rules as the short fi
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +26,11 @@ class ConflictError(ValueError):
         self.keys = keys
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``most``."""
+    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
+
+
 def settle(config: RunConfig) -> None:
     """Let defaults follow the settings they depend on, where the user gave no value."""
     model, data, train = config.model, config.data, config.train
@@ -40,7 +44,7 @@ def settle(config: RunConfig) -> None:
     if steps is not None and not config.is_set("train.warmup_steps"):
         _default(config, "train", warmup_steps=min(train.warmup_steps, steps // 10))
     if train.micro_batch_size != "auto" and not config.is_set("train.micro_batch_size"):
-        divisor = math.gcd(train.micro_batch_size, train.global_batch_size)
+        divisor = largest_divisor(train.global_batch_size, train.micro_batch_size)
         _default(config, "train", micro_batch_size=divisor)
 
 
@@ -127,7 +131,7 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
         yield ConflictError(
             ("train.micro_batch_size", "train.global_batch_size"),
             f"train.global_batch_size {train.global_batch_size} is not a multiple of train.micro_batch_size "
-            f"{micro}; use {math.gcd(train.global_batch_size, micro)} or another divisor",
+            f"{micro}; use {largest_divisor(train.global_batch_size, micro)} or another divisor",
         )
     if train.optimizer == "adafactor" and config.strategy in ZERO:
         yield ConflictError(

@@ -146,7 +146,7 @@ def test_default_warmup_follows_steps(steps: int, warmup: int) -> None:
     assert accepted(train={"steps": steps}).train.warmup_steps == warmup
 
 
-@pytest.mark.parametrize(("batch", "micro"), [(8, 4), (6, 2), (7, 1), (2, 2), (64, 4)])
+@pytest.mark.parametrize(("batch", "micro"), [(8, 4), (6, 3), (7, 1), (2, 2), (64, 4)])
 def test_default_micro_batch_divides_the_global_batch(batch: int, micro: int) -> None:
     config = accepted(train={"global_batch_size": batch})
     assert config.train.micro_batch_size == micro

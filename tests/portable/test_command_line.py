@@ -1,0 +1,183 @@
+"""``portable-train`` as a person types it: bad input, dry runs, questions about checkpoints."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.cli import main
+from tests.runs import TINY_MODEL, flags, tiny
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """Run, and return the one line of the refusal."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line]
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("error: ")
+    assert captured.out == ""
+    return lines[0]
+
+
+def snapshot(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in sorted(folder.rglob("*"))}
+
+
+BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("near miss", {"train.learning_rat": 1}, ["train.learning_rat", "did you mean", "train.learning_rate"]),
+    ("wrong type", {"train.steps": "many"}, ["train.steps", "many"]),
+    ("contradiction", {"train.stop_after": 9}, ["train.stop_after", "train.steps"]),
+    ("missing file", {"data.source": "no/such/file.jsonl"}, ["data.source", "no/such/file.jsonl"]),
+    ("missing field", {"data.text_field": "txt"}, ["txt", "text"]),
+    ("model type", {"model.config": {"model_type": "lama"}}, ["model.config.model_type", "llama"]),
+    (
+        "model key",
+        {"model.config": {**TINY_MODEL, "hiden_size": 3}},
+        ["model.config.hiden_size", "did you mean hidden_size?"],
+    ),
+    ("positions", {"data.seq_len": 65}, ["data.seq_len", "max_position_embeddings"]),
+    ("batch", {"train.micro_batch_size": 4}, ["train.micro_batch_size", "use 3"]),
+    ("tokenizer", {"data.tokenizer": "no/such/tokenizer"}, ["data.tokenizer", "no/such/tokenizer"]),
+    ("model folder", {"model.config": None, "model.name_or_path": "no/such/model"}, ["model.name_or_path"]),
+    ("resume path", {"checkpoint.resume": "no/such/step"}, ["checkpoint.resume", "no/such/step"]),
+    ("optimizer", {"train.optimizer": "adafactor"}, ["train.optimizer", "adamw"]),
+    ("strategy", {"strategy": "zero2"}, ["strategy", "full_shard"]),
+    ("precision", {"precision": "tf32"}, ["precision", "tf32"]),
+    ("tracker", {"log.trackers": ["wandb"]}, ["log.trackers", "pip install wandb"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), [c[1:] for c in BAD_SETTINGS], ids=[c[0] for c in BAD_SETTINGS])
+def test_bad_settings(
+    settings: dict[str, Any],
+    words: list[str],
+    tmp_path: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    line = refusal(capsys, flags(tiny(out, corpus) | settings))
+    for word in words:
+        assert word in line
+    assert not (out / "checkpoints").exists()
+
+
+def test_empty_data(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert "empty.jsonl" in refusal(capsys, flags(tiny(tmp_path / "out", corpus, data__source=str(empty))))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tiny(tmp_path / "out", corpus, data__vocab_size=400)
+    line = refusal(capsys, flags(settings))
+    assert "data.tokenizer" in line and "model.config.vocab_size to at least 400" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(tiny(tmp_path, corpus, train__steps=2))) == 0
+    capsys.readouterr()
+    before = snapshot(tmp_path)
+    line = refusal(capsys, flags(tiny(tmp_path, corpus, train__steps=2, seed=1)))
+    assert str(tmp_path) in line and "seed: 0 and 1" in line
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nproc", "1000"], ["--nproc", "1000"]),
+        (["--nproc", "4"], ["train.global_batch_size", "4 ranks", "4 or 8"]),
+        (["--nproc", "0"], ["--nproc"]),
+        (["--backend", "xla", "--nproc", "2"], ["xla"]),
+        (["--backend", "gpu"], ["gpu", "cuda"]),
+        (["--confg", "x.yaml"], ["--confg", "--config"]),
+        (["--config", "no-such.yaml"], ["no-such.yaml"]),
+    ],
+)
+def test_bad_options(
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = tiny(tmp_path / "out", corpus)
+    del settings["backend"]
+    line = refusal(capsys, [*flags(settings), *arguments])
+    for word in words:
+        assert word in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_says_what_would_happen_and_writes_nothing(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.chdir(tmp_path)
+    settings = tiny(tmp_path / "out", corpus, data__cache_dir=str(cache))
+    assert main([*flags(settings), "--dry-run", "--nproc", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "model_type: llama" in printed
+    rows = dict(
+        line.strip().split("  ", 1)
+        for line in printed.split("# What this run will do\n")[1].splitlines()
+        if "  " in line.strip()
+    )
+    assert "parameters" in rows["model"]
+    assert rows["tokens a step"].strip() == "192"
+    assert "2 ranks x 1 accumulation steps x 3" in rows["batch"]
+    assert rows["steps"].strip() == "8"
+    assert "KiB" in rows["a checkpoint"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_dry_run_knows_the_bytes_of_a_checkpoint(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from converters import open_checkpoint
+    from portable.metrics import human_bytes
+
+    settings = tiny(tmp_path, corpus, train__steps=2)
+    assert main(flags(settings)) == 0
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.optimizer is not None
+    stored = sum(t.nbytes for t in checkpoint.tensors.values())
+    for state in checkpoint.optimizer.state.values():
+        stored += sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))  # type: ignore[union-attr]
+    capsys.readouterr()
+    assert main([*flags(settings), "--dry-run"]) == 0
+    assert human_bytes(stored) in capsys.readouterr().out
+
+
+def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = flags(tiny(tmp_path, corpus, train__steps=2))
+    assert main(settings) == 0
+    recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    capsys.readouterr()
+    before = snapshot(tmp_path)
+    assert main([*settings, "--eval-only"]) == 0
+    assert f"{recorded[-1]['eval_loss']:.6f}" in capsys.readouterr().out
+    assert main(["--resume-info", str(tmp_path)]) == 0
+    assert "2 of 2" in capsys.readouterr().out
+    assert snapshot(tmp_path) == before
+    assert "missing" in refusal(capsys, ["--resume-info", str(tmp_path / "nowhere")])
+
+
+def test_the_log_lines_and_the_summary(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(tiny(tmp_path, corpus, train__steps=2, log__trackers=["tensorboard"]))) == 0
+    printed = capsys.readouterr().err
+    assert "step 2/2  loss" in printed
+    for word in ("samples/s", "tokens/s", "peak memory", "evaluation loss", "loss curve", "final"):
+        assert word in printed
+    assert list((tmp_path / "tensorboard").iterdir())
