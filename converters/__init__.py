@@ -9,6 +9,7 @@ checkpoint.tensors["model.embed_tokens.weight"].read((slice(0, 16),))
 from __future__ import annotations
 
 from converters.checkpoint import Checkpoint, OptimizerState
+from converters.dcp_writer import write_dcp
 from converters.errors import CheckpointError
 from converters.opening import open_checkpoint
 from converters.safetensors_writer import write_safetensors
@@ -20,5 +21,6 @@ __all__ = [
     "OptimizerState",
     "Tensor",
     "open_checkpoint",
+    "write_dcp",
     "write_safetensors",
 ]

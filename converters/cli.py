@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from converters.casting import CHOICES
+from converters.dcp_writer import plan_dcp, write_dcp
 from converters.errors import CheckpointError
 from converters.opening import open_checkpoint
 from converters.output import check_output
-from converters.safetensors_writer import Plan, plan_safetensors, write_safetensors
+from converters.safetensors_writer import plan_safetensors, write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from converters.checkpoint import Checkpoint
+    from converters.writing import Plan
 
 _UNITS = {
     "": 1,
@@ -31,6 +33,8 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
+
+_WRITERS = {"safetensors": (plan_safetensors, write_safetensors), "dcp": (plan_dcp, write_dcp)}
 
 _DESCRIPTION = """\
 Turn a training checkpoint into a folder that from_pretrained loads.
@@ -46,6 +50,7 @@ examples:
   portable-convert runs/quickstart out/ --tag step-000100  a certain step
   portable-convert ckpt/ out/ --dtype bfloat16             half the size, for inference
   portable-convert ckpt/ out/ --optimizer                  the optimizer's moments too
+  portable-convert ckpt/ out/ --to dcp --optimizer         for torch.distributed.checkpoint
   portable-convert ckpt/ out/ --dry-run                    what would be written; writes nothing
   portable-convert ckpt/ out/ --verify                     read OUT back and compare before it appears
 
@@ -89,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--optimizer", action="store_true", help="also write optimizer.safetensors and optimizer.json"
     )
-    parser.add_argument("--to", choices=["safetensors", "dcp"], default="safetensors", help="format to write")
+    parser.add_argument("--to", choices=list(_WRITERS), default="safetensors", help="format to write")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     parser.add_argument("--verify", action="store_true", help="compare OUT with SRC before it appears")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
@@ -130,8 +135,7 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def _convert(options: argparse.Namespace) -> int:
     source, out = Path(options.src), Path(options.out)
-    if options.to == "dcp":
-        raise CheckpointError("--to dcp: writing DCP is not supported yet; use --to safetensors")
+    make_plan, write = _WRITERS[options.to]
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder")
     if not options.dry_run:
@@ -143,9 +147,9 @@ def _convert(options: argparse.Namespace) -> int:
         "optimizer": options.optimizer,
     }
     if options.dry_run:
-        print(_describe(checkpoint, plan_safetensors(checkpoint, **chosen), out))
+        print(_describe(checkpoint, make_plan(checkpoint, **chosen), out))
         return 0
-    plan = write_safetensors(
+    plan = write(
         checkpoint,
         out,
         **chosen,

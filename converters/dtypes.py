@@ -36,6 +36,7 @@ _TABLE: tuple[tuple[str, Any, str, str], ...] = (
 NUMPY: dict[str, np.dtype[Any]] = {name: np.dtype(kind) for name, kind, _, _ in _TABLE}
 FROM_TORCH: dict[str, str] = {torch: name for name, _, torch, _ in _TABLE}
 TO_TORCH: dict[str, str] = {name: torch for name, _, torch, _ in _TABLE}
+TO_STORAGE: dict[str, str] = {name: storage for name, _, _, storage in _TABLE if storage}
 FROM_STORAGE: dict[str, str] = {storage: name for name, _, _, storage in _TABLE if storage}
 FROM_NUMPY: dict[np.dtype[Any], str] = {np.dtype(kind): name for name, kind, _, _ in _TABLE}
 

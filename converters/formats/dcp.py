@@ -96,6 +96,11 @@ def _open(source: Source) -> Checkpoint:
     )
 
 
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of one DCP folder under its own key, containers and all."""
+    return {key: _tensor(entry, key) for key, entry in read_metadata(Folder(folder)).items() if entry.dtype}
+
+
 def _metadata(path: Path) -> dict[str, Any]:
     """The number of writers, and what this project's trainer says beside the shards."""
     names = [entry.name for folder in _folders(path) for entry in folder.iterdir()]

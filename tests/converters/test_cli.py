@@ -74,7 +74,6 @@ def test_converts_a_run(run: Path, written: Path, tmp_path: Path, capsys: pytest
     assert set(stored) == set(reference["model"]) - {"lm_head.weight"}
     assert all(bits(value) == bits(reference["model"][name]) for name, value in stored.items())
     moments = safetensors.torch.load_file(out / "optimizer.safetensors")
-    assert moments == moments | {}
     for name, state in reference["optim"].items():
         for what, value in state.items():
             assert bits(moments[f"{name}.{what}"]) == bits(value)

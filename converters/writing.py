@@ -1,0 +1,267 @@
+"""Carrying out a conversion: what every writer shares.
+
+A writer plans: which files there will be, and for each the bytes and tensors it consists of, in order.
+Everything but the tensors' own bytes is known before the first is written, so a plan can be shown, measured
+and checked against the free disk. `carry_out` then streams it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isal import isal_zlib
+
+from converters.casting import BLOCK_BYTES, cast_blocks, cast_dtype, parse_dtype
+from converters.dtypes import itemsize
+from converters.errors import CheckpointError
+from converters.output import check_output, new_folder
+from converters.storage import Memory
+from converters.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from converters.checkpoint import Checkpoint, Scalar
+    from converters.storage import Touched
+
+Bar = Any  # a tqdm bar; its class is imported late
+# Bytes the kernel copies in one call, so that the progress bar moves and Ctrl-C is heard.
+_KERNEL_COPY = 64 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the output, in the type it is written in; `name` is unique within the output."""
+
+    name: str
+    dtype: str
+    tensor: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class Trailer:
+    """`nbytes` bytes that follow a tensor and depend on the CRC32 of its bytes."""
+
+    nbytes: int
+    make: Callable[[int], bytes]
+
+
+Part = bytes | Entry | Trailer
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file to be written: literal bytes, tensors, and what follows from them, in order."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The tensors of the file."""
+        return [part for part in self.parts if isinstance(part, Entry)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a conversion will write.
+
+    Attributes:
+        files: the files that hold tensors.
+        documents: small files: name -> content.
+        companions: files copied as they are: name -> path.
+        reopen: the written folder -> the tensors in it by `Entry.name`, for comparing with the source.
+    """
+
+    files: tuple[PlannedFile, ...]
+    documents: Mapping[str, bytes]
+    companions: Mapping[str, Path]
+    reopen: Callable[[Path], Mapping[str, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that hold tensors."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def buffer(self) -> int:
+        """Peak bytes of tensor data in memory."""
+        casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
+        return BLOCK_BYTES * (3 if casts else 1)
+
+
+def model_entries(checkpoint: Checkpoint, dtype: str) -> list[Entry]:
+    """The model's tensors in the type `--dtype` asks for; CheckpointError if there are none."""
+    target = parse_dtype(dtype)
+    if not checkpoint.tensors:
+        raise CheckpointError(f"{checkpoint.root}: holds no model tensors")
+    return [Entry(name, cast_dtype(tensor, target), tensor) for name, tensor in checkpoint.tensors.items()]
+
+
+def optimizer_entries(checkpoint: Checkpoint) -> list[tuple[str, str, Entry]]:
+    """(parameter, state name, entry) of all optimizer state, numbers as 0-d tensors, never cast."""
+    optimizer = checkpoint.optimizer
+    if optimizer is None:
+        raise CheckpointError(f"{checkpoint.root}: holds no optimizer state; convert without --optimizer")
+    found = []
+    for name, values in optimizer.state.items():
+        for what, value in values.items():
+            tensor = value if isinstance(value, Tensor) else _scalar(f"{name}.{what}", value)
+            found.append((name, what, Entry(f"{name}.{what}", tensor.dtype, tensor)))
+    return found
+
+
+def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
+    """Cut into runs of at most `limit` bytes; a larger tensor gets a run of its own."""
+    if limit < 1:
+        raise CheckpointError(f"max_shard_size {limit} is not a positive number of bytes")
+    made: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if made[-1] and size + entry.nbytes > limit:
+            made.append([])
+            size = 0
+        made[-1].append(entry)
+        size += entry.nbytes
+    return made
+
+
+def carry_out(
+    checkpoint: Checkpoint,
+    make_plan: Callable[[], Plan],
+    out: Path,
+    *,
+    overwrite: bool,
+    progress: bool,
+    verify: bool,
+) -> Plan:
+    """Write a plan into `out`, which appears whole or stays as it was.
+
+    Raises:
+        CheckpointError: `out` is refused, the source is damaged, or the disk is full.
+    """
+    target = check_output(out, [checkpoint.root], overwrite=overwrite)
+    plan = make_plan()
+    from tqdm import tqdm  # not at the top: it takes as long to import as the rest of this package
+
+    # disable=None: no bar where stderr is no terminal
+    total = plan.nbytes * (2 if verify else 1)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=target.name, disable=None if progress else True)
+    with bar, new_folder(target, needed=plan.nbytes, overwrite=overwrite) as folder:
+        touched: Touched = set()
+        for file in plan.files:
+            _write_file(folder / file.name, file, touched, bar)
+        for span in touched:
+            span.verify()
+        for name, data in plan.documents.items():
+            _write_bytes(folder / name, data)
+        for name, path in plan.companions.items():
+            _write_bytes(folder / name, path.read_bytes())
+        if verify:
+            _verify(folder, plan, bar)
+    return plan
+
+
+def _scalar(name: str, value: Scalar) -> Tensor:
+    if isinstance(value, bool):
+        return Tensor.contiguous(name, "BOOL", (), Memory(bytes([value])))
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
+        return Tensor.contiguous(name, "I64", (), Memory(value.to_bytes(8, "little", signed=True)))
+    return Tensor.contiguous(name, "F64", (), Memory(struct.pack("<d", value)))
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_file(path: Path, file: PlannedFile, touched: Touched, bar: Bar) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        crc = 0
+        for i, part in enumerate(file.parts):
+            if isinstance(part, Entry):
+                summed = i + 1 < len(file.parts) and isinstance(file.parts[i + 1], Trailer)
+                crc = _write_entry(fd, part, touched, bar, summed=summed)
+            else:
+                data = part if isinstance(part, bytes) else part.make(crc)
+                _write_all(fd, memoryview(data))
+                bar.update(len(data))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_entry(fd: int, entry: Entry, touched: Touched, bar: Bar, *, summed: bool) -> int:
+    """Stream one tensor; its CRC32 where `summed`."""
+    if not summed and entry.dtype == entry.tensor.dtype and _kernel_copy(fd, entry.tensor, bar):
+        return 0
+    crc = 0
+    for block in cast_blocks(entry.tensor, entry.dtype, touched):
+        data = block.view("u1").data
+        if summed:
+            crc = isal_zlib.crc32(data, crc)
+        _write_all(fd, data)
+        bar.update(len(data))
+    return crc
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _kernel_copy(fd: int, tensor: Tensor, bar: Bar) -> bool:
+    """Let the kernel copy a tensor that lies whole in one file and has no checksum to compute on the way."""
+    span = tensor.whole_span()
+    if span is None or not hasattr(os, "copy_file_range"):
+        return False
+    descriptor = span.file.folder.descriptor(span.file)
+    start = os.lseek(fd, 0, os.SEEK_CUR)
+    at, left = span.offset, span.nbytes
+    while left:
+        try:
+            count = os.copy_file_range(descriptor.fd, fd, min(left, _KERNEL_COPY), offset_src=at)
+        except OSError:
+            count = 0  # across filesystems, or an old kernel: copy by hand, from the start
+        if count == 0:
+            os.ftruncate(fd, start)
+            os.lseek(fd, start, os.SEEK_SET)
+            bar.update(left - span.nbytes)
+            return False
+        at, left = at + count, left - count
+        bar.update(count)
+    return True
+
+
+def _verify(folder: Path, plan: Plan, bar: Bar) -> None:
+    """Compare the written files with the source, tensor by tensor."""
+    copies = plan.reopen(folder)
+    for file in plan.files:
+        for entry in file.entries:
+            copy = copies.get(entry.name)
+            if copy is None or copy.shape != entry.tensor.shape or copy.dtype != entry.dtype:
+                raise CheckpointError(f"{file.name}: {entry.name!r} did not come out as planned")
+            touched: Touched = set()
+            step = BLOCK_BYTES // itemsize(entry.tensor.dtype) * itemsize(entry.dtype)
+            ours = cast_blocks(entry.tensor, entry.dtype, set())
+            for left, right in zip(ours, copy.blocks(step, touched), strict=True):
+                if left.tobytes() != right.tobytes():
+                    raise CheckpointError(f"{file.name}: {entry.name!r} is not what was written")
+            for span in touched:
+                span.verify()
+            bar.update(entry.nbytes)

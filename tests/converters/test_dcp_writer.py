@@ -1,0 +1,98 @@
+"""DCP written without torch, read back by torch itself."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from converters import Tensor, open_checkpoint, write_dcp, write_safetensors
+from converters.cli import main
+from converters.storage import Memory
+from converters.torchzip_writer import pickle, tensor_parts, value_bytes
+from converters.writing import Entry, PlannedFile, Trailer
+from tests.converters.compare import assert_model, assert_optimizer, bits
+from tests.converters.test_dcp import load
+from tests.converters.test_safetensors import WEIGHTS, model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def blank(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: blank(item) for key, item in value.items()}
+    return [blank(item) for item in value] if isinstance(value, list) else value
+
+
+def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Path) -> None:
+    reference = load(written / "fsdp3-ours.ref.pt")
+    argv = [str(written / "fsdp3-ours"), str(tmp_path / "out"), "--to", "dcp", "--optimizer", "--verify"]
+    assert main([*argv, "--max-shard-size", "500", "--quiet"]) == 0
+    assert len(list((tmp_path / "out").glob("*.distcp"))) > 1
+    again = open_checkpoint(tmp_path / "out")
+    assert_optimizer(again, reference)
+    del reference["model"]["lm_head.weight"]
+    assert_model(again, reference["model"])
+    groups = [{"lr": 0.0, "params": []} for _ in reference["groups"]]
+    state: dict[str, Any] = {
+        "model": blank(reference["model"]),
+        "optim": {"state": blank(reference["optim"]), "param_groups": groups},
+    }
+    dcp_load(state, checkpoint_id=tmp_path / "out")
+    for name, value in reference["model"].items():
+        assert bits(state["model"][name]) == bits(value)
+    for name, values in reference["optim"].items():
+        assert all(bits(state["optim"]["state"][name][what]) == bits(value) for what, value in values.items())
+    assert state["optim"]["param_groups"][0]["lr"] == 0.01
+    assert state["optim"]["param_groups"][0]["params"] == reference["groups"][0]["params"]
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    source = model(tmp_path / "in")
+    plan = write_dcp(open_checkpoint(source), tmp_path / "dcp", progress=False, verify=True)
+    for file in plan.files:
+        assert (tmp_path / "dcp" / file.name).stat().st_size == file.nbytes
+    state = blank({"model": {k: v for k, v in WEIGHTS.items() if k != "f.f8"}})
+    dcp_load(state, checkpoint_id=tmp_path / "dcp")
+    assert all(bits(value) == bits(WEIGHTS[name]) for name, value in state["model"].items())
+    write_safetensors(open_checkpoint(tmp_path / "dcp"), tmp_path / "back", progress=False)
+    assert_model(open_checkpoint(tmp_path / "back"), WEIGHTS)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "U16", "F8_E4M3", "BOOL", "C64"])
+def test_items_are_torch_save_files(tmp_path: Path, dtype: str) -> None:
+    data = bytes(range(2)) * 48 if dtype == "BOOL" else bytes(range(96))
+    width = {"F32": 4, "BF16": 2, "U16": 2, "F8_E4M3": 1, "BOOL": 1, "C64": 8}[dtype]
+    tensor = Tensor.contiguous("x", dtype, (3, 32 // width), Memory(data))
+    entry = Entry("x", dtype, tensor)
+    parts = tensor_parts(entry)
+    path = tmp_path / "x.pt"
+    crc = zlib.crc32(data)
+    path.write_bytes(
+        b"".join(
+            part if isinstance(part, bytes) else part.make(crc) if isinstance(part, Trailer) else data
+            for part in parts
+        )
+    )
+    assert path.stat().st_size == PlannedFile("x", tuple(parts)).nbytes
+    with zipfile.ZipFile(path) as made:
+        assert made.testzip() is None
+    value = torch.load(path, weights_only=True)
+    assert bits(value) == data
+    assert tuple(value.shape) == tensor.shape
+
+
+def test_values(tmp_path: Path) -> None:
+    value = {"a": [1, -1, 255, 256, -(1 << 40), 1 << 62, 0.5, True, None], "é": ("x", {}, [])}
+    path = tmp_path / "v.pt"
+    path.write_bytes(value_bytes(value))
+    assert torch.load(path, weights_only=True) == value
+    with pytest.raises(TypeError):
+        pickle(object())
