@@ -90,7 +90,7 @@ def test_items_are_torch_save_files(tmp_path: Path, dtype: str) -> None:
 
 
 def test_values(tmp_path: Path) -> None:
-    value = {"a": [1, -1, 255, 256, -(1 << 40), 1 << 62, 0.5, True, None], "é": ("x", {}, [])}
+    value: dict[str, Any] = {"a": [1, -1, 255, 256, -(1 << 40), 1 << 62, 0.5, True, None], "é": ("x", {}, [])}
     path = tmp_path / "v.pt"
     path.write_bytes(value_bytes(value))
     assert torch.load(path, weights_only=True) == value
