@@ -83,61 +83,55 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """What it learns from."""
 
+    # Where the text lies and what its fields are called may differ between machines, so neither is part of
+    # the run's identity: that it is the same text is held by a digest of its tokens, which checkpoints keep.
+
     source: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
         description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet). "
         "Null: the source text of this machine's Python standard library, which needs no download.",
-        json_schema_extra=IDENTITY,
     )
     config_name: str | None = Field(
         default=None,
         description="Configuration of the hub dataset, where it has several (as wikitext-2-raw-v1).",
-        json_schema_extra=IDENTITY,
     )
     split: str = Field(
         default="train",
         min_length=1,
         description="Split of the hub dataset to train on; slices such as train[:10%] work.",
-        json_schema_extra=IDENTITY,
     )
     max_samples: int | None = Field(
         default=None,
         ge=1,
         description="Use at most this many records of the source, from its start. Null: all. For trying a "
         "config on a large dataset.",
-        json_schema_extra=IDENTITY,
     )
     text_field: str = Field(
         default="text",
         min_length=1,
         description="Field of a record that holds its text.",
-        json_schema_extra=IDENTITY,
     )
     target_field: str = Field(
         default="target",
         min_length=1,
         description="Field that holds the text to produce (seq2seq-lm).",
-        json_schema_extra=IDENTITY,
     )
     label_field: str = Field(
         default="label",
         min_length=1,
         description="Field that holds the class (sequence-classification).",
-        json_schema_extra=IDENTITY,
     )
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
         description="Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a "
         "model built from scratch, a small byte-pair encoding trained on the source, once, and cached.",
-        json_schema_extra=IDENTITY,
     )
     vocab_size: int | None = Field(
         default=None,
         ge=300,
         description="Tokens in the byte-pair encoding that is trained when there is no tokenizer. Null: the "
         "vocab_size of the model.",
-        json_schema_extra=IDENTITY,
     )
     seq_len: int = Field(
         default=256,
@@ -156,8 +150,8 @@ class DataConfig(Section):
         default=0.01,
         ge=0,
         lt=1,
-        description="Share held out for evaluation: the end of the packed text, or, where texts are not packed, a fixed "
-        "choice of records. 0: none, and no evaluation.",
+        description="Share held out for evaluation: the end of the packed text, or, where texts are not "
+        "packed, a fixed choice of records. 0: none, and no evaluation.",
         json_schema_extra=IDENTITY,
     )
     num_workers: int = Field(

@@ -1,0 +1,175 @@
+"""Real ranks in real processes: started, failing, signalled, orphaned."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.errors import RunError, UserError
+from portable.launch import launch
+from portable.lock import locked
+from portable.metrics import read_metrics
+from portable.run import train_leg
+from tests.runs import configured, flags, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BIN = Path(sys.executable).parent
+
+
+def start(scratch: Path, settings: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
+    command = [str(BIN / "portable-train"), *flags(settings), *arguments]
+    scratch.mkdir(exist_ok=True)
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def steps_logged(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return max((row["step"] for row in read_metrics(folder)), default=0) if path.exists() else 0
+
+
+def ranks_of(scratch: Path) -> dict[int, int]:
+    """The process id of each rank of the launcher that now runs with this scratch folder."""
+    newest = max(scratch.glob("portable-launch-*"), key=lambda path: path.stat().st_mtime_ns)
+    fields = [path.name.split(".") for path in newest.glob("rank*.pid")]
+    return {int(name.removeprefix("rank")): int(pid) for name, pid, _ in fields}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path) -> None:
+    """One run of many steps, ended three ways, and no step lost or done twice."""
+    whole, folder, scratch = tmp_path / "whole", tmp_path / "run", tmp_path / "scratch"
+    # A larger model than elsewhere, so that a step takes long enough to be interrupted.
+    settings = tiny(
+        folder,
+        corpus,
+        train__steps=400,
+        train__warmup_steps=2,
+        train__learning_rate=1e-3,
+        train__micro_batch_size=1,
+        checkpoint__every_steps=10,
+        data__eval_fraction=0,
+        log__sample_tokens=0,
+    )
+
+    # SIGTERM: the step is finished, a checkpoint saved, exit code 75.
+    run = start(scratch, settings, "--nproc", "2")
+    wait_for(lambda: steps_logged(folder) >= 3 or run.poll() is not None)
+    run.send_signal(signal.SIGTERM)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 75, errors
+    stopped = steps_logged(folder)
+    newest = sorted(p.name for p in (folder / "checkpoints").iterdir())[-1]
+    assert newest == f"step-{stopped:06d}"
+    assert f"stopped at step {stopped}" in errors
+
+    # SIGKILL of the launcher: its ranks end with it, and the folder is free again.
+    run = start(scratch, settings, "--nproc", "2")
+    wait_for(lambda: steps_logged(folder) >= stopped + 12 or run.poll() is not None)
+    workers = ranks_of(scratch)
+    assert list(sorted(workers)) == [0, 1]
+    assert all(alive(pid) for pid in workers.values())
+    with pytest.raises(UserError, match="in use"), locked(folder):
+        pass
+    run.kill()
+    run.communicate()
+    wait_for(lambda: not any(alive(pid) for pid in workers.values()), 10)
+    size = (folder / "metrics.jsonl").stat().st_size
+    time.sleep(0.3)
+    assert (folder / "metrics.jsonl").stat().st_size == size
+    with locked(folder):
+        pass
+
+    # One rank killed: the launcher says which, and how it ended.
+    before = steps_logged(folder)
+    run = start(scratch, settings, "--nproc", "2")
+    wait_for(lambda: steps_logged(folder) > before or run.poll() is not None)
+    os.kill(ranks_of(scratch)[1], signal.SIGKILL)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "error: rank 1 failed first: it was killed by SIGKILL" in errors
+
+    # And it still goes on to the end; on one rank now, which moves no loss by more than rounding.
+    assert train_leg("cpu", configured(folder, corpus, **_dunder(settings))) == 0
+    assert train_leg("cpu", configured(whole, corpus, **_dunder(settings))) == 0
+    ours = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
+    theirs = {row["step"]: row["loss"] for row in read_metrics(whole) if "loss" in row}
+    assert list(ours) == list(range(1, 401))
+    # Chaos multiplies rounding differences; over the steps that the interruptions fell into they are small.
+    upto = stopped + 20
+    assert [ours[s] for s in range(1, upto)] == pytest.approx([theirs[s] for s in range(1, upto)], rel=1e-4)
+
+
+def _dunder(settings: dict[str, Any]) -> dict[str, Any]:
+    return {k.replace(".", "__"): v for k, v in settings.items() if k != "output_dir"}
+
+
+@pytest.mark.slow
+def test_torchrun_is_joined(tmp_path: Path, corpus: Path) -> None:
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "portable.cli"]
+    settings = tiny(tmp_path, corpus, train__steps=2, train__micro_batch_size=1)
+    done = subprocess.run(
+        [*command, *flags(settings)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    state = json.loads((tmp_path / "checkpoints" / "step-000002" / "trainer_state.json").read_text())
+    assert state["world_size"] == 2
+
+
+def _rank_function(how: str) -> int:
+    rank = int(os.environ["RANK"])
+    if rank == 1 and how == "refuses":
+        raise UserError("data.source: nothing there")
+    if rank == 1 and how == "breaks":
+        raise ValueError("a bug of ours")
+    if rank == 1 and how == "exits":
+        os._exit(9)
+    if how == "returns":
+        return 75
+    time.sleep(60)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("refuses", UserError, "data.source: nothing there"),
+        ("breaks", RunError, "rank 1 failed first: ValueError: a bug of ours"),
+        ("exits", RunError, "rank 1 failed first: it ended with exit code 9"),
+    ],
+)
+def test_the_first_rank_that_fails_is_reported(how: str, kind: type[Exception], message: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(kind, match=message):
+        launch(_rank_function, (how,), ranks=2)
+    assert time.monotonic() - begin < 50  # the other rank was ended, not waited for
+
+
+def test_the_ranks_exit_code_is_handed_on() -> None:
+    assert launch(_rank_function, ("returns",), ranks=2) == 75
