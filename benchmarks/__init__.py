@@ -1,0 +1,1 @@
+"""This project beside its peers, in one run."""

@@ -1,0 +1,431 @@
+"""Four training loops over one model, one data order and one optimizer, each advanced a turn at a time.
+
+A *turn* is some optimizer steps of one loop, at whose end it reads and logs its loss once. All loops run in
+one thread of one process and take turns, so that whatever else the machine does falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from portable.loop import Cadence, Events, train
+from portable.optim import parameter_groups
+from portable.plan import flops_per_token
+from portable.report import Reporter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from portable.backend import Batch
+    from portable.config import RunConfig
+    from portable.loop import Progress
+    from portable.run import Prepared
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
+
+
+class Contestant(Protocol):
+    """A model in training."""
+
+    name: str
+    model: nn.Module
+
+
+class Loop(Contestant, Protocol):
+    """A contestant that can be advanced from outside."""
+
+    def turn(self, steps: int) -> Turn:
+        """Take ``steps`` optimizer steps."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of each optimizer step of a turn, and the loss of its last step if the loop tells it."""
+
+    seconds: list[float]
+    loss: float | None
+
+
+class StepClock:
+    """Times the steps of one turn; the time between turns is not counted.
+
+    A GPU runs behind the host, so there only a whole turn can be timed without disturbing it, from one
+    synchronisation to the next; each of its steps then counts as the turn's mean.
+
+    Args:
+        device: that the steps run on.
+        now: seconds on a clock: ``time.perf_counter``, or ``time.process_time`` for the time that all threads
+            of the process spent on a processor, which a busy machine stretches far less.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
+        self._device = device
+        self._now = now
+        self._marks: list[float] = []
+
+    def start(self) -> None:
+        self._synchronize()
+        self._marks = [self._now()]
+
+    def tick(self) -> None:
+        self._marks.append(self._now())
+
+    def stop(self) -> list[float]:
+        steps = len(self._marks) - 1
+        if self._device.type != "cpu":
+            self._synchronize()
+            return [(self._now() - self._marks[0]) / steps] * steps
+        return [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the peers share with this project's loop."""
+
+    prepared: Prepared
+    weights: dict[str, Tensor]
+    """Of the model at the start, on the CPU."""
+    batches: list[Batch]
+    """The run's micro-batches in order, on the CPU; some more than the loops take."""
+    now: Callable[[], float]
+
+    @classmethod
+    def of(cls, prepared: Prepared, model: nn.Module, now: Callable[[], float], *, steps: int) -> Setting:
+        """``steps`` optimizer steps are to be taken, from the present weights of ``model``."""
+        loader = iter(prepared.train_loader(0))
+        # Two steps more: a peer's data loader that reaches its end does extra work there, and the batch after
+        # the last is what the results are compared on.
+        batches = list(islice(loader, (steps + 2) * prepared.plan.accumulation_steps))
+        loader.close()
+        weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        return cls(prepared, weights, batches, now)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.prepared.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.prepared.backend.device
+
+    @property
+    def accumulation(self) -> int:
+        return self.prepared.plan.accumulation_steps
+
+    @property
+    def max_norm(self) -> float:
+        return self.config.train.max_grad_norm or 0.0
+
+    def clock(self) -> StepClock:
+        return StepClock(self.device, self.now)
+
+    def build_model(self) -> nn.Module:
+        """The transformers model as anyone builds it, with the common starting weights."""
+        from transformers import AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(self.prepared.model_config),
+            attn_implementation=self.config.model.attention,
+            dtype=torch.float32,
+        )
+        model.config.use_cache = False  # type: ignore[union-attr]
+        model.load_state_dict(self.weights)
+        return model.to(self.device)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
+        settings = self.config.train
+        return torch.optim.AdamW(
+            parameter_groups(dict(model.named_parameters()), settings.weight_decay),
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+
+    def rows(self) -> Rows:
+        return Rows(self.batches)
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """The run's samples in order, one by one, as a data loader wants them."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._columns = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+    def __len__(self) -> int:
+        return len(self._columns["input_ids"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self._columns.items()}
+
+
+class ShiftedRows(Rows):
+    """The same, for a transformers model that computes its loss itself: the labels are already shifted."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        return {**row, "shift_labels": row["labels"]}
+
+
+# -- this project ------------------------------------------------------------------------------------------
+
+
+class PortableLoop:
+    """``portable.loop.train`` with the backend, engine, loader and reporter of ``portable-train``.
+
+    A turn is a leg of the run without the checkpoint at its end.
+    """
+
+    name = "portable-train"
+
+    def __init__(self, prepared: Prepared, folder: Path, now: Callable[[], float]) -> None:
+        config = prepared.config
+        self._prepared = prepared
+        # Before the engine, which makes the model's parameters real.
+        flops = flops_per_token(prepared.model, prepared.model_config, config.data.seq_len)
+        self._engine, self._progress = prepared.engine(None)
+        self.model = self._engine.model
+        self._batches = iter(prepared.train_loader(0))
+        self._clock = StepClock(prepared.backend.device, now)
+        folder.mkdir()
+        with _quiet():
+            self._reporter = Reporter(
+                backend=prepared.backend,
+                folder=folder,
+                progress=self._progress,
+                total_steps=prepared.steps,
+                tokens_per_sample=config.data.seq_len,
+                flops_per_token=flops,
+                precision=config.precision,
+                trackers=config.log.trackers,
+                config=config.fingerprint(),
+                save=lambda _: folder,
+                resumed_from=None,
+            )
+        self._events = _Timed(self._reporter, self._clock)
+
+    def turn(self, steps: int) -> Turn:
+        prepared = self._prepared
+        with _quiet():
+            self._clock.start()
+            train(
+                prepared.backend,
+                self._engine,
+                self._batches,
+                None,
+                progress=self._progress,
+                # The last step of a leg is always logged.
+                cadence=Cadence(until=self._progress.step + steps, log_every=0, eval_every=0, save_every=0),
+                schedule=prepared.schedule,
+                plan=prepared.plan,
+                max_grad_norm=prepared.config.train.max_grad_norm or 0.0,
+                events=self._events,
+            )
+            seconds = self._clock.stop()
+        return Turn(seconds, self._reporter.last_loss)
+
+    def close(self) -> None:
+        self._batches.close()
+        self._reporter.close()
+
+
+class _Timed(Events):
+    """The reporter of a real run, less the checkpoints, and a clock that ticks when a step is wholly done."""
+
+    def __init__(self, reporter: Reporter, clock: StepClock) -> None:
+        self._reporter = reporter
+        self._clock = clock
+
+    def on_step(self, progress: Progress) -> None:
+        self._reporter.on_step(progress)
+
+    def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
+        self._reporter.on_log(progress, loss, grad_norm, learning_rate)
+
+    def on_pause(self, seconds: float) -> None:
+        self._reporter.on_pause(seconds)
+        self._clock.tick()
+
+
+# -- peers -------------------------------------------------------------------------------------------------
+
+
+class BareLoop:
+    """What one writes by hand: nothing but the model, the loss and the optimizer; batches wait in a list."""
+
+    def __init__(self, setting: Setting, name: str) -> None:
+        self.name = name
+        self._setting = setting
+        self.model = setting.build_model()
+        self._optimizer = setting.build_optimizer(self.model)
+        self._batches = iter(setting.batches)
+        self._clock = setting.clock()
+
+    def turn(self, steps: int) -> Turn:
+        accumulation, device = self._setting.accumulation, self._setting.device
+        dtype = AUTOCAST[self._setting.config.precision]
+        self._clock.start()
+        for _ in range(steps):
+            step_loss = torch.zeros((), device=device)
+            for _ in range(accumulation):
+                batch = next(self._batches)
+                input_ids = batch["input_ids"].to(device, non_blocking=True)
+                labels = batch["labels"].to(device, non_blocking=True)
+                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                    loss = cross_entropy(self.model(input_ids=input_ids).logits, labels) / accumulation
+                loss.backward()
+                step_loss += loss.detach()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._setting.max_norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._clock.tick()
+        seconds = self._clock.stop()
+        return Turn(seconds, step_loss.item())
+
+
+class AccelerateLoop:
+    """The loop of Accelerate's guide: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``."""
+
+    name = "Accelerate"
+
+    def __init__(self, setting: Setting) -> None:
+        from accelerate import Accelerator
+
+        self._setting = setting
+        self.model = setting.build_model()
+        optimizer = setting.build_optimizer(self.model)
+        loader = DataLoader(
+            setting.rows(),
+            batch_size=setting.prepared.plan.micro_batch_size,
+            pin_memory=setting.device.type == "cuda",
+        )
+        self._accelerator: Any = Accelerator(
+            cpu=setting.device.type == "cpu",
+            mixed_precision="no" if setting.config.precision == "fp32" else setting.config.precision,
+            gradient_accumulation_steps=setting.accumulation,
+        )
+        self._prepared, self._optimizer, loader = self._accelerator.prepare(self.model, optimizer, loader)
+        self._batches: Iterator[Batch] = iter(loader)
+        self._clock = setting.clock()
+        self._accelerator.gradient_accumulation_steps = 1
+
+    def turn(self, steps: int) -> Turn:
+        accelerator, model, optimizer = self._accelerator, self._prepared, self._optimizer
+        # All accelerators of a process share this number, and the Trainer's own counts on finding 1.
+        accelerator.gradient_accumulation_steps = self._setting.accumulation
+        self._clock.start()
+        for _ in range(steps):
+            step_loss = torch.zeros((), device=self._setting.device)
+            for _ in range(self._setting.accumulation):
+                batch = next(self._batches)
+                with accelerator.accumulate(model):
+                    loss = cross_entropy(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), self._setting.max_norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                step_loss += loss.detach() / self._setting.accumulation
+            self._clock.tick()
+        seconds = self._clock.stop()
+        accelerator.gradient_accumulation_steps = 1
+        return Turn(seconds, step_loss.item())
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the positions of a micro-batch, in fp32."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class TrainerLoop:
+    """The Hugging Face Trainer. It owns its loop, so here it leads: after each turn it calls the others."""
+
+    name = "Trainer"
+
+    def __init__(self, setting: Setting, folder: Path, *, logging_steps: int) -> None:
+        self._setting = setting
+        self._folder = folder
+        self._logging_steps = logging_steps
+        self.model = setting.build_model()
+
+    def run(self, turns: list[int], after_turn: Callable[[int, Turn], None]) -> None:
+        """Train for ``sum(turns)`` steps; ``after_turn`` is called with the index of every finished turn."""
+        from transformers import Trainer, TrainerCallback, TrainingArguments
+
+        clock = self._setting.clock()
+        left = list(turns)
+
+        class TakeTurns(TrainerCallback):  # type: ignore[misc, unused-ignore]
+            """Ends the clock at a turn's last step, and starts it again when the other loops are done."""
+
+            def __init__(self) -> None:
+                self.steps_left = left.pop(0)
+                self.index = 0
+
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                clock.start()
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                clock.tick()
+                self.steps_left -= 1
+                if self.steps_left == 0:
+                    after_turn(self.index, Turn(clock.stop(), None))
+                    self.index += 1
+                    self.steps_left = left.pop(0) if left else -1
+                    # The Trainer logs after this call, so that its logging counts to the next turn.
+                    clock.start()
+
+        settings, plan = self._setting.config.train, self._setting.prepared.plan
+        arguments = TrainingArguments(
+            output_dir=str(self._folder),
+            max_steps=sum(turns),
+            per_device_train_batch_size=plan.micro_batch_size,
+            gradient_accumulation_steps=plan.accumulation_steps,
+            optim="adamw_torch_fused",
+            learning_rate=settings.learning_rate,
+            lr_scheduler_type="constant",
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_epsilon=settings.eps,
+            max_grad_norm=self._setting.max_norm,
+            bf16=self._setting.config.precision == "bf16",
+            use_cpu=self._setting.device.type == "cpu",
+            dataloader_pin_memory=self._setting.device.type == "cuda",
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,  # shift_labels is not named in the signature of the model's forward
+            logging_steps=self._logging_steps,
+            save_strategy="no",
+            eval_strategy="no",
+            report_to="none",
+        )
+        with _quiet():
+            Trainer(
+                model=self.model,
+                args=arguments,
+                train_dataset=ShiftedRows(self._setting.batches),
+                callbacks=[TakeTurns()],
+            ).train()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Progress lines are made, as in real use, and not shown."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,33 @@
+"""What a measurement was taken on and with."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """Processor, threads, and the versions of the libraries that take part."""
+    described = {
+        "cpu": f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
+        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes, at the start)",
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        described["gpu"] = torch.cuda.get_device_name(device)
+    return described | {name: metadata.version(name) for name in LIBRARIES}
+
+
+def cpu_model() -> str:
+    """The processor's name as Linux tells it, or what Python knows."""
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
