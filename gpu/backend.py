@@ -6,7 +6,6 @@ import datetime
 import os
 import resource
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +14,11 @@ import torch.distributed as dist
 
 from gpu import devices
 from gpu.engine import TorchEngine
+from gpu.quiet import native_stdout_closed
 from gpu.sharding import STRATEGIES, shard
 from portable.backend import Backend, Engine, require, unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor, nn
 
     from portable.backend import Batch
@@ -109,7 +107,7 @@ class TorchBackend:
             torch.cuda.set_device(self.device)
         if self.world_size > 1:
             transport = "cpu:gloo,cuda:nccl" if self.name == "cuda" else "gloo"
-            with _native_stdout_closed():
+            with native_stdout_closed():
                 dist.init_process_group(transport, timeout=COLLECTIVE_TIMEOUT)
 
     def stop(self) -> None:
@@ -163,20 +161,6 @@ class TorchBackend:
         if self.name != "cuda":
             return None
         return devices.peak_flops(torch.cuda.get_device_name(self.device), precision)
-
-
-@contextmanager
-def _native_stdout_closed() -> Iterator[None]:
-    """Keep gloo's C++ code from printing its connections into what a person reads."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from converters import Tensor as StoredTensor
+from gpu.saving import Saver
 from portable.backend import Batch, Health
 from portable.loss import token_loss
 from portable.model import state_tensors, tied_names
@@ -41,6 +38,7 @@ class TorchEngine:
         self._device = device
         self._optimizer = build_optimizer(config.train, dict(self.model.named_parameters()))
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._saver = Saver()
         # The device's own account of updates that were not finite: read when logging, never in between.
         self._updates = 0
         self._skipped = torch.zeros((), device=device)
@@ -148,19 +146,9 @@ class TorchEngine:
     def _scalar_device(self) -> torch.device:
         return self._device  # fused optimizers keep their step counts on the device
 
-    def save(self, folder: Path) -> SaveHandle:
+    def save(self, folder: Path, *, background: bool) -> SaveHandle:
         state = {"model": state_tensors(self.model), "optim": self._optimizer_state()}
-        with warnings.catch_warnings():
-            # torch's own use of TypedStorage, and its word that one process saves alone.
-            warnings.filterwarnings(
-                "ignore", message="TypedStorage is deprecated|torch.distributed is disabled"
-            )
-            save_dcp(
-                state,
-                storage_writer=FileSystemWriter(folder, sync_files=True),
-                no_dist=not dist.is_initialized(),
-            )
-        return _Written()
+        return self._saver.save(state, folder, background=background)
 
     def _optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
@@ -170,11 +158,6 @@ class TorchEngine:
         ]
         state = {names[p]: dict(values) for p, values in self._optimizer.state.items()}
         return {"state": state, "param_groups": groups}
-
-
-class _Written:
-    def wait(self) -> None:
-        return
 
 
 @torch.no_grad()

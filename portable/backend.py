@@ -44,8 +44,11 @@ class Health:
 class SaveHandle(Protocol):
     """A checkpoint on its way to disk."""
 
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once; on rank 0, whether all ranks have written."""
+
     def wait(self) -> None:
-        """Return once this rank's files are written; raise what went wrong with them."""
+        """Return once this rank's files are written (on rank 0, all ranks'); raise what went wrong."""
 
 
 class Engine(Protocol):
@@ -60,8 +63,13 @@ class Engine(Protocol):
     def load(self, checkpoint: Checkpoint) -> None:
         """Fill weights and optimizer state from a logical checkpoint; each rank reads its own slices."""
 
-    def save(self, folder: Path) -> SaveHandle:
-        """Write this rank's shards into ``folder``, in the strategy's native format."""
+    def save(self, folder: Path, *, background: bool) -> SaveHandle:
+        """Write this rank's shards into ``folder``, in the strategy's native format; all ranks call it.
+
+        Args:
+            folder: exists, and is seen by all ranks.
+            background: return once the state is copied to host memory, and write while training goes on.
+        """
 
     def accumulate(self, batch: Batch, weight: Tensor, *, last: bool) -> Tensor:
         """Forward and backward of one micro-batch.

@@ -11,13 +11,14 @@ import json
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portable.errors import UserError
+from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from portable.backend import Backend, SaveHandle
@@ -80,12 +81,25 @@ class TrainerState:
         write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
-class CheckpointFolder:
-    """``<run>/checkpoints``, of which only this run's main rank changes names."""
+@dataclass(frozen=True)
+class _Pending:
+    """A save whose shards are still being written."""
 
-    def __init__(self, path: Path, *, keep: int | None) -> None:
+    handle: SaveHandle
+    partial: Path
+    final: Path
+    state: TrainerState
+    add_files: Callable[[Path], None]
+
+
+class CheckpointFolder:
+    """``<run>/checkpoints``. Rank 0 gives folders their names; saves never overlap."""
+
+    def __init__(self, path: Path, *, keep: int | None, rank: int = 0) -> None:
         self.path = path
         self._keep = keep
+        self._rank = rank
+        self._pending: _Pending | None = None
 
     def complete(self) -> list[tuple[int, Path]]:
         """The complete checkpoints as (step, folder), oldest first."""
@@ -105,40 +119,72 @@ class CheckpointFolder:
         for entry in self.path.glob(f".*{_PARTIAL_SUFFIX}") if self.path.is_dir() else ():
             shutil.rmtree(entry, ignore_errors=True)
 
-    def write(
+    def begin(
         self,
         backend: Backend,
         state: TrainerState,
         save: Callable[[Path], SaveHandle],
         add_files: Callable[[Path], None],
-    ) -> Path:
-        """Write one checkpoint; all ranks call it together, and it is complete when it returns.
+    ) -> None:
+        """Start to write a checkpoint; all ranks call it together. It is complete after :meth:`finish`.
 
         Args:
             backend: for the waiting of ranks on each other.
             state: what to write as ``trainer_state.json``.
-            save: writes this rank's shards into a folder.
-            add_files: writes the small files that go along; called on the main rank.
+            save: writes this rank's shards into a folder, perhaps in the background.
+            add_files: writes the small files that go along; called on rank 0.
         """
+        self.finish()
         final = self.path / f"step-{state.step:06d}"
         partial = self.path / f".{final.name}{_PARTIAL_SUFFIX}"
-        if backend.rank == 0:
+        if self._rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         backend.barrier()
-        save(partial).wait()
-        backend.barrier()
-        if backend.rank == 0:
-            add_files(partial)
-            state.write(partial)
-            sync_folder(partial)
-            if final.exists():  # the same step again, after a resume from an earlier one
-                shutil.rmtree(final)
-            partial.rename(final)
-            sync_folder(self.path)
-            self._prune()
-        backend.barrier()
-        return final
+        with self._failure(final):
+            self._pending = _Pending(save(partial), partial, final, state, add_files)
+
+    def finish_if_written(self) -> None:
+        """Complete the checkpoint under way if its shards are written by now; does not wait."""
+        if self._pending is not None and self._pending.handle.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the shards of the checkpoint under way, if there is one, and have rank 0 complete it.
+
+        Raises:
+            RunError: if they could not be written. The checkpoints before are as they were.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        with self._failure(pending.final):
+            pending.handle.wait()
+            if self._rank == 0:
+                self._complete(pending)
+
+    @contextmanager
+    def _failure(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            reason = one_line(error)
+            reason = reason if len(reason) <= 300 else f"... {reason[-300:]}"
+            raise RunError(
+                f"{folder}: could not be written ({reason}); last good checkpoint: {self.latest() or 'none'}"
+            ) from error
+
+    def _complete(self, pending: _Pending) -> None:
+        pending.add_files(pending.partial)
+        pending.state.write(pending.partial)
+        sync_folder(pending.partial)
+        if pending.final.exists():  # the same step again, after a resume from an earlier one
+            shutil.rmtree(pending.final)
+        pending.partial.rename(pending.final)
+        sync_folder(self.path)
+        self._prune()
 
     def _prune(self) -> None:
         if self._keep is None:

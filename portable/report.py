@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.backend import Backend
+    from portable.checkpointing import CheckpointFolder
 
 
 class Reporter(Events):
@@ -33,16 +34,16 @@ class Reporter(Events):
         precision: str,
         trackers: Sequence[str],
         config: dict[str, Any],
-        save: Callable[[Progress], Path],
-        resumed_from: Path | None,
+        checkpoints: CheckpointFolder,
+        save: Callable[[Progress], None],
     ) -> None:
         self._backend = backend
         self._tokens_per_sample = tokens_per_sample
         self._flops_per_token = flops_per_token
         peak = backend.peak_flops(precision)
         self._peak_flops = None if peak is None else peak * backend.world_size
+        self._checkpoints = checkpoints
         self._save = save
-        self._checkpoint = resumed_from
         self._samples = progress.samples
         self._main = backend.rank == 0
         self.last_loss: float | None = None
@@ -72,6 +73,7 @@ class Reporter(Events):
         self._samples = progress.samples
         if self._bar is not None:
             self._bar.update(1)
+        self._checkpoints.finish_if_written()
 
     def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
         self.last_loss = loss
@@ -107,20 +109,16 @@ class Reporter(Events):
         self.say(f"step {progress.step}  evaluation loss {loss:.4f}")
 
     def on_save(self, progress: Progress) -> None:
-        self._checkpoint = self._save(progress)
+        self._save(progress)
 
     def on_pause(self, seconds: float) -> None:
         self._throughput.pause(seconds)
 
     def last_checkpoint(self) -> str:
-        return str(self._checkpoint) if self._checkpoint is not None else "none yet"
+        self._checkpoints.finish()
+        return str(self._checkpoints.latest() or "none yet")
 
     # -- called by the run -------------------------------------------------------------------------------
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """The newest complete checkpoint that this leg wrote or began from."""
-        return self._checkpoint
 
     def say(self, line: str) -> None:
         """Print a line without tearing the bar."""

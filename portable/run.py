@@ -87,6 +87,7 @@ class Prepared:
         if self.data.num_labels is not None:
             self.model_config.num_labels = self.data.num_labels
         self.model = models.build_model(self.model_config, config.model)
+        self.architecture = type(self.model).__name__  # before a backend wraps it
         models.check_vocabulary(self.model, self.data.vocab_size)
         self.plan = plan_batches(config, world_size=backend.world_size, rank=backend.rank)
         self.steps = total_steps(config, len(self.data.train))
@@ -103,7 +104,7 @@ class Prepared:
 
     def train(self, folder: Path) -> int:
         config, backend = self.config, self.backend
-        checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.checkpoint.keep)
+        checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.checkpoint.keep, rank=backend.rank)
         source = resume_source(config, checkpoints)
         if backend.rank == 0:
             checkpoints.remove_partial()
@@ -121,8 +122,8 @@ class Prepared:
             precision=config.precision,
             trackers=config.log.trackers,
             config=config.fingerprint(),
+            checkpoints=checkpoints,
             save=lambda at: self.save(checkpoints, engine, at),
-            resumed_from=source,
         )
         reporter.say(self.headline(parameters, progress, source))
         batches = iter(self.train_loader(progress.samples))
@@ -146,6 +147,7 @@ class Prepared:
                 max_grad_norm=config.train.max_grad_norm or 0.0,
                 events=reporter,
             )
+            checkpoints.finish()
             if stopped:
                 reporter.say(
                     f"stopped at step {progress.step}, checkpoint saved; run the same command to go on"
@@ -158,7 +160,7 @@ class Prepared:
             reporter.close()
             gc.unfreeze()
         if backend.rank == 0:
-            self.finish(folder, reporter, complete=progress.step == self.steps)
+            self.finish(folder, reporter, checkpoints.latest(), complete=progress.step == self.steps)
         return EXIT_DONE
 
     def engine(self, source: Path | None) -> tuple[Engine, Progress]:
@@ -202,8 +204,9 @@ class Prepared:
                 engine.load_weights({n: w for n, w in weights.items() if n in set(pretrained.missing)})
         engine.load_weights(pretrained.found)
 
-    def save(self, checkpoints: CheckpointFolder, engine: Engine, progress: Progress) -> Path:
+    def save(self, checkpoints: CheckpointFolder, engine: Engine, progress: Progress) -> None:
         config = self.config
+        background = config.checkpoint.async_
         state = TrainerState(
             step=progress.step,
             samples=progress.samples,
@@ -215,12 +218,19 @@ class Prepared:
             world_size=self.backend.world_size,
             data=self.data.fingerprint,
         )
-        return checkpoints.write(self.backend, state, engine.save, self.write_model_files)
+        checkpoints.begin(
+            self.backend,
+            state,
+            lambda folder: engine.save(folder, background=background),
+            self.write_model_files,
+        )
+        if not background:
+            checkpoints.finish()
 
     def write_model_files(self, folder: Path) -> None:
         """What ``from_pretrained`` needs besides the weights."""
         config = self.model_config
-        config.architectures = [type(self.model).__name__]
+        config.architectures = [self.architecture]
         config.save_pretrained(folder)
         generation = getattr(self.model, "generation_config", None)
         if generation is not None:
@@ -248,15 +258,15 @@ class Prepared:
         valid = int((batch["labels"] != IGNORED).sum())
         return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
 
-    def finish(self, folder: Path, reporter: Reporter, *, complete: bool) -> None:
+    def finish(self, folder: Path, reporter: Reporter, checkpoint: Path | None, *, complete: bool) -> None:
         """Export, plot and say where things are; on the first rank only."""
         places = [("metrics", str(folder / "metrics.jsonl"))]
         if (picture := plot_loss(folder)) is not None:
             places.append(("loss curve", str(picture)))
-        if reporter.checkpoint is not None:
-            places.append(("checkpoint", str(reporter.checkpoint)))
-        if complete and self.config.checkpoint.export and reporter.checkpoint is not None:
-            export(reporter.checkpoint, folder / "final")
+        if checkpoint is not None:
+            places.append(("checkpoint", str(checkpoint)))
+        if complete and self.config.checkpoint.export and checkpoint is not None:
+            export(checkpoint, folder / "final")
             places.append(("model", str(folder / "final")))
         reporter.say(reporter.summary(places))
         if not complete:
@@ -305,7 +315,7 @@ class Prepared:
         start = f"resuming at step {progress.step} from {source}" if source else "starting"
         ranks = f"{self.backend.world_size} rank{'s' if self.backend.world_size > 1 else ''}"
         return (
-            f"{start}: {type(self.model).__name__}, {parameters:,} parameters, {ranks} on "
+            f"{start}: {self.architecture}, {parameters:,} parameters, {ranks} on "
             f"{self.backend.device.type}, {self.config.strategy}, {self.config.precision}, "
             f"{self.plan.accumulation_steps} x {self.plan.micro_batch_size} sequences of "
             f"{self.config.data.seq_len} tokens a rank and step, data: {self.data.description}"

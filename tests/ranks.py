@@ -10,11 +10,11 @@ import multiprocessing
 import os
 import socket
 import traceback
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
 MOST_RANKS = 3
 
@@ -60,7 +60,9 @@ class RankPool:
             self._connections.append(ours)
             self._processes.append(process)
 
-    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> Any:
+    def run(
+        self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120
+    ) -> Any:
         """Call a picklable ``function`` on each of ``world_size`` ranks; returns what rank 0 returned.
 
         Raises:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portable.config import RunConfig, load_config
 
-TINY_MODEL = {
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TINY_MODEL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 384,
     "hidden_size": 48,
@@ -21,9 +23,12 @@ TINY_MODEL = {
 }
 
 
+SENTENCE = "the loss falls while a small model reads one line of text after another and learns"
+
+
 def write_corpus(folder: Path) -> Path:
-    """About 60 short texts of very different lengths, as ``.jsonl``."""
-    words = "the loss falls while a small model reads one line of text after another and learns".split()
+    """160 short texts of very different lengths, as ``.jsonl``."""
+    words = SENTENCE.split()
     path = folder / "corpus.jsonl"
     with path.open("w") as file:
         for i in range(160):
@@ -63,4 +68,6 @@ def configured(folder: Path, corpus: Path, **overrides: Any) -> RunConfig:
 
 def flags(settings: dict[str, Any]) -> list[str]:
     """The same settings as command-line flags."""
-    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+    return [
+        f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()
+    ]

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from portable.backend import backend_room
-from portable.config import RunConfig
 from portable.data import TrainLoader
 from portable.loop import train_step
 from portable.run import Prepared, resolve
@@ -18,12 +17,19 @@ from tests.runs import configured
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from portable.config import RunConfig
     from tests.ranks import RankPool
 
 STEPS = 20
 
+Losses = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
 
-def our_losses(config: RunConfig) -> list[tuple[float, float]]:
+Truth = dict[bool, Losses]
+"""The hand-written loop's losses, with packed samples and with padded ones."""
+
+
+def our_losses(config: RunConfig) -> Losses:
     """Loss and gradient norm of each step, from the parts that ``portable-train`` is made of."""
     backend = backend_room("cpu").create("cpu")
     config = resolve(config, backend)
@@ -50,7 +56,7 @@ def our_losses(config: RunConfig) -> list[tuple[float, float]]:
         backend.stop()
 
 
-def plain_losses(config: RunConfig) -> list[tuple[float, float]]:
+def plain_losses(config: RunConfig) -> Losses:
     """The same run as a person would write it without this project: one process, the whole batch at once."""
     backend = backend_room("cpu").create("cpu")
     run = Prepared(resolve(config, backend), backend)
@@ -69,7 +75,9 @@ def plain_losses(config: RunConfig) -> list[tuple[float, float]]:
         eps=config.train.eps,
     )
     size = config.train.global_batch_size
-    loader = iter(TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size))
+    loader = iter(
+        TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
+    )
     results = []
     for step in range(STEPS):
         batch: dict[str, Any] = next(loader)
@@ -82,32 +90,28 @@ def plain_losses(config: RunConfig) -> list[tuple[float, float]]:
             group["lr"] = run.schedule(step)
         optimizer.step()
         optimizer.zero_grad()
-        results.append((float(loss), float(norm)))
+        results.append((float(loss.detach()), float(norm)))
     loader.close()
     return results
 
 
-def assert_close(ours: list[tuple[float, float]], theirs: list[tuple[float, float]], tolerance: float) -> None:
+def assert_close(ours: Losses, theirs: Losses, tolerance: float) -> None:
     assert len(ours) == len(theirs) == STEPS
     for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert one[0] == pytest.approx(other[0], rel=tolerance), f"loss of step {step}"
     assert ours[-1][0] < ours[0][0] - 0.3  # it is learning, so that equal losses mean equal updates
 
 
-PACKED: dict[str, Any] = {}
-PADDED = {"data__packing": False}
-
-
 @pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[bool, list[tuple[float, float]]]:
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Truth:
     folder = tmp_path_factory.mktemp("truth")
-    return {packing: plain_losses(configured(folder, corpus, data__packing=packing)) for packing in (True, False)}
+    return {
+        packing: plain_losses(configured(folder, corpus, data__packing=packing)) for packing in (True, False)
+    }
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_equals_a_hand_written_loop(
-    packing: bool, truth: dict[bool, list[tuple[float, float]]], tmp_path: Path, corpus: Path
-) -> None:
+def test_equals_a_hand_written_loop(packing: bool, truth: Truth, tmp_path: Path, corpus: Path) -> None:
     ours = our_losses(configured(tmp_path, corpus, data__packing=packing, train__micro_batch_size=6))
     assert_close(ours, truth[packing], 1e-6)
 
@@ -117,7 +121,7 @@ def test_equals_a_hand_written_loop(
 def test_micro_batches_do_not_change_the_loss(
     packing: bool,
     micro_batch_size: int,
-    truth: dict[bool, list[tuple[float, float]]],
+    truth: Truth,
     tmp_path: Path,
     corpus: Path,
 ) -> None:
@@ -132,7 +136,7 @@ def test_ranks_do_not_change_the_loss(
     world_size: int,
     strategy: str,
     packing: bool,
-    truth: dict[bool, list[tuple[float, float]]],
+    truth: Truth,
     tmp_path: Path,
     corpus: Path,
     ranks: RankPool,
@@ -144,7 +148,7 @@ def test_ranks_do_not_change_the_loss(
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_activation_checkpointing_does_not_change_the_loss(
     kind: str,
-    truth: dict[bool, list[tuple[float, float]]],
+    truth: Truth,
     tmp_path: Path,
     corpus: Path,
     ranks: RankPool,
@@ -157,7 +161,7 @@ def test_activation_checkpointing_does_not_change_the_loss(
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 def test_bf16_follows_fp32(
     strategy: str,
-    truth: dict[bool, list[tuple[float, float]]],
+    truth: Truth,
     tmp_path: Path,
     corpus: Path,
     ranks: RankPool,

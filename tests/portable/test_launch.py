@@ -93,7 +93,7 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path) -> None:
     run = start(scratch, settings, "--nproc", "2")
     wait_for(lambda: steps_logged(folder) >= stopped + 12 or run.poll() is not None)
     workers = ranks_of(scratch)
-    assert list(sorted(workers)) == [0, 1]
+    assert sorted(workers) == [0, 1]
     assert all(alive(pid) for pid in workers.values())
     with pytest.raises(UserError, match="in use"), locked(folder):
         pass
@@ -134,9 +134,7 @@ def _dunder(settings: dict[str, Any]) -> dict[str, Any]:
 def test_torchrun_is_joined(tmp_path: Path, corpus: Path) -> None:
     command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "portable.cli"]
     settings = tiny(tmp_path, corpus, train__steps=2, train__micro_batch_size=1)
-    done = subprocess.run(
-        [*command, *flags(settings)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, *flags(settings)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     state = json.loads((tmp_path / "checkpoints" / "step-000002" / "trainer_state.json").read_text())
     assert state["world_size"] == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,8 @@ def test_leaves_what_the_design_promises(finished: Path) -> None:
 
 
 def test_the_final_model_loads_and_computes_the_same(finished: Path, tmp_path: Path) -> None:
-    model, info = AutoModelForCausalLM.from_pretrained(finished / "final", output_loading_info=True)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, info = load(finished / "final", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     tokenizer = AutoTokenizer.from_pretrained(finished / "final")
     assert tokenizer.decode(tokenizer("the loss falls\n\tå")["input_ids"]) == "the loss falls\n\tå"
@@ -111,6 +113,8 @@ def test_ranks_go_on_bit_for_bit(strategy: str, tmp_path: Path, corpus: Path, ra
     assert ranks.run(2, leg_of, tmp_path / "whole", corpus, settings) == 0
     assert ranks.run(2, leg_of, tmp_path / "run", corpus, settings | {"train__stop_after": 5}) == 0
     assert ranks.run(2, leg_of, tmp_path / "run", corpus, settings) == 0
+    config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
@@ -142,15 +146,16 @@ def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
 
         write = TorchEngine.save
 
-        def save(self: TorchEngine, target: Path) -> Any:
-            handle = write(self, target)
+        def save(self: TorchEngine, target: Path, *, background: bool) -> Any:
+            handle = write(self, target, background=background)
+            handle.wait()
             if "000008" in target.name:
                 shard = next(target.glob("*.distcp"))
                 os.truncate(shard, shard.stat().st_size // 2)
                 die()
             return handle
 
-        TorchEngine.save = save  # type: ignore[method-assign]
+        TorchEngine.save = save  # type: ignore[method-assign, assignment]
     elif moment == "rename":
         sync = module.sync_folder
 
@@ -179,6 +184,21 @@ def test_killed_in_the_middle_of_a_save(moment: str, tmp_path: Path, corpus: Pat
     assert losses(folder) == losses(whole)
     assert weights(folder) == weights(whole)
     assert not list((folder / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+def test_a_save_that_cannot_be_written(background: bool, tmp_path: Path, corpus: Path) -> None:
+    """The system refuses files as large as a shard, from the second save on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert leg(tmp_path, corpus, train__stop_after=4) == 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(RunError, match=r"step-000008: could not be written .*step-000004"):
+            leg(tmp_path, corpus, checkpoint__async=background)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert leg(tmp_path, corpus) == 0
+    assert sorted(losses(tmp_path)) == list(range(1, 9))
 
 
 def test_keeps_the_newest_checkpoints(tmp_path: Path, corpus: Path) -> None:

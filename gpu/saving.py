@@ -1,0 +1,56 @@
+"""Writing checkpoints with torch.distributed.checkpoint, in the foreground or behind the training."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from gpu.quiet import native_stdout_closed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.backend import SaveHandle
+
+# torch's own use of its TypedStorage, and its word that a single process saves alone. For the whole process,
+# since a save in the background warns from another thread.
+for _message in ("TypedStorage is deprecated", "torch.distributed is disabled"):
+    warnings.filterwarnings("ignore", message=_message)
+
+
+class Saver:
+    """Writes state dicts of plain tensors and DTensors as DCP folders."""
+
+    def __init__(self) -> None:
+        # A background save talks to the other ranks while the loop does, so it needs a group of its own.
+        self._group = None
+        if dist.is_initialized():
+            with native_stdout_closed():
+                self._group = dist.new_group(backend="gloo")
+
+    def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
+        """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save`."""
+        writer = FileSystemWriter(folder, sync_files=True)
+        options: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
+        if not background:
+            save(state, storage_writer=writer, **options)
+            return _Save(None)
+        written: Any = async_save(state, storage_writer=writer, **options)
+        return _Save(written if isinstance(written, Future) else written.upload_completion)
+
+
+class _Save:
+    def __init__(self, writing: Future[Any] | None) -> None:
+        self._writing = writing
+
+    def done(self) -> bool:
+        return self._writing is None or self._writing.done()
+
+    def wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
