@@ -52,6 +52,9 @@ class Checkpoint:
         root: the folder (or file) that was opened.
         metadata: what else the format tells (`step`, `world_size`, ...), as plain Python values.
         companions: `config.json`, tokenizer files and the like found beside the shards: file name -> path.
+
+    A format that has to work to name its optimizer state passes a function for `optimizer`, called at the
+    first use, so that the model can be read where the optimizer cannot.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Checkpoint:
         root: Path,
         tensors: Mapping[str, Tensor],
         aliases: Mapping[str, str] | None = None,
-        optimizer: OptimizerState | None = None,
+        optimizer: OptimizerState | Callable[[], OptimizerState | None] | None = None,
         metadata: Mapping[str, Any] | None = None,
         companions: Mapping[str, Path] | None = None,
     ) -> None:
@@ -72,7 +75,8 @@ class Checkpoint:
         self._stored = tensors
         self._known_aliases = dict(aliases or {})
         self._optimizer = optimizer
-        self._resolved: tuple[dict[str, Tensor], dict[str, str], OptimizerState | None] | None = None
+        self._named_by_owner = False
+        self._resolved: tuple[dict[str, Tensor], dict[str, str]] | None = None
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -86,15 +90,23 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> OptimizerState | None:
-        """The optimizer state, or None where the checkpoint holds none."""
-        return self._resolve()[2]
+        """The optimizer state, or None where the checkpoint holds none.
 
-    def _resolve(self) -> tuple[dict[str, Tensor], dict[str, str], OptimizerState | None]:
+        Raises:
+            CheckpointError: there is one, but which state belongs to which parameter cannot be told.
+        """
+        if callable(self._optimizer):
+            self._optimizer = self._optimizer()
+        if not self._named_by_owner:
+            self._optimizer, self._named_by_owner = _by_owner(self._optimizer, self.aliases), True
+        return self._optimizer
+
+    def _resolve(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         if self._resolved is None:
             tensors, aliases = resolve_ties(
                 self._stored, self._known_aliases, self.companions.get("config.json")
             )
-            self._resolved = tensors, aliases, _by_owner(self._optimizer, aliases)
+            self._resolved = tensors, aliases
         return self._resolved
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +44,18 @@ def find_companions(root: Path) -> dict[str, Path]:
                 if entry.name not in found and _NAMES.fullmatch(entry.name) and _usable(entry):
                     found[entry.name] = entry
     return found
+
+
+def trainer_metadata(folder: Path) -> dict[str, Any]:
+    """What a `trainer_state.json` in `folder` tells (ours, or the Trainer's): its content and the step."""
+    try:
+        state = json.loads((folder / "trainer_state.json").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(state, dict):
+        return {}
+    step = state.get("step", state.get("global_step"))
+    return {"trainer_state": state, **({"step": step} if isinstance(step, int) else {})}
 
 
 def _usable(path: Path) -> bool:

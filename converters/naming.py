@@ -96,7 +96,7 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: s
             roles.state.setdefault(str(rest[0]), {})[".".join(map(str, rest[1:]))] = key
         elif rest:
             flat_state.append((str(rest[0]), key))
-    model = _model_container([path for key, path in remaining.items() if key in tensors])
+    model = model_container([path for key, path in remaining.items() if key in tensors])
     named: dict[str, str] = {}
     for key, path in remaining.items():
         if key in tensors and (model is None or path[:-1] == model):
@@ -174,7 +174,7 @@ def _below_optimizer(path: Path, containers: set[Path]) -> tuple[str, Path] | No
     return None
 
 
-def _model_container(paths: Sequence[Path]) -> Path | None:
+def model_container(paths: Sequence[Path]) -> Path | None:
     """The container that holds the model; None when several might, and names then keep their containers."""
     counts: dict[Path, int] = {}
     for path in paths:
@@ -182,9 +182,12 @@ def _model_container(paths: Sequence[Path]) -> Path | None:
     if len(counts) <= 1:
         return next(iter(counts), ())
     named = [path for path in counts if path and path[-1] in _MODEL_KEYS]
+    shallowest = min(map(len, named), default=0)
+    named = [path for path in named if len(path) == shallowest]
     if len(named) == 1:
         return named[0]
-    if not named and () in counts:
+    # A parameter's name has a dot; a lone tensor beside containers (a random state, a counter) has none.
+    if not named and any(len(path) == 1 and "." in str(path[0]) for path in paths):
         return ()
     return None
 

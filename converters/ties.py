@@ -55,14 +55,24 @@ def resolve_ties(
     Returns:
         The tensors without aliases, and alias -> owner.
     """
+    untied = _tied(config) is False
     aliases = {alias: owner for alias, owner in known.items() if owner in stored and alias != owner}
-    if _tied(config) is not False:
+    if untied:
+        for alias, _ in _candidates(stored):
+            aliases.pop(alias, None)
+    else:
         for alias, owner in _candidates(stored):
             if alias not in aliases and aliases.get(owner, owner) != alias:
                 owner = aliases.get(owner, owner)
                 if same_values(stored[alias], stored[owner]):
                     aliases[alias] = owner
     return {name: tensor for name, tensor in stored.items() if name not in aliases}, aliases
+
+
+def pick_owner(same: Mapping[str, Tensor]) -> str:
+    """The owner among names of one parameter: the first that transformers does not tie to another."""
+    aliases = {alias for alias, _ in _candidates(same)}
+    return next((name for name in same if name not in aliases), next(iter(same)))
 
 
 def same_values(left: Tensor, right: Tensor) -> bool:

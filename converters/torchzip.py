@@ -256,17 +256,45 @@ class StoredTensor:
         return View(self.storage.span, self.offset * width, tuple(step * width for step in self.strides))
 
 
-def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor:
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any) -> StoredTensor:
+    return StoredTensor(storage, offset, size, stride)
+
+
+def _tensor_v2(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
+) -> StoredTensor:
+    _no_math_bits(bits)
     return StoredTensor(storage, offset, size, stride)
 
 
 def _tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    bits: Any = None,
 ) -> Any:
+    _no_math_bits(bits)
     name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, Global) else None
     if name is None:
         raise ValueError("unknown dtype")
     return StoredTensor(storage, offset, size, stride, name)
+
+
+def _no_math_bits(bits: Any) -> None:
+    """Refuse a lazily conjugated or negated tensor: what is stored is not yet its value."""
+    if bits and (not isinstance(bits, dict) or any(bits.values())):
+        raise ValueError("a conjugate or negative view")
+
+
+def _from_device(data: Any, dtype: Any, *_: Any) -> Any:
+    name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, Global) else None
+    if not isinstance(data, StoredTensor) or name != data.dtype:
+        raise ValueError("a device tensor of another type than its copy")
+    return data
 
 
 def _first(value: Any, *rest: Any) -> Any:
@@ -321,8 +349,10 @@ def _instance(*args: Any) -> Instance:
 
 
 _REBUILD: dict[str, Standin | None] = {
+    "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_device,
     "torch._utils._rebuild_parameter": _first,
     "torch._utils._rebuild_parameter_with_state": _first,
 }

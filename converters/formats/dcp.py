@@ -8,13 +8,12 @@ Source: torch/distributed/checkpoint/filesystem.py (`_write_item`).
 
 from __future__ import annotations
 
-import json
 import re
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, Scalar
-from converters.companions import find_companions
+from converters.companions import find_companions, trainer_metadata
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
@@ -106,16 +105,7 @@ def _metadata(path: Path) -> dict[str, Any]:
     names = [entry.name for folder in _folders(path) for entry in folder.iterdir()]
     ranks = {found[1] for name in names if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
     told: dict[str, Any] = {"world_size": len(ranks)} if ranks else {}
-    try:
-        state = json.loads((path / "trainer_state.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return told
-    if isinstance(state, dict):
-        told["trainer_state"] = state
-        step = state.get("step", state.get("global_step"))
-        if isinstance(step, int):
-            told["step"] = step
-    return told
+    return {**told, **trainer_metadata(path)}
 
 
 def _tensor(entry: Entry, name: str) -> Tensor:

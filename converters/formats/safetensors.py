@@ -8,17 +8,19 @@ Source: https://github.com/huggingface/safetensors, section "Format".
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, OptimizerState, Scalar
-from converters.companions import find_companions
+from converters.companions import find_companions, trainer_metadata
 from converters.dtypes import NUMPY, itemsize
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
+from converters.formats.torch_save import in_order, optimizer_beside
+from converters.module_order import module_order
 from converters.naming import plain_names, split_state_key
+from converters.shard_index import read_index, read_json
 from converters.storage import Folder, SourceFile
 from converters.tensor import Tensor
 
@@ -72,60 +74,51 @@ def _open(source: Source) -> Checkpoint:
     (name,) = _names(source.path)
     extra: dict[str, str] = {}
     if name.endswith(".index.json"):
-        tensors, extra = _read_index(folder, name)
+
+        def shard(file: SourceFile) -> dict[str, Tensor]:
+            held, said = read_file(file)
+            extra.update(said)
+            return held
+
+        tensors = read_index(folder, name, shard)
     else:
         tensors, extra = read_file(folder.file(name))
     plain = plain_names(tensors, where=str(source.path))
-    return Checkpoint(
+    companions = find_companions(source.path)
+
+    def optimizer() -> OptimizerState | None:
+        if name not in (_SINGLE, _INDEX):
+            return None
+        if (folder.path / OPTIMIZER).is_file():
+            return _optimizer(folder, plain)
+        # The Trainer's and Accelerate's plain checkpoints.
+        order = module_order(plain, companions.get("config.json"))
+        return optimizer_beside(folder, plain, lambda: order and in_order(order, checkpoint))
+
+    checkpoint = Checkpoint(
         format="safetensors",
         root=source.path,
         tensors=plain,
-        optimizer=_optimizer(folder, plain, name),
-        metadata={"header": extra} if extra else {},
-        companions=find_companions(source.path),
+        optimizer=optimizer,
+        metadata={**({"header": extra} if extra else {}), **trainer_metadata(root)},
+        companions=companions,
     )
+    return checkpoint
 
 
-def _optimizer(folder: Folder, tensors: dict[str, Tensor], beside: str) -> OptimizerState | None:
-    """The optimizer state that `portable-convert --optimizer` writes beside the model, if it is there."""
-    if beside not in (_SINGLE, _INDEX) or not (folder.path / OPTIMIZER).is_file():
-        return None
+def _optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:
+    """The optimizer state that `portable-convert --optimizer` writes beside the model."""
     stored, _ = read_file(folder.file(OPTIMIZER))
     state: dict[str, dict[str, Tensor | Scalar]] = {}
     for key, tensor in stored.items():
         parameter, what = split_state_key(key, tensors)
         state.setdefault(parameter, {})[what] = tensor
     file = folder.file(GROUPS)
-    document = _json(file, file.read(0, file.nbytes))
+    document = read_json(file, file.read(0, file.nbytes))
     groups = document.get("param_groups") if isinstance(document, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{file.path}: holds no param_groups")
     return OptimizerState(state, groups)
-
-
-def _read_index(folder: Folder, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    file = folder.file(name)
-    index = _json(file, file.read(0, file.nbytes))
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{file.path}: not an index of shards (no weight_map)")
-    shards: dict[str, dict[str, Tensor]] = {}
-    extra: dict[str, str] = {}
-    for shard in sorted(set(weight_map.values())):
-        shards[shard], said = read_file(folder.file(shard))
-        extra.update(said)
-    tensors: dict[str, Tensor] = {}
-    for key, shard in weight_map.items():
-        if key not in shards[shard]:
-            raise CheckpointError(f"{folder.path / shard}: does not hold {key!r}, which {name} places there")
-        tensors[key] = shards[shard][key]
-    for shard, held in shards.items():
-        lost = [key for key in held if weight_map.get(key) != shard]
-        if lost:
-            raise CheckpointError(
-                f"{folder.path / shard}: holds {lost[0]!r}, which {name} does not place there"
-            )
-    return tensors, extra
 
 
 def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -141,7 +134,7 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(
             f"{file.path}: truncated or not a safetensors file (a header of {length} bytes)"
         )
-    header = _json(file, file.read(8, length))
+    header = read_json(file, file.read(8, length))
     if not isinstance(header, dict):
         raise CheckpointError(f"{file.path}: the header is not a table of tensors")
     extra = header.pop("__metadata__", {})
@@ -188,19 +181,6 @@ def _counts(value: Any) -> list[int] | None:
     ):
         return value
     return None
-
-
-def _json(file: SourceFile, data: bytes) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            raise CheckpointError(f"{file.path}: names a key twice")
-        return made
-
-    try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{file.path}: damaged, not readable as JSON") from None
 
 
 FORMAT = Format("safetensors", _detect, _open, _incomplete)
