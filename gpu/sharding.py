@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from portable.errors import UserError, one_line
 from portable.model import materialize, transformer_layers
 
 if TYPE_CHECKING:
@@ -121,5 +122,11 @@ def _checkpoint_activations(model: nn.Module, config: RunConfig) -> None:
             aten._scaled_dot_product_flash_attention_for_cpu.default,
         ]
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
-    enable: Any = model.gradient_checkpointing_enable
-    enable(gradient_checkpointing_kwargs=options)
+    # transformers renamed it; the options are the first argument of both.
+    enable: Any = (
+        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    )
+    try:
+        enable(options)
+    except ValueError as error:
+        raise UserError(f"memory.activation_checkpointing: {one_line(error)}") from error

@@ -97,11 +97,11 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
 def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost repeated layers, by name: what is sharded, checkpointed and initialised as a unit."""
     classes = {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
-    found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in classes and name]
-    if not found:
-        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
-        if not lists:
-            return []
+    # Members of a list only: some models declare their embeddings too, whose weights the head may share.
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    members = [(f"{name}.{child}", m) for name, entries in lists for child, m in entries.named_children()]
+    found = [(name, m) for name, m in members if type(m).__name__ in classes]
+    if not found and lists:
         name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
         found = [(f"{name}.{child}", module) for child, module in largest.named_children()]
     names = {name for name, _ in found}

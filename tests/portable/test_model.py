@@ -1,0 +1,131 @@
+"""Initial weights: as transformers draws them, and the same whoever draws them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from portable import model as models
+from portable.backend import backend_room
+from portable.config import load_config
+from portable.errors import UserError
+from portable.run import Prepared, resolve
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
+    "qwen3": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "bert": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "t5": {"d_model": 64, "d_ff": 96, "num_layers": 3, "num_heads": 4, "d_kv": 16},
+}
+TASKS = {"bert": "masked-lm", "t5": "seq2seq-lm"}
+
+
+def blueprint(family: str) -> models.Blueprint:
+    config = {"model_type": family, "vocab_size": 300, **FAMILIES[family]}
+    task = TASKS.get(family, "causal-lm")
+    given: dict[str, Any] = {"model": {"config": config, "task": task}}
+    if task != "causal-lm":
+        given["data"] = {"source": "text.jsonl"}
+    settings = load_config(given).model
+    return models.Blueprint.of(models.build_model(models.model_config(settings), settings))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initial_weights_have_the_distribution_that_transformers_gives(family: str) -> None:
+    """Parameter by parameter: the same mean and spread, up to sampling, as transformers' own model."""
+    ours = blueprint(family)
+    names = set(models.state_tensors(ours.model))
+    layers = [name for name, _ in models.transformer_layers(ours.model)]
+    assert len(layers) == (6 if family == "t5" else 3)
+    torch.manual_seed(0)
+    theirs = models.state_tensors(type(ours.model)(ours.model.config))
+    drawn: dict[str, torch.Tensor] = {}
+    for weights in ours.initial_weights(seed=0):
+        for name, weight in weights.items():
+            assert name not in drawn
+            drawn[name] = torch.from_numpy(weight.read())
+    assert set(drawn) == names == set(theirs)
+    for name, tensor in drawn.items():
+        reference = theirs[name].detach().float()
+        if tensor.numel() > 1000:
+            spread = float(reference.std())
+            assert float(tensor.std()) == pytest.approx(spread, rel=0.15, abs=1e-7), name
+            assert abs(float(tensor.mean() - reference.mean())) <= 0.1 * spread + 1e-7, name
+        elif float(reference.float().std(correction=0)) == 0:  # zeros, ones, counters
+            assert torch.equal(tensor.float(), reference), name
+
+
+def test_initial_weights_depend_on_the_seed_and_on_nothing_else() -> None:
+    def drawn(seed: int) -> dict[str, Any]:
+        torch.manual_seed(torch.randint(1000, ()).item())
+        return {n: w.read() for part in blueprint("gpt2").initial_weights(seed) for n, w in part.items()}
+
+    one, again, other = drawn(1), drawn(1), drawn(2)
+    assert all((one[name] == again[name]).all() for name in one)
+    assert (one["transformer.h.0.attn.c_attn.weight"] != other["transformer.h.0.attn.c_attn.weight"]).any()
+    first, second = one["transformer.h.0.attn.c_attn.weight"], one["transformer.h.1.attn.c_attn.weight"]
+    assert (first != second).any()  # layers do not repeat each other
+
+
+def full_weights(folder: Path, corpus: Path, strategy: str) -> dict[str, torch.Tensor]:
+    backend = backend_room("cpu").create("cpu")
+    config = resolve(configured(folder, corpus, strategy=strategy, train__micro_batch_size=1), backend)
+    backend.start()
+    try:
+        engine, _ = Prepared(config, backend).engine(None)
+        tensors = models.state_tensors(engine.model)
+        return {
+            name: getattr(t, "full_tensor", lambda t=t: t)().detach().clone() for name, t in tensors.items()
+        }
+    finally:
+        backend.stop()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shards_are_slices_of_the_same_weights(
+    world_size: int, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    alone = full_weights(tmp_path, corpus, "full_shard")
+    together = ranks.run(world_size, full_weights, tmp_path, corpus, "full_shard")
+    assert alone.keys() == together.keys()
+    assert all(torch.equal(alone[name], together[name]) for name in alone)
+
+
+def test_a_pretrained_model_of_another_shape_is_refused(tmp_path: Path) -> None:
+    def build(hidden: int) -> Any:
+        config = {"model_type": "llama", "vocab_size": 300, **FAMILIES["llama"], "hidden_size": hidden}
+        settings = load_config({"model": {"config": config}}).model
+        return models.build_model(models.model_config(settings), settings)
+
+    small = build(32)
+    models.materialize(small, torch.device("cpu"))
+    small.save_pretrained(tmp_path)
+    settings = load_config({"model": {"name_or_path": str(tmp_path)}}).model
+    with pytest.raises(UserError, match=r"has shape .* in the checkpoint"):
+        models.pretrained_weights(settings, build(64))
+
+
+def test_a_base_model_fits_a_model_with_a_head(tmp_path: Path) -> None:
+    """The way of every fine-tuning: what the checkpoint lacks is named, what it has is found."""
+    from transformers import AutoModel
+
+    bert = blueprint("bert").model
+    base = AutoModel.from_config(bert.config)
+    base.save_pretrained(tmp_path)
+    settings = load_config(
+        {"model": {"name_or_path": str(tmp_path), "task": "masked-lm"}, "data": {"source": "text.jsonl"}}
+    ).model
+    weights = models.pretrained_weights(settings, bert)
+    assert all(name.startswith("cls.") for name in weights.missing)
+    key = "bert.encoder.layer.0.attention.self.query.weight"
+    expected = base.state_dict()["encoder.layer.0.attention.self.query.weight"]
+    assert torch.equal(torch.from_numpy(weights.found[key].read()), expected)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from portable import model as models
+from portable.config import load_config
+from portable.errors import UserError
+from portable.plan import flops_per_token, parameter_count, plan_batches, total_steps
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+
+
+def batches(**train: object) -> RunConfig:
+    return load_config({"train": train})
+
+
+@pytest.mark.parametrize(
+    ("total", "world", "micro", "accumulation"),
+    [(8, 1, 4, 2), (8, 2, 4, 1), (8, 4, 2, 1), (12, 3, 4, 1), (7, 7, 1, 1)],
+)
+def test_the_default_micro_batch_follows_the_world(
+    total: int, world: int, micro: int, accumulation: int
+) -> None:
+    plan = plan_batches(batches(global_batch_size=total), world_size=world, rank=0)
+    assert (plan.micro_batch_size, plan.accumulation_steps) == (micro, accumulation)
+    assert plan.micro_batch_size * plan.accumulation_steps * world == total
+
+
+def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
+    with pytest.raises(UserError, match=r"8 sequences cannot be divided among 3 ranks; set it to 6 or 9"):
+        plan_batches(batches(), world_size=3, rank=0)
+    with pytest.raises(UserError, match=r"micro-batches of 4 do not divide; use 2 or another divisor of 2"):
+        plan_batches(batches(micro_batch_size=4), world_size=4, rank=0)
+
+
+def test_dropout_is_keyed_by_the_samples_and_not_by_who_computes_them() -> None:
+    config = batches(micro_batch_size=1)
+    alone = plan_batches(config, world_size=1, rank=0)
+    second = plan_batches(config, world_size=2, rank=1)
+    assert second.dropout_seed(16, 3) == alone.dropout_seed(16, 4 + 3) == alone.dropout_seed(23, 0)
+    seeds = {alone.dropout_seed(first, i) for first in range(0, 800, 8) for i in range(8)}
+    assert len(seeds) == 800
+    assert all(0 <= seed < 2**63 for seed in seeds)  # what torch.manual_seed takes
+
+
+def test_epochs_become_steps() -> None:
+    assert total_steps(batches(steps=7), 100) == 7
+    assert total_steps(batches(epochs=2, global_batch_size=8), 100) == 25
+    assert total_steps(batches(epochs=0.01, global_batch_size=8), 100) == 1
+
+
+def test_flops_count_the_products() -> None:
+    """Against the multiplications of a Llama written out by hand."""
+    settings = load_config(None, {"model.config.tie_word_embeddings": False}).model
+    config = models.model_config(settings)
+    model = models.build_model(config, settings)
+    hidden, inner, vocabulary, layers, length = 256, 688, 4096, 4, 256
+    attention = hidden * hidden * 2 + hidden * (hidden // 2) * 2
+    weights = layers * (attention + 3 * hidden * inner) + vocabulary * hidden
+    scores = layers * 2 * hidden * length
+    expected = 3 * 2 * (weights + scores)
+    norms = 6 * (2 * layers + 1) * hidden  # counted with the weights, though they are no matrix products
+    assert flops_per_token(model, config, length) == pytest.approx(expected + norms)
+    assert parameter_count(model) == weights + vocabulary * hidden + (2 * layers + 1) * hidden
