@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 # State that has the shape of its parameter, in every optimizer that uses the name.
-_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg")
+_SHAPED = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"),
+    *("sum", "acc_delta", "prev", "ax"),
+)
 # BatchNorm's buffers are floating like parameters, and no optimizer ever holds them.
 _BUFFERS = ("running_mean", "running_var")
 _MAX_STATES = 100_000

@@ -1,0 +1,355 @@
+"""Full state dicts: `.bin`, `.pt` and `.pth` files against the tensors that torch.save was given."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import json
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from converters import CheckpointError, Tensor, open_checkpoint
+from converters.cli import main
+from tests.converters.compare import assert_model, assert_optimizer, assert_same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Every type and every kind of view; `f.base` and `f.row` overlap without being tied."""
+    torch.manual_seed(0)
+    base = torch.randn(6, 10)
+    return {
+        "f.base": base,
+        "f.row": base[2],
+        "f.column": base[:, 3],
+        "f.transposed": base[:4, :5].t(),
+        "f.stepped": base[::2, 1::3],
+        "f.expanded": base[0, 0].expand(3, 2),
+        "f.parameter": nn.Parameter(torch.randn(3)),
+        "f.double": torch.randn(3, dtype=torch.float64),
+        "f.half": torch.randn(3).half(),
+        "f.brain": torch.randn(5, 3).bfloat16(),
+        "f.f8": torch.randn(8).to(torch.float8_e4m3fn),
+        "i.wide": torch.tensor([1, -(1 << 62)]),
+        "i.scalar": torch.tensor(1 << 40),
+        "i.u16": torch.tensor([1, 65535], dtype=torch.uint16),
+        "b.mask": torch.tensor([True, False, True]),
+        "e.empty": torch.zeros(0, 4),
+        "e.scalar": torch.tensor(0.1),
+    }
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
+def test_bare_state_dicts_bit_for_bit(tmp_path: Path, name: str) -> None:
+    state = collections.OrderedDict(weights())
+    state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    torch.save(state, tmp_path / name)
+    for path in (tmp_path, tmp_path / name):
+        checkpoint = open_checkpoint(path)
+        assert checkpoint.format == "torch"
+        assert checkpoint.optimizer is None
+        assert_model(checkpoint, weights())
+        assert checkpoint.aliases == {}
+
+
+@pytest.mark.parametrize("container", ["model", "state_dict", "module", "net"])
+def test_containers(tmp_path: Path, container: str) -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+    saved = {
+        container: nn.ModuleDict({"module": model}).state_dict(),  # names as DDP leaves them
+        "optimizer": optimizer.state_dict(),
+        "lr_scheduler": {"last_epoch": 1, "_last_lr": [0.1]},
+        "step": 7,
+        "args": {"lr": 0.1, "betas": (0.9, 0.99)},
+    }
+    torch.save(saved, tmp_path / "ckpt.pt")
+    checkpoint = open_checkpoint(tmp_path)
+    assert_model(checkpoint, model.state_dict())
+    assert checkpoint.metadata["step"] == 7
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    moments = {name: state["state"][i] for i, name in enumerate(names)}
+    groups = [{**state["param_groups"][0], "params": names}]
+    assert_optimizer(checkpoint, {"optim": moments, "groups": groups})
+
+
+def test_the_random_state_beside_a_container_is_not_the_model(tmp_path: Path) -> None:
+    tensor = torch.randn(2)
+    torch.save({"net": {"a.w": tensor}, "rng_state": torch.zeros(3)}, tmp_path / "a.pt")
+    assert set(open_checkpoint(tmp_path).tensors) == {"net.a.w", "rng_state"}
+    saved = {"model": {"a.w": tensor}, "ema": {"model": {"a.w": tensor}}, "rng": torch.zeros(3)}
+    torch.save(saved, tmp_path / "a.pt")
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint.tensors) == {"a.w"}
+    assert checkpoint.metadata["other_keys"] == ["ema.model.a.w", "rng"]
+
+
+def test_shared_storages_are_tied_once_under_their_owner(tmp_path: Path) -> None:
+    shared, bias = torch.randn(7, 4), torch.randn(3)
+    state = {
+        "lm_head.weight": shared,
+        "model.embed_tokens.weight": shared,
+        "a.bias": bias,
+        "b.bias": bias,
+        "c.bias": bias[:2],
+    }
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.aliases == {"lm_head.weight": "model.embed_tokens.weight", "b.bias": "a.bias"}
+    assert_model(checkpoint, state)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "tie_word_embeddings": False}))
+    assert open_checkpoint(tmp_path).aliases == {"b.bias": "a.bias"}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_pickle_protocols_and_rebuild_functions(tmp_path: Path, protocol: int) -> None:
+    attributed = nn.Parameter(torch.randn(2, 3))
+    attributed.tag = "x"  # type: ignore[attr-defined]
+    state = {
+        "a.with_state": attributed,
+        "a.frozen": nn.Parameter(torch.randn(3), requires_grad=False),
+        "a.buffer": nn.Buffer(torch.randn(4)),
+        "a.v3": torch.tensor([3], dtype=torch.uint32),
+    }
+    torch.save(state, tmp_path / "a.bin", pickle_protocol=protocol)
+    assert_model(open_checkpoint(tmp_path), state)
+
+
+def test_shards_with_an_index(tmp_path: Path) -> None:
+    values = weights()
+    names = list(values)
+    files = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    places = {name: files[at >= len(names) // 2] for at, name in enumerate(names)}
+    for file in files:
+        held = {name: value for name, value in values.items() if places[name] == file}
+        torch.save(held, tmp_path / file)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert_model(open_checkpoint(tmp_path), values)
+    assert_model(open_checkpoint(index), values)
+    for change, said in (
+        ({names[0]: files[1]}, "does not hold"),
+        ({"more": files[0]}, "does not hold"),
+        ({names[0]: "../x.bin"}, "leaves"),
+        ({names[0]: "gone.bin"}, "gone.bin"),
+    ):
+        index.write_text(json.dumps({"weight_map": {**places, **change}}))
+        with pytest.raises(CheckpointError, match=said):
+            open_checkpoint(tmp_path)
+    del places[names[0]]
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CheckpointError, match=r"holds 'f\.base'"):
+        open_checkpoint(tmp_path)
+
+
+def test_what_is_refused_and_why(tmp_path: Path) -> None:
+    def said(value: Any, name: str = "m.pt", **how: Any) -> str:
+        torch.save(value, tmp_path / name, **how)
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(tmp_path / name).tensors  # noqa: B018
+        (tmp_path / name).unlink()
+        assert name in str(caught.value)
+        return str(caught.value)
+
+    tensor = torch.randn(2)
+    assert "before 1.6" in said({"a": tensor}, _use_new_zipfile_serialization=False)
+    assert "a single tensor" in said(tensor)
+    assert "a list" in said([tensor])
+    assert "holds no tensors" in said({"a": 1})
+    assert "DeepSpeed" in said({"module": {"a": tensor}, "ds_version": "0.19"})
+    assert "without a model" in said(torch.optim.SGD([tensor]).state_dict())
+    assert "torch.nn.modules.linear.Linear" in said(nn.Linear(2, 2))
+    assert "_rebuild_sparse" in said({"a": torch.eye(2).to_sparse()})
+    assert "_rebuild_meta" in said({"a": torch.empty(2, device="meta")})
+    assert "datetime" in said({"a": tensor, "when": __import__("datetime").timedelta(1)})
+    conjugate = torch.randn(2, dtype=torch.complex64).conj()  # lazily: the stored bytes are not its value
+    assert "not a readable pickle" in said({"a": conjugate})
+    assert "ComplexDoubleStorage" in said({"a": tensor.to(torch.complex128)})
+    assert "one rank's part" in said({"a": tensor}, "pytorch_model_fsdp_rank0.bin")
+    assert "one rank's part" in said({"a": tensor}, "rank0-of-4-pytorch_model.bin")
+    loop: dict[str, Any] = {"a": tensor}
+    loop["loop"] = loop
+    assert "nested too deeply" in said(loop)
+    wide: list[Any] = [tensor]
+    for _ in range(12):
+        wide = [wide] * 12
+    assert "too large" in said({"a": wide})
+
+
+def test_folders_that_leave_a_choice(tmp_path: Path) -> None:
+    tensor = torch.randn(2)
+    torch.save({"a.w": tensor}, tmp_path / "a.pt")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"):
+        torch.save({"x": tensor}, tmp_path / name)
+    assert set(open_checkpoint(tmp_path / "a.pt").tensors) == {"a.w"}
+    assert set(open_checkpoint(tmp_path).tensors) == {"a.w"}
+    torch.save({"a.w": tensor}, tmp_path / "b.pt")
+    with pytest.raises(CheckpointError, match=r"a\.pt, b\.pt"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "b.pt").rename(tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="mp_rank_00"):
+        open_checkpoint(tmp_path)
+
+
+def optimizer_of(path: Path) -> Any:
+    checkpoint = open_checkpoint(path)
+    assert len(checkpoint.tensors) > 0
+    return checkpoint.optimizer
+
+
+def save_run(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    path.mkdir(exist_ok=True)
+    torch.save(model.state_dict(), path / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), path / "optimizer.pt")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.second = nn.Linear(4, 4)
+        self.register_buffer("table", torch.randn(3, 3))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.embed = nn.Embedding(7, 4)
+        self.embed.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.second(self.norm(self.first(x))))
+        return out
+
+
+def stepped(
+    model: nn.Module, groups: Any, kind: Any = torch.optim.AdamW, **how: Any
+) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(groups, **how)
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def check_names(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    found = optimizer_of(path)
+    parameters = dict(model.named_parameters())
+    stepped_names = {name for name, value in parameters.items() if value in optimizer.state}
+    assert set(found.state) == stepped_names
+    for name in stepped_names:
+        for what, value in optimizer.state[parameters[name]].items():
+            assert_same(found.state[name][what], value)
+    by_id = {id(value): name for name, value in parameters.items()}
+    for ours, theirs in zip(found.param_groups, optimizer.param_groups, strict=True):
+        assert ours["params"] == [by_id[id(value)] for value in theirs["params"]]
+        assert ours["lr"] == theirs["lr"]
+
+
+def test_index_keyed_optimizers_get_names_when_only_one_order_fits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Block()
+    optimizer = stepped(model, model.parameters())
+    save_run(tmp_path / "one", model, optimizer)
+    check_names(tmp_path / "one", model, optimizer)
+
+    model = Block()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = stepped(model, [{"params": matrices, "lr": 0.1}, {"params": vectors, "lr": 0.2}])
+    save_run(tmp_path / "two", model, optimizer)
+    check_names(tmp_path / "two", model, optimizer)
+
+    model = Block()
+    model.head.weight.requires_grad_(False)
+    optimizer = stepped(model, [p for p in model.parameters() if p.requires_grad])
+    save_run(tmp_path / "frozen", model, optimizer)
+    check_names(tmp_path / "frozen", model, optimizer)
+
+    model = Block()
+    model.first.weight.requires_grad_(False)
+    optimizer = stepped(model, list(model.named_parameters())[1:])
+    save_run(tmp_path / "named", model, optimizer)  # the groups hold param_names
+    check_names(tmp_path / "named", model, optimizer)
+
+
+def test_index_keyed_optimizers_that_fit_in_several_ways_are_refused(tmp_path: Path) -> None:
+    pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    pair[0].requires_grad_(False)  # or was it pair[1]?
+    save_run(tmp_path / "frozen", pair, stepped(pair, pair[1].parameters()))
+    with pytest.raises(CheckpointError, match="several ways"):
+        optimizer_of(tmp_path / "frozen")
+
+    model = Block()
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    rest = [p for n, p in model.named_parameters() if not n.endswith("bias")]
+    save_run(tmp_path / "split", model, stepped(model, [{"params": rest}, {"params": biases}]))
+    with pytest.raises(CheckpointError, match="several ways"):
+        optimizer_of(tmp_path / "split")
+
+    model = Block()
+    save_run(tmp_path / "turned", model, stepped(model, reversed(list(model.parameters()))))
+    with pytest.raises(CheckpointError, match="does not fit"):
+        optimizer_of(tmp_path / "turned")
+
+    out = str(tmp_path / "out")
+    assert main([str(tmp_path / "turned"), out, "--quiet"]) == 0
+    assert main([str(tmp_path / "turned"), out, "--quiet", "--overwrite", "--optimizer"]) == 2
+    torch.save(model.state_dict(), tmp_path / "turned" / "optimizer.bin")
+    with pytest.raises(CheckpointError, match="several optimizers"):
+        optimizer_of(tmp_path / "turned")
+
+
+def test_optimizers_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+    model = Block()
+    optimizer = stepped(model, model.parameters())
+
+    def said(change: Any) -> str:
+        state = copy.deepcopy(optimizer.state_dict())
+        change(state)
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        torch.save(state, tmp_path / "optimizer.pt")
+        with pytest.raises(CheckpointError) as caught:
+            optimizer_of(tmp_path)
+        assert "optimizer.pt" in str(caught.value)
+        return str(caught.value)
+
+    assert "in no group" in said(lambda s: s["param_groups"][0]["params"].pop())
+    assert "distinct" in said(lambda s: s["param_groups"][0]["params"].append(0))
+    assert "not a table" in said(lambda s: s["state"].update({0: []}))
+    assert "neither tensor nor number" in said(lambda s: s["state"][0].update(history=[1]))
+    assert "shape" in said(lambda s: s["state"][0].update(exp_avg_sq=torch.zeros(2)))
+    assert "not an optimizer" in said(lambda s: s.pop("state"))
+    assert "not an optimizer" in said(lambda s: s.update(param_groups=[1]))
+
+
+def test_other_optimizers_state(tmp_path: Path) -> None:
+    cases: list[tuple[nn.Module, Any, dict[str, Any]]] = [
+        (Block(), torch.optim.SGD, {"momentum": 0.9}),
+        (Block(), torch.optim.Adagrad, {}),
+        (nn.Linear(4, 3), torch.optim.Adafactor, {}),  # rows and columns do not tell the shape
+    ]
+    for at, (model, kind, how) in enumerate(cases):
+        optimizer = stepped(model, model.parameters(), kind, lr=0.1, **how)
+        save_run(tmp_path / str(at), model, optimizer)
+        check_names(tmp_path / str(at), model, optimizer)
+
+
+def test_a_flipped_tensor_byte_that_torch_load_accepts(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a.w": torch.zeros(100)}, path)
+    with zipfile.ZipFile(path) as made:
+        at = made.getinfo("pytorch_model/data/0").header_offset + 200
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert not torch.equal(torch.load(path, weights_only=True)["a.w"], torch.zeros(100))
+    tensor = open_checkpoint(tmp_path).tensors["a.w"]
+    assert isinstance(tensor, Tensor)
+    with pytest.raises(CheckpointError, match="checksum"):
+        tensor.read()
