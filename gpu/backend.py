@@ -92,6 +92,10 @@ class TorchBackend:
                     "memory.offload_params: not part of this version; set it to none",
                 ),
                 (
+                    config.deepspeed.config is not None,
+                    "deepspeed.config: DeepSpeed is not part of this version",
+                ),
+                (
                     config.train.micro_batch_size == "auto",
                     "train.micro_batch_size: auto is not part of this version; give a number",
                 ),

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-train`` and return its exit code.
 
     0: done, or ``train.stop_after`` reached; 2: refused input; 75: stopped by SIGTERM or SIGINT with a
-    checkpoint saved; 1: anything else.
+    checkpoint saved; 1: anything else (130 when interrupted outside the training loop).
     """
     try:
         from portable.config import parse_args
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("error: interrupted before the first step; nothing was saved", file=sys.stderr)
+        print("error: interrupted", file=sys.stderr)
         return 130
 
 
@@ -43,6 +43,10 @@ def run(invocation: Invocation) -> int:
     from portable.run import check_output_folder, describe_checkpoint, dry_run, train_leg
 
     config = invocation.config
+    if invocation.accelerate_config is not None:
+        raise UserError("--accelerate-config: not part of this version; write the settings into --config")
+    if invocation.profile:
+        raise UserError("--profile: not part of this version")
     if invocation.resume_info is not None:
         return describe_checkpoint(Path(invocation.resume_info))
     name = resolve_backend(config.backend)
@@ -54,9 +58,9 @@ def run(invocation: Invocation) -> int:
             launch.die_with_parent()
         return train_leg(name, config, eval_only=invocation.eval_only)
     ranks = invocation.nproc if invocation.nproc is not None else room.local_devices(name)
+    _check_ranks(name, ranks, room.local_devices(name))
     if invocation.dry_run:
         return dry_run(name, config, ranks)
-    _check_ranks(name, ranks, room.local_devices(name))
     check_output_folder(name, config, ranks)
     if ranks == 1:
         return train_leg(name, config, eval_only=invocation.eval_only)

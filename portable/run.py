@@ -331,22 +331,30 @@ def _tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[
 
 
 def resolve(config: RunConfig, backend: Backend) -> RunConfig:
-    """Replace what ``auto`` stands for on this machine, and check the config against the backend.
-
-    A run that is under way keeps the precision that it began with.
-    """
-    resolved: str = config.precision
-    if resolved == "auto":
-        earlier = _earlier_config(Path(config.output_dir))
-        resolved = earlier.precision if earlier is not None else backend.resolve_precision(resolved)
-    config = config.replaced({"backend": backend.name, "precision": resolved})
+    """Replace what ``auto`` stands for on this machine, and check the config against the backend."""
+    config = _as_begun(config, backend.name)
+    if config.precision == "auto":
+        config = config.replaced({"precision": backend.resolve_precision("auto")})
     backend.check(config)
     return config
 
 
+def _as_begun(config: RunConfig, backend_name: str) -> RunConfig:
+    """A run that is under way keeps the precision that it began with, wherever it goes on."""
+    known: dict[str, Any] = {"backend": backend_name}
+    earlier = _earlier_config(Path(config.output_dir))
+    if config.precision == "auto" and earlier is not None:
+        known["precision"] = earlier.precision
+    return config.replaced(known)
+
+
 def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> None:
-    """Refuse, before any rank starts, what the ranks would refuse at once."""
-    config = resolve(config, backend_room(backend_name).create(backend_name))
+    """Refuse, before any rank starts, what the ranks would refuse at once.
+
+    The device itself is left alone: a launcher that opened it would hold memory on it all through the run.
+    """
+    config = _as_begun(config, backend_name)
+    backend_room(backend_name).create(backend_name).check(config)
     check_same_run(Path(config.output_dir), config)
     plan_batches(config, world_size=ranks, rank=0)
 
