@@ -1,0 +1,225 @@
+"""Write DeepSpeed checkpoints with DeepSpeed itself, on CPU with gloo, beside the values they must hold.
+
+Run as `python make_deepspeed.py OUT`. Ranks are forked from one process that has imported DeepSpeed once.
+Each checkpoint folder lies beside `<name>.<step>.ref.pt`: `{"model": ..., "optim": {name: {...}},
+"groups": ...}` with full tensors, gathered from the live run through DeepSpeed's own accessors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"DS_ACCELERATOR": "cpu", "USE_TORCH_XLA": "0", "TQDM_DISABLE": "1"}
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+if __package__:
+    from tests.converters.make_dcp import launch
+else:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from make_dcp import launch  # type: ignore[import-not-found, no-redef]
+
+FP32_ACCUMULATION = {"grad_accum_dtype": "fp32"}
+ODD = {"lr": 1e-2, "betas": [0.8, 0.95], "weight_decay": 0.1}
+
+
+class Odd(nn.Module):
+    """Sizes that no world size divides, frozen and tied parameters, buffers of every kind."""
+
+    def __init__(self, frozen: bool = True) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(7, 6)
+        self.narrow = nn.Linear(6, 1)  # a bias of one element: nothing on all ranks but the first
+        self.wide = nn.Linear(1, 13, bias=False)
+        self.big = nn.Linear(13, 17)  # spans several ranks
+        self.fixed = nn.Linear(17, 5)
+        self.fixed.requires_grad_(not frozen)
+        self.last = nn.Linear(5, 3)
+        self.lm_head = nn.Linear(6, 7, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.register_buffer("counts", torch.tensor([1, -(1 << 62), 3]))
+        self.register_buffer("tracked", torch.tensor(1 << 40))
+        self.register_buffer("scale", torch.tensor(0.1))
+        self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
+        self.register_buffer("table", torch.randn(3, 4))
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(tokens)
+        out = self.last(self.fixed(self.big(self.wide(self.narrow(hidden)))).tanh())
+        loss: torch.Tensor = out.float().sum() + self.lm_head(hidden).float().square().sum()
+        return loss
+
+
+def config(stage: int, precision: str, more: dict[str, Any]) -> dict[str, Any]:
+    """A DeepSpeed configuration; `more` overrides, sections merged."""
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {**ODD, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        "wall_clock_breakdown": False,
+    }
+    if precision == "bf16":
+        made["bf16"] = {"enabled": True}
+    for key, value in more.items():
+        made[key] = {**made.get(key, {}), **value} if isinstance(value, dict) else value
+    return made
+
+
+def groups_of(model: nn.Module, split: bool) -> Any:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not split:
+        return list(trainable.values())
+    return [
+        {"params": [p for p in trainable.values() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in trainable.values() if p.ndim == 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def train(
+    out: Path,
+    name: str,
+    stage: int,
+    precision: str = "fp32",
+    *,
+    split: bool = False,
+    frozen: bool = True,
+    client_optimizer: bool = False,
+    model: nn.Module | None = None,
+    steps: int = 2,
+    saves: tuple[int, ...] = (2,),
+    client_state: dict[str, Any] | None = None,
+    **more: Any,
+) -> None:
+    """Train a few steps and save, with the live values beside."""
+    torch.manual_seed(0)
+    model = model or Odd(frozen)
+    parameters = groups_of(model, split)
+    settings = config(stage, precision, more)
+    optimizer = None
+    if client_optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        settings.pop("optimizer")
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, model_parameters=parameters, config=settings
+    )
+    for step in range(steps):
+        loss = engine(torch.arange(step, step + 4) + dist.get_rank() % 2)
+        engine.backward(loss)
+        engine.step()
+        if step + 1 in saves:
+            engine.save_checkpoint(str(out / name), client_state=dict(client_state or {}))
+            reference = gather(engine, stage)
+            if dist.get_rank() == 0:
+                torch.save(reference, out / f"{name}.{step + 1}.ref.pt")
+    engine.destroy()
+
+
+def gather(engine: Any, stage: int) -> dict[str, Any]:
+    """The live run: master weights, buffers, moments, groups."""
+    module = engine.module
+    seen: dict[torch.Tensor, str] = {}
+    optim: dict[str, Any] = {}
+    weights: dict[str, torch.Tensor] = {}
+    plain = engine.optimizer if stage == 0 else engine.optimizer.optimizer
+    if stage in (1, 2):  # with several groups DeepSpeed links all after the first has stepped, the rest in vain
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter in seen:
+            weights[name] = weights[seen[parameter]]
+            continue
+        seen[parameter] = name
+        if not parameter.requires_grad:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+                weights[name] = parameter.detach().clone()
+        elif stage == 0:
+            weights[name] = parameter.detach().clone()
+            optim[name] = dict(plain.state[parameter])
+        else:
+            weights[name] = safe_get_full_fp32_param(parameter).clone()
+            optim[name] = {
+                key: safe_get_full_optimizer_state(parameter, key).clone()
+                for key in ("exp_avg", "exp_avg_sq")
+            }
+            if stage < 3:
+                assert torch.equal(weights[name].to(parameter.dtype), parameter), name
+    lasting = set(module.state_dict())
+    buffers = {name: value for name, value in module.named_buffers() if name in lasting}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in plain.param_groups]
+    return {"model": {**weights, **buffers}, "optim": optim, "groups": groups}
+
+
+def start(rank: int, world: int) -> None:
+    """DeepSpeed's own view of the process group."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles C++ first
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+
+def one_rank(rank: int, world: int, out: Path) -> None:
+    start(rank, world)
+    train(out, "zero2-1", 2, split=True)
+    train(out, "zero3-1", 3, "bf16", split=True)
+    train(out, "zero0-1", 0, frozen=False)
+
+
+def two_ranks(rank: int, world: int, out: Path) -> None:
+    start(rank, world)
+    train(out, "zero1-fp32-2", 1)
+    train(out, "zero2-bf16-2", 2, "bf16", split=True)
+    train(out, "zero3-fp32-2", 3, split=True)
+    train(out, "fp32-accumulation-2", 1, "bf16", split=True, data_types=FP32_ACCUMULATION)
+    train(out, "elastic-2", 2, split=True, zero_optimization={"elastic_checkpoint": True})
+    train(out, "zero0-fp32-2", 0, split=True)
+    train(out, "zero0-bf16-2", 0, "bf16")
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for stage in (2, 3):
+        name = f"offload-zero{stage}-2"
+        more: Any = {"zero_optimization": offload, "zero_force_ds_cpu_optimizer": False}
+        train(out, name, stage, "bf16", client_optimizer=True, **more)
+
+
+def three_ranks(rank: int, world: int, out: Path) -> None:
+    start(rank, world)
+    train(out, "zero1-bf16-3", 1, "bf16", split=True)
+    train(out, "zero2-fp32-3", 2, steps=3, saves=(2, 3))
+    train(out, "zero3-bf16-3", 3, "bf16", steps=3, saves=(2, 3))
+    train(out, "sub-groups-3", 3, "bf16", split=True, zero_optimization={"sub_group_size": 40})
+    for name, more in (
+        ("round-robin", {"round_robin_gradients": True}),
+        ("aligned", {"parameter_alignment": True}),
+        ("round-robin-aligned", {"round_robin_gradients": True, "parameter_alignment": True}),
+    ):
+        train(out, f"{name}-3", 2, split=True, zero_optimization=more)
+
+
+def four_ranks(rank: int, world: int, out: Path) -> None:
+    start(rank, world)
+    train(out, "zero2-4", 2, "bf16", split=True)
+    train(out, "zero3-4", 3, split=True, zero_optimization={"sub_group_size": 100})
+    train(out, "fp32-accumulation-4", 1, "bf16", data_types=FP32_ACCUMULATION)
+
+
+def main() -> None:
+    """Write everything under the folder given."""
+    logger.setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    out = Path(sys.argv[1])
+    for world, body in enumerate((one_rank, two_ranks, three_ranks, four_ranks), 1):
+        if len(sys.argv) < 3 or str(world) in sys.argv[2]:
+            launch(world, out, body)
+
+
+if __name__ == "__main__":
+    main()
