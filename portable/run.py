@@ -313,13 +313,21 @@ class Prepared:
 
     def headline(self, parameters: int, progress: Progress, source: Path | None) -> str:
         start = f"resuming at step {progress.step} from {source}" if source else "starting"
-        ranks = f"{self.backend.world_size} rank{'s' if self.backend.world_size > 1 else ''}"
-        return (
-            f"{start}: {self.architecture}, {parameters:,} parameters, {ranks} on "
-            f"{self.backend.device.type}, {self.config.strategy}, {self.config.precision}, "
-            f"{self.plan.accumulation_steps} x {self.plan.micro_batch_size} sequences of "
-            f"{self.config.data.seq_len} tokens a rank and step, data: {self.data.description}"
-        )
+        backend, config, plan = self.backend, self.config, self.plan
+        rows = [
+            ("model", f"{self.architecture}, {parameters:,} parameters"),
+            ("data", self.data.description),
+            (
+                "ranks",
+                f"{backend.world_size} on {backend.device.type}, {config.strategy}, {config.precision}",
+            ),
+            (
+                "batch",
+                f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens a step; on each rank "
+                f"{plan.accumulation_steps} x {plan.micro_batch_size}",
+            ),
+        ]
+        return f"{start}\n{table(rows)}"
 
 
 def _tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
