@@ -154,11 +154,8 @@ def train(
             if save_due and progress.step > saved:
                 events.on_save(progress)
                 saved = progress.step
-            if (
-                eval_batches is not None
-                and not stopping
-                and (_due(progress.step, cadence.eval_every) or last)
-            ):
+            eval_due = not stopping and (last or _due(progress.step, cadence.eval_every))
+            if eval_batches is not None and eval_due:
                 events.on_eval(progress, evaluate(backend, engine, eval_batches()))
             events.on_pause(time.perf_counter() - paused)
             if stopping:
