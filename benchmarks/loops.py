@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from portable.checkpointing import CheckpointFolder
 from portable.loop import Cadence, Events, train
 from portable.optim import parameter_groups
 from portable.plan import flops_per_token
@@ -215,8 +216,8 @@ class PortableLoop:
                 precision=config.precision,
                 trackers=config.log.trackers,
                 config=config.fingerprint(),
-                save=lambda _: folder,
-                resumed_from=None,
+                checkpoints=CheckpointFolder(folder / "checkpoints", keep=None, rank=prepared.backend.rank),
+                save=lambda _: None,
             )
         self._events = _Timed(self._reporter, self._clock)
 

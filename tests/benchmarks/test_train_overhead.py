@@ -7,14 +7,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from benchmarks import train_overhead
 from benchmarks.train_overhead import Result, check_losses, main
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """On a busy machine, threads that share a tiny step mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_all_loops_take_the_same_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "times.json"
     flags = "--small --backend cpu --steps 3 --warmup 1 --rounds 2 --control --clock cpu --json"

@@ -1,0 +1,178 @@
+"""Checkpoints for `benchmarks.convert`, written by the libraries that people train with.
+
+``python -m benchmarks.convert_make KIND FOLDER`` trains one step of a Llama of about the given size on two
+ranks of this machine's processor and saves it. One kind a process: the libraries do not share one well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WORLD = 2
+KINDS = ("dcp", "zero2", "zero3", "xla")
+
+
+def model_config(gigabytes: float) -> dict[str, Any]:
+    """A Llama whose fp32 weights take about that many gigabytes. Untied: not every peer can write tied ones."""
+    hidden, vocabulary = (1024, 32_000) if gigabytes >= 0.5 else (64, 512)
+    inner = hidden * 11 // 4
+    layer = 4 * hidden * hidden + 3 * hidden * inner
+    layers = max(1, round((gigabytes * 1e9 / 4 - 2 * hidden * vocabulary) / layer))
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+
+
+def _model(config: dict[str, Any]) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**config))
+
+
+def _tokens(rank: int) -> Any:
+    import torch
+
+    return torch.arange(rank, rank + 16)[None]
+
+
+def dcp(rank: int, folder: Path, config: dict[str, Any]) -> None:
+    """FSDP2 in fp32, saved with torch's distributed checkpoint in the layout that Accelerate uses."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.fsdp import fully_shard
+
+    model = _model(config)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(input_ids=_tokens(rank), labels=_tokens(rank)).loss.backward()
+    optimizer.step()
+    save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+    save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder / "optimizer_0")
+
+
+def zero(rank: int, folder: Path, config: dict[str, Any], stage: int) -> None:
+    """DeepSpeed in bf16 with fp32 master weights."""
+    import deepspeed
+
+    model = _model(config)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "wall_clock_breakdown": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    engine.backward(engine(input_ids=_tokens(rank), labels=_tokens(rank)).loss)
+    engine.step()
+    engine.save_checkpoint(str(folder), tag="global_step1")
+
+
+def xla(folder: Path, config: dict[str, Any]) -> None:
+    """PyTorch/XLA FSDP v1: the files of every rank, one after the other in this process."""
+    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(WORLD)}
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+    for rank in range(WORLD):
+        model = XlaFullyShardedDataParallel(
+            _model(config),
+            sharding_groups=[list(range(WORLD))],
+            sharding_rank=rank,
+            sharding_world_size=WORLD,
+        )
+        torch_xla.sync()
+        state = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}
+        xm.save(state, str(folder / f"rank-{rank:08d}-of-{WORLD:08d}.pth"), master_only=False)
+        del model, state
+
+
+def _launch(body: Callable[[int], None]) -> None:
+    """Run `body(rank)` in forked ranks joined by gloo; RuntimeError if one fails."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            os.environ |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(WORLD),
+            }
+            code = 1
+            try:
+                dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+                body(rank)
+                dist.barrier()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+        children.append(pid)
+    if any([os.waitpid(pid, 0)[1] for pid in children]):
+        raise RuntimeError("a rank failed")
+
+
+def make(kind: str, folder: Path, gigabytes: float) -> None:
+    """Write one checkpoint of `kind` into `folder`."""
+    os.environ |= {"USE_TORCH_XLA": "0", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    config = model_config(gigabytes)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if kind == "xla":
+        xla(folder, config)
+    elif kind == "dcp":
+        import transformers  # noqa: F401  # once here, not once a rank
+
+        _launch(lambda rank: dcp(rank, folder, config))
+    else:
+        import deepspeed  # noqa: F401
+
+        _launch(lambda rank: zero(rank, folder, config, int(kind.removeprefix("zero"))))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.convert_make", description=__doc__)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=1.4, help="of the fp32 result")
+    options = parser.parse_args(argv)
+    make(options.kind, options.folder, options.gigabytes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
