@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 CHOICES = {"keep": None, "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # Of the source; one block and its cast copy are all that a conversion keeps in memory.
-BLOCK_BYTES = 1 << 20
+# They fit the cache of a core, where checksum, cast and write find the bytes.
+BLOCK_BYTES = 256 << 10
 
 
 def parse_dtype(name: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +50,7 @@ def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
         CheckpointError: no space, no permission, or any other failure to write.
     """
     created = _make_parents(target.parent)
-    temporary = target.parent / f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(3)}"
+    temporary = target.parent / f".{target.name}.tmp-{os.getpid()}-{os.urandom(3).hex()}"
     try:
         free = shutil.disk_usage(target.parent).free
         if needed > free:
@@ -101,7 +100,7 @@ def _swap(temporary: Path, target: Path, *, overwrite: bool) -> None:
     elif not overwrite:
         raise CheckpointError(f"{target}: appeared while it was being written; nothing was replaced")
     else:
-        old = target.parent / f".{target.name}.old-{os.getpid()}-{secrets.token_hex(3)}"
+        old = target.parent / f".{target.name}.old-{os.getpid()}-{os.urandom(3).hex()}"
         target.rename(old)
         try:
             temporary.rename(target)

@@ -207,12 +207,17 @@ class Tensor:
             return
         outer, inner = self.shape[:axis], self.shape[axis + 1 :]
         rows = max(1, limit // max(1, prod(inner)))
+        run, at = self._run(), 0
         for prefix in np.ndindex(*outer):
             for row in range(0, self.shape[axis], rows):
                 count = min(rows, self.shape[axis] - row)
                 block = buffer[: count * prod(inner)]
-                shape = (1,) * axis + (count, *inner)
-                self.fill(block.reshape(shape), (*prefix, row, *[0] * len(inner)), touched)
+                if run is None:
+                    shape = (1,) * axis + (count, *inner)
+                    self.fill(block.reshape(shape), (*prefix, row, *[0] * len(inner)), touched)
+                else:
+                    run.read_into(block.view(np.uint8).data, at, touched)
+                    at += block.nbytes
                 yield block
 
     def whole_span(self) -> FileSpan | None:
@@ -226,6 +231,24 @@ class Tensor:
         if view.strides != row_major(self.shape, numpy_dtype(self.dtype).itemsize):
             return None
         return span.file.span(span.offset + view.offset, self.nbytes)
+
+    def _run(self) -> Source | None:
+        """All bytes as one row-major run, where the pieces are cut along dim 0 only and lie row-major."""
+        strides = row_major(self.shape, numpy_dtype(self.dtype).itemsize)
+        parts = []
+        for box in self.boxes:
+            if box.sizes[1:] != self.shape[1:]:
+                return None
+            view = box.view
+            nbytes = box.sizes[0] * strides[0] if strides else numpy_dtype(self.dtype).itemsize
+            differ = any(
+                size > 1 and ours != theirs
+                for size, ours, theirs in zip(box.sizes, strides, view.strides, strict=True)
+            )
+            if differ or view.offset + nbytes > view.source.nbytes:
+                return None
+            parts.append(Slice(view.source, view.offset, nbytes))
+        return parts[0] if len(parts) == 1 else Joined(parts)
 
     def _region(self, index: tuple[slice, ...] | slice | None) -> tuple[Shape, Shape]:
         slices = () if index is None else (index,) if isinstance(index, slice) else tuple(index)

@@ -7,7 +7,6 @@ and checked against the free disk. `carry_out` then streams it.
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from isal import isal_zlib
 from converters.casting import BLOCK_BYTES, cast_blocks, cast_dtype, parse_dtype
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
+from converters.outfile import OutputFile, copy_file
 from converters.output import check_output, new_folder
 from converters.storage import Memory
 from converters.tensor import Tensor
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from converters.storage import Touched
 
 Bar = Any  # a tqdm bar; its class is imported late
-# Bytes the kernel copies in one call, so that the progress bar moves and Ctrl-C is heard.
-_KERNEL_COPY = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -166,9 +164,10 @@ def carry_out(
         for span in touched:
             span.verify()
         for name, data in plan.documents.items():
-            _write_bytes(folder / name, data)
+            with OutputFile(folder / name) as document:
+                document.write(data)
         for name, path in plan.companions.items():
-            _write_bytes(folder / name, path.read_bytes())
+            copy_file(path, folder / name)
         if verify:
             _verify(folder, plan, bar)
     return plan
@@ -182,70 +181,33 @@ def _scalar(name: str, value: Scalar) -> Tensor:
     return Tensor.contiguous(name, "F64", (), Memory(struct.pack("<d", value)))
 
 
-def _write_bytes(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _write_file(path: Path, file: PlannedFile, touched: Touched, bar: Bar) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
+    with OutputFile(path) as out:
         crc = 0
         for i, part in enumerate(file.parts):
             if isinstance(part, Entry):
                 summed = i + 1 < len(file.parts) and isinstance(file.parts[i + 1], Trailer)
-                crc = _write_entry(fd, part, touched, bar, summed=summed)
+                crc = _write_entry(out, part, touched, bar, summed=summed)
             else:
                 data = part if isinstance(part, bytes) else part.make(crc)
-                _write_all(fd, memoryview(data))
+                out.write(data)
                 bar.update(len(data))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
-def _write_entry(fd: int, entry: Entry, touched: Touched, bar: Bar, *, summed: bool) -> int:
+def _write_entry(out: OutputFile, entry: Entry, touched: Touched, bar: Bar, *, summed: bool) -> int:
     """Stream one tensor; its CRC32 where `summed`."""
-    if not summed and entry.dtype == entry.tensor.dtype and _kernel_copy(fd, entry.tensor, bar):
-        return 0
+    if not summed and entry.dtype == entry.tensor.dtype:
+        span = entry.tensor.whole_span()
+        if span is not None and out.copy(span, bar.update):
+            return 0
     crc = 0
     for block in cast_blocks(entry.tensor, entry.dtype, touched):
         data = block.view("u1").data
         if summed:
             crc = isal_zlib.crc32(data, crc)
-        _write_all(fd, data)
+        out.write(data)
         bar.update(len(data))
     return crc
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _kernel_copy(fd: int, tensor: Tensor, bar: Bar) -> bool:
-    """Let the kernel copy a tensor that lies whole in one file and has no checksum to compute on the way."""
-    span = tensor.whole_span()
-    if span is None or not hasattr(os, "copy_file_range"):
-        return False
-    descriptor = span.file.folder.descriptor(span.file)
-    start = os.lseek(fd, 0, os.SEEK_CUR)
-    at, left = span.offset, span.nbytes
-    while left:
-        try:
-            count = os.copy_file_range(descriptor.fd, fd, min(left, _KERNEL_COPY), offset_src=at)
-        except OSError:
-            count = 0  # across filesystems, or an old kernel: copy by hand, from the start
-        if count == 0:
-            os.ftruncate(fd, start)
-            os.lseek(fd, start, os.SEEK_SET)
-            bar.update(left - span.nbytes)
-            return False
-        at, left = at + count, left - count
-        bar.update(count)
-    return True
 
 
 def _verify(folder: Path, plan: Plan, bar: Bar) -> None:

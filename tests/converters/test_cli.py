@@ -192,8 +192,8 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_starts_without_a_framework_and_in_a_blink() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import converters.cli;"
-        "took = time.perf_counter() - start;"
+        "import sys, time; start = time.process_time(); import converters.cli;"
+        "took = time.process_time() - start;"
         "heavy = {'torch', 'transformers', 'tqdm', 'fsspec', 'portable', 'gpu', 'tpu'} & set(sys.modules);"
         "print(took, sorted(heavy))"
     )
@@ -204,7 +204,7 @@ def test_starts_without_a_framework_and_in_a_blink() -> None:
         for _ in range(3)
     ]
     assert all(heavy.strip() == "[]" for _, heavy in said)
-    assert min(float(took) for took, _ in said) < 0.5  # 0.15 s on an idle machine
+    assert min(float(took) for took, _ in said) < 0.5  # processor time: others may be using the machine
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
