@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,24 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = Path(__file__).with_name("make_dcp.py")
     made = subprocess.run(
         [sys.executable, str(script), str(out)], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr[-4000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def written_xla(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of PyTorch/XLA checkpoints, with `<name>.ref.pt` beside each."""
+    if importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed")
+    out = tmp_path_factory.mktemp("xla")
+    script = Path(__file__).with_name("make_xla.py")
+    made = subprocess.run(
+        [sys.executable, str(script), str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "1"},
     )
     assert made.returncode == 0, made.stderr[-4000:]
     return out

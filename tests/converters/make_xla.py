@@ -1,0 +1,256 @@
+"""Write PyTorch/XLA FSDP v1 shard files and SPMD checkpoints with torch_xla itself, beside their values.
+
+Run as `python make_xla.py OUT`, with PJRT_DEVICE=CPU. torch_xla trains several ranks only on a TPU, but one
+process can build each rank's model in turn, step its optimizer on made-up gradients, and save its file.
+Each checkpoint lies beside `<name>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}`, put
+together from the live shards; `peer` holds what torch_xla's own consolidation makes of the files.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+# Nothing here runs twice, so compiling fast is what counts.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch import nn
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
+from torch_xla.distributed.fsdp.state_dict_utils import (
+    consolidate_sharded_model_checkpoints,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Block(nn.Module):
+    """One layer: a norm, odd sizes, a buffer of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 13)
+        self.down = nn.Linear(13, width, bias=False)
+        self.register_buffer("seen", torch.tensor([1, -(1 << 62), width]))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = hidden + self.down(self.up(self.input_layernorm(hidden)))
+        return out
+
+
+class Odd(nn.Module):
+    """Sizes that no world size divides, nested layers, tied weights, frozen layers, all kinds of buffers."""
+
+    def __init__(self, *, scalar: bool) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(29, 6)
+        self.layers = nn.ModuleList([Block(6), Block(6)])
+        self.narrow = nn.Linear(6, 1)
+        self.frozen = nn.Linear(5, 3)
+        self.norm = nn.LayerNorm(6)
+        self.cube = nn.Parameter(torch.randn(5, 3, 2))
+        if scalar:
+            self.scalar = nn.Parameter(torch.tensor(0.25))
+        self.lm_head = nn.Linear(6, 29, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.register_buffer("tracked", torch.tensor(1 << 40))
+        self.register_buffer("scale", torch.tensor(0.1))
+        self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
+        self.register_buffer("table", torch.randn(3, 4).half())
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        out: torch.Tensor = self.lm_head(self.norm(hidden))
+        return out
+
+
+@dataclass(frozen=True)
+class Run:
+    """One checkpoint to write: how its files are called, how the model is wrapped and optimized."""
+
+    world: int
+    files: Callable[[int, int], list[str]]
+    options: dict[str, Any] = field(default_factory=dict)
+    nested: bool = True
+    scalar: bool = True
+    frozen: bool = True
+    groups: str = "one"
+    dtype: torch.dtype = torch.float32
+
+
+def wrapped(rank: int, run: Run) -> Any:
+    """The model as rank `rank` holds it."""
+    torch.manual_seed(0)
+    model = Odd(scalar=run.scalar)
+    model.frozen.requires_grad_(not run.frozen)
+    every = {
+        "sharding_groups": [list(range(run.world))],
+        "sharding_rank": rank,
+        "sharding_world_size": run.world,
+        "execute_sharding_on_init": False,
+        **run.options,
+    }
+    if run.nested:
+        for i, layer in enumerate(model.layers):
+            inner = checkpoint_module(layer) if i else layer
+            model.layers[i] = XlaFullyShardedDataParallel(inner, **every)
+    return XlaFullyShardedDataParallel(model, **every)
+
+
+def decayed(name: str) -> bool:
+    """Which parameters transformers' Trainer puts into its first group, judged by their sharded names."""
+    return "bias" not in name and "layernorm" not in name
+
+
+def trained(rank: int, run: Run) -> Any:
+    """(model, optimizer) of one rank after two steps."""
+    model = wrapped(rank, run)
+    if run.dtype != torch.float32:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(run.dtype)
+    named = list(model.named_parameters())
+    chosen: Any = [p for _, p in named]
+    if run.groups == "trainer":
+        chosen = [
+            {"params": [p for n, p in named if p.requires_grad and decayed(n)], "weight_decay": 0.1},
+            {"params": [p for n, p in named if p.requires_grad and not decayed(n)], "weight_decay": 0.0},
+        ]
+    elif run.groups == "trainable":
+        chosen = [p for p in chosen if p.requires_grad]
+    optimizer = torch.optim.AdamW(chosen, lr=1e-2, betas=(0.8, 0.95))
+    noise = torch.Generator().manual_seed(100 + rank)
+    for _ in range(1):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                grad = torch.randn(parameter.shape, generator=noise)
+                parameter.grad = grad.to(parameter.dtype).to(parameter.device)
+        optimizer.step()
+    torch_xla.sync()
+    return model, optimizer
+
+
+def write(out: Path, name: str, run: Run) -> None:
+    """Every rank's files, and what the live shards amount to."""
+    folder = out / name
+    folder.mkdir()
+    states: list[dict[str, torch.Tensor]] = []
+    moments: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for rank in range(run.world):
+        model, optimizer = trained(rank, run)
+        metadata = model.get_shard_metadata()
+        whole = {"model": model.state_dict(), "shard_metadata": metadata}
+        state = {"optimizer": optimizer.state_dict(), "shard_metadata": metadata}
+        paths = run.files(rank, run.world)
+        if len(paths) == 1:
+            whole |= state
+        else:
+            xm.save(state, str(folder / paths[1]), master_only=False)
+        xm.save(whole, str(folder / paths[0]), master_only=False)
+        states.append({key: value.cpu().clone() for key, value in model.state_dict().items()})
+        owner = {id(p): key.replace("_fpw_module.", "") for key, p in model.named_parameters()}
+        groups = [[owner[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        for parameter, values in optimizer.state.items():
+            held = moments.setdefault(owner[id(parameter)], {})
+            for what, value in values.items():
+                held.setdefault(what, []).append(value.cpu().clone())
+    ref: dict[str, Any] = {"model": {}, "optim": {}, "groups": []}
+    held_by: dict[str, list[str]] = {}
+    for key, first in states[0].items():
+        if "_fsdp_shard" in key:
+            made = join([state[key] for state in states], key, metadata)
+            held_by[key] = list(made)
+            ref["model"] |= made
+        else:
+            ref["model"][plain(key)] = first
+    for key, values_of in moments.items():
+        for what, parts in values_of.items():
+            cut = parts[0].dim() and parts[0].shape == states[0][key].shape
+            made = join(parts, key, metadata) if cut else dict.fromkeys(held_by[key], parts[0])
+            for one, value in made.items():
+                ref["optim"].setdefault(one, {})[what] = value
+    for group, keys in zip(optimizer.state_dict()["param_groups"], groups, strict=True):
+        ref["groups"].append({**group, "params": [one for key in keys for one in held_by[key]]})
+    if not run.scalar or run.options.get("flatten_parameters"):
+        ref["peer"] = consolidated(folder, paths[0])
+    torch.save(ref, out / f"{name}.ref.pt")
+
+
+def consolidated(folder: Path, one: str) -> dict[str, torch.Tensor]:
+    """What torch_xla's own tool makes of the files."""
+    suffix = "*-pytorch_model.bin" if "pytorch_model" in one else "*" + Path(one).suffix
+    whole, _ = consolidate_sharded_model_checkpoints(f"{folder}/", suffix, save_model=False)
+    return {plain(key): value for key, value in whole.items()}
+
+
+def join(parts: list[torch.Tensor], key: str, metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The shards of one key put together, by plain name. torch_xla's own function fails on a scalar."""
+    head, _, tail = key.rpartition("_fsdp_shard")
+    prefix = head.rstrip(".")
+    info = metadata["shard_info"][prefix]["_fsdp_shard" + tail]
+    whole, size = torch.cat(parts), info["_orig_size"]
+    whole = whole[: size[0]] if whole.dim() > 1 else whole[: int(np.prod(size))].reshape(size)
+    name = f"{head}{info['_orig_name']}"
+    if ".flat_param_" not in name:
+        return {plain(name): whole.clone()}
+    names, shapes, numels = metadata["flatten_info"][name]
+    base = name.rpartition(".")[0]
+    pieces = zip(names, shapes, whole.split(numels), strict=True)
+    return {plain(f"{base}.{one}"): piece.reshape(shape).clone() for one, shape, piece in pieces}
+
+
+def plain(name: str) -> str:
+    for part in ("_fsdp_wrapped_module.", "_fpw_module.", "_orig_module."):
+        name = name.replace(part, "")
+    return name
+
+
+def example(rank: int, world: int) -> list[str]:
+    """As torch_xla's own examples name them."""
+    return [f"ckpt_rank-{rank:08d}-of-{world:08d}.pth"]
+
+
+def trainer(rank: int, world: int) -> list[str]:
+    """As transformers' Trainer names them."""
+    return [f"rank{rank}-of-{world}-pytorch_model.bin", f"rank{rank}-of-{world}-optimizer.pt"]
+
+
+def free(rank: int, world: int) -> list[str]:
+    """Any other name."""
+    return [f"piece.{'abcd'[world - 1 - rank]}.pt"]
+
+
+def main() -> None:
+    """Write everything under the folder given."""
+    warnings.simplefilter("ignore")
+    out = Path(sys.argv[1])
+    flat: dict[str, Any] = {"flatten_parameters": True}
+    half: dict[str, Any] = {"compute_dtype": torch.bfloat16}
+    runs = {
+        "flat3": Run(3, example, flat),
+        "flat4": Run(4, free, flat, nested=False, groups="trainable"),
+        "each4": Run(4, example, half, scalar=False),
+        "each1": Run(1, free),
+        "dim3": Run(3, free, {"shard_param_on_dim_0": True}, scalar=False),
+        "trainer3": Run(3, trainer, frozen=False, groups="trainer"),
+        "bf16": Run(3, example, nested=False, dtype=torch.bfloat16),
+    }
+    for name, run in runs.items():
+        write(out, name, run)
+
+
+if __name__ == "__main__":
+    main()
