@@ -90,7 +90,8 @@ class TorchEngine:
         self.model.eval()
         torch.manual_seed(seed)  # the same on all ranks, so that all continue alike
         generate: Any = self.model.generate
-        with self._sharded.autocast():
+        # Its shapes change with every token: nothing to compile for.
+        with self._sharded.autocast(), torch.compiler.set_stance("force_eager"):
             tokens: Tensor = generate(
                 prompt.to(self._device),
                 attention_mask=torch.ones_like(prompt, device=self._device),
