@@ -20,8 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from portable.checkpointing import CheckpointFolder
 from portable.loop import Cadence, Events, train
 from portable.optim import parameter_groups
-from portable.plan import flops_per_token
-from portable.report import Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from portable.backend import Batch
     from portable.config import RunConfig
     from portable.loop import Progress
+    from portable.report import Reporter
     from portable.run import Prepared
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
@@ -196,29 +195,15 @@ class PortableLoop:
     name = "portable-train"
 
     def __init__(self, prepared: Prepared, folder: Path, now: Callable[[], float]) -> None:
-        config = prepared.config
         self._prepared = prepared
-        # Before the engine, which makes the model's parameters real.
-        flops = flops_per_token(prepared.model, prepared.model_config, config.data.seq_len)
         self._engine, self._progress = prepared.engine(None)
         self.model = self._engine.model
         self._batches = iter(prepared.train_loader(0))
         self._clock = StepClock(prepared.backend.device, now)
         folder.mkdir()
         with _quiet():
-            self._reporter = Reporter(
-                backend=prepared.backend,
-                folder=folder,
-                progress=self._progress,
-                total_steps=prepared.steps,
-                tokens_per_sample=config.data.seq_len,
-                flops_per_token=flops,
-                precision=config.precision,
-                trackers=config.log.trackers,
-                config=config.fingerprint(),
-                checkpoints=CheckpointFolder(folder / "checkpoints", keep=None, rank=prepared.backend.rank),
-                save=lambda _: None,
-            )
+            checkpoints = CheckpointFolder(folder / "checkpoints", keep=None, rank=prepared.backend.rank)
+            self._reporter = prepared.reporter(folder, self._progress, checkpoints, lambda _: None)
         self._events = _Timed(self._reporter, self._clock)
 
     def turn(self, steps: int) -> Turn:

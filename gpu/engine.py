@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from converters import Tensor as StoredTensor
 from gpu.saving import Saver
 from portable.backend import Batch, Health
-from portable.loss import token_loss
+from portable.loss import count_valid, token_loss
 from portable.model import state_tensors, tied_names
 from portable.optim import build_optimizer
 from portable.weights import to_torch
@@ -47,7 +47,7 @@ class TorchEngine:
     def accumulate(self, batch: Batch, weight: Tensor, *, last: bool) -> Tensor:
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast():
-                loss, _ = token_loss(self._sharded.forward, batch)
+                loss = token_loss(self._sharded.forward, batch)
             loss = loss * weight
             (loss * self._sharded.loss_scale).backward()
         return loss.detach()
@@ -81,9 +81,9 @@ class TorchEngine:
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         self.model.eval()
         with self._sharded.autocast():
-            loss, valid = token_loss(self._sharded.forward, batch)
+            loss = token_loss(self._sharded.forward, batch)
         self.model.train()
-        return loss, valid
+        return loss, count_valid(batch["labels"])
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:

@@ -129,6 +129,9 @@ class Backend(Protocol):
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         """Shard a model from the meta device and give it an optimizer; the weights are still unset."""
 
+    def seed(self, value: int) -> None:
+        """Seed the randomness (dropout) of this rank's device, without waiting for it."""
+
     def place(self, batch: Batch) -> Batch:
         """Move a micro-batch to the device without waiting for the copy."""
 

@@ -95,7 +95,7 @@ def train_step(
     weight = 1.0 / valid.clamp(min=1).float()
     losses = []
     for index, batch in enumerate(batches):
-        torch.manual_seed(plan.dropout_seed(first_sample, index))
+        backend.seed(plan.dropout_seed(first_sample, index))
         losses.append(engine.accumulate(batch, weight, last=index == plan.accumulation_steps - 1))
     loss = backend.sum(torch.stack(losses).sum())
     grad_norm = engine.update(learning_rate, max_grad_norm, loss)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 
 
-def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Run ``model`` on a micro-batch.
 
     The labels are aligned with the logits: ``labels[b, t]`` is what ``logits[b, t]`` should predict (for
@@ -24,18 +24,17 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     accumulation, padding and any world size.
 
     Returns:
-        the summed loss (fp32 scalar) and the number of valid positions (int64 scalar), on the device.
+        the summed loss, an fp32 scalar on the device.
     """
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
     logits = model(**inputs).logits
-    loss = functional.cross_entropy(
+    return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),
         ignore_index=IGNORED,
         reduction="sum",
     )
-    return loss, count_valid(labels)
 
 
 def count_valid(labels: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from portable.report import Reporter
 from portable.schedule import Schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -87,7 +87,10 @@ class Prepared:
         if self.data.num_labels is not None:
             self.model_config.num_labels = self.data.num_labels
         self.model = models.build_model(self.model_config, config.model)
-        self.architecture = type(self.model).__name__  # before a backend wraps it
+        # Taken before a backend wraps or shards the model.
+        self.architecture = type(self.model).__name__
+        self.parameters = parameter_count(self.model)
+        self.flops_per_token = flops_per_token(self.model, self.model_config, config.data.seq_len)
         models.check_vocabulary(self.model, self.data.vocab_size)
         self.plan = plan_batches(config, world_size=backend.world_size, rank=backend.rank)
         self.steps = total_steps(config, len(self.data.train))
@@ -109,23 +112,9 @@ class Prepared:
         if backend.rank == 0:
             checkpoints.remove_partial()
             write_durably(folder / CONFIG_FILE, dump_yaml(config))
-        flops = flops_per_token(self.model, self.model_config, config.data.seq_len)
-        parameters = parameter_count(self.model)
         engine, progress = self.engine(source)
-        reporter = Reporter(
-            backend=backend,
-            folder=folder,
-            progress=progress,
-            total_steps=self.steps,
-            tokens_per_sample=config.data.seq_len,
-            flops_per_token=flops,
-            precision=config.precision,
-            trackers=config.log.trackers,
-            config=config.fingerprint(),
-            checkpoints=checkpoints,
-            save=lambda at: self.save(checkpoints, engine, at),
-        )
-        reporter.say(self.headline(parameters, progress, source))
+        reporter = self.reporter(folder, progress, checkpoints, lambda at: self.save(checkpoints, engine, at))
+        reporter.say(self.headline(progress, source))
         batches = iter(self.train_loader(progress.samples))
         gc.collect()
         gc.freeze()  # the model and the libraries will not become garbage: no need to look at them again
@@ -162,6 +151,29 @@ class Prepared:
         if backend.rank == 0:
             self.finish(folder, reporter, checkpoints.latest(), complete=progress.step == self.steps)
         return EXIT_DONE
+
+    def reporter(
+        self,
+        folder: Path,
+        progress: Progress,
+        checkpoints: CheckpointFolder,
+        save: Callable[[Progress], None],
+    ) -> Reporter:
+        """What shows and records this run in ``folder``."""
+        config = self.config
+        return Reporter(
+            backend=self.backend,
+            folder=folder,
+            progress=progress,
+            total_steps=self.steps,
+            tokens_per_sample=config.data.seq_len,
+            flops_per_token=self.flops_per_token,
+            precision=config.precision,
+            trackers=config.log.trackers,
+            config=config.fingerprint(),
+            checkpoints=checkpoints,
+            save=save,
+        )
 
     def engine(self, source: Path | None) -> tuple[Engine, Progress]:
         """The sharded model with its weights in place, and where the run stands."""
@@ -311,11 +323,11 @@ class Prepared:
             print(table([("step", str(progress.step)), ("evaluation loss", f"{loss:.6f}")]))
         return EXIT_DONE
 
-    def headline(self, parameters: int, progress: Progress, source: Path | None) -> str:
+    def headline(self, progress: Progress, source: Path | None) -> str:
         start = f"resuming at step {progress.step} from {source}" if source else "starting"
         backend, config, plan = self.backend, self.config, self.plan
         rows = [
-            ("model", f"{self.architecture}, {parameters:,} parameters"),
+            ("model", f"{self.architecture}, {self.parameters:,} parameters"),
             ("data", self.data.description),
             (
                 "ranks",
