@@ -38,6 +38,7 @@ from converters.formats.deepspeed_layout import (
 )
 from converters.formats.deepspeed_optimizer import build_optimizer, optimizer_steps
 from converters.formats.deepspeed_proof import check_against_module
+from converters.formats.deepspeed_unsharded import open_unsharded
 from converters.naming import plain_names
 from converters.storage import Folder, Memory
 from converters.tensor import Box, Tensor, View
@@ -52,14 +53,19 @@ _ACCELERATE_MODEL = "pytorch_model"
 
 
 def _latest(path: Path) -> str | None:
-    """The tag that `latest` names; None where there is no such file or it names no folder."""
+    """What `latest` says, printable; None where there is no such file."""
     try:
         with (path / LATEST).open("rb") as file:
-            tag = file.read(1024).decode("utf-8").strip()
-    except (OSError, ValueError):
+            return file.read(1024).decode("utf-8", "replace").strip()
+    except OSError:
         return None
-    plain_name = tag not in ("", ".", "..") and not any(mark in tag for mark in "/\\\0")
-    return tag if plain_name else None
+
+
+def _below(path: Path, tag: str) -> Path | None:
+    """The folder that a tag names, if it is a name and rank files are there."""
+    if tag in ("", ".", "..") or any(mark in tag for mark in "/\\\0"):
+        return None
+    return path / tag if _holds(path / tag) else None
 
 
 def _shard_folder(source: Source) -> Path | None:
@@ -68,14 +74,12 @@ def _shard_folder(source: Source) -> Path | None:
     if path.is_file():
         return path.parent if path.name.endswith(("_model_states.pt", "_optim_states.pt")) else None
     if source.tag is not None:
-        names = [source.tag, f"global_step{source.tag}"]
-        found = [path / name for name in names if "/" not in name and name not in (".", "..")]
-        return next((folder for folder in found if _holds(folder)), None)
+        return _below(path, source.tag) or _below(path, f"global_step{source.tag}")
     if _holds(path):
         return path
     tag = _latest(path)
     if tag is not None:
-        return path / tag if _holds(path / tag) else None
+        return _below(path, tag)
     try:
         children = sorted(child for child in path.iterdir() if child.is_dir() and _holds(child))
     except OSError:
@@ -121,7 +125,9 @@ def _open(source: Source) -> Checkpoint:
         raise CheckpointError(f"{path}: the model states are missing, only optimizer states are there")
     folder = Folder(path, verify=source.verify)
     if not names.optim:
-        raise CheckpointError(f"{path}: the optimizer states of all ranks are missing")
+        if names.per_rank_model or list(names.model) != [0]:
+            raise CheckpointError(f"{path}: the optimizer states of all ranks are missing")
+        return open_unsharded(folder, names.model[0], source.path)
     return _Run(folder, names).checkpoint(source.path)
 
 

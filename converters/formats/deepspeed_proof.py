@@ -18,7 +18,7 @@ from converters.torchzip import StoredTensor
 
 if TYPE_CHECKING:
     from converters.formats.deepspeed_files import ModelFile
-    from converters.formats.deepspeed_layout import EqualSlices, Flat
+    from converters.formats.deepspeed_layout import EqualSlices, Flat, Piece
     from converters.storage import Source
 
 _ELEMENTS = 64
@@ -45,19 +45,11 @@ def check_against_module(layout: EqualSlices, flat: Flat, model: ModelFile, *, z
     compared = 0
     for rank in range(layout.world):
         for name, (start, count) in layout.fragments(rank).items():
-            count = min(count, _ELEMENTS)
             within = rank * layout.slice + start - layout.starts[name]
-            master = _peek(flat.pieces[rank].source, flat.dtype, start, count)
-            weight = stored[name]
-            if master is None or not _row_major(weight):
+            same = rounds_to(flat.pieces[rank], start, stored[name], count, within)
+            if same is None:
                 continue
-            view = weight.view()
-            value = _peek(view.source, weight.dtype, weight.offset + within, count)
-            if value is None:
-                continue
-            with np.errstate(all="ignore"):
-                same = (master.astype(value.dtype) == value) | ((master != master) & (value != value))
-            if not same.all():
+            if not same:
                 raise CheckpointError(
                     f"{model.where}: {name!r} is not what rank {rank}'s optimizer states hold; "
                     "files of two steps or runs, or damaged"
@@ -67,10 +59,27 @@ def check_against_module(layout: EqualSlices, flat: Flat, model: ModelFile, *, z
     return compared
 
 
+def rounds_to(master: Piece, start: int, weight: StoredTensor, count: int, within: int = 0) -> bool | None:
+    """Whether elements of a master, from `start`, round to those of a weight, from `within`.
+
+    A sample of them, that is; None where they cannot be compared.
+    """
+    count = min(count, _ELEMENTS)
+    if not _row_major(weight):
+        return None
+    ours = _peek(master.source, master.dtype, start, count)
+    theirs = _peek(weight.view().source, weight.dtype, weight.offset + within, count)
+    if ours is None or theirs is None:
+        return None
+    with np.errstate(all="ignore"):
+        same = (ours.astype(theirs.dtype) == theirs) | ((ours != ours) & (theirs != theirs))
+    return bool(same.all())
+
+
 def _check_places(layout: EqualSlices, stored: dict[str, StoredTensor], where: str) -> None:
     """The weights are views of one flat buffer, laid out as the masters are (unless someone copied them)."""
     tensors = list(stored.values())
-    if len(tensors) < 2 or len({id(tensor.storage) for tensor in tensors}) != 1:
+    if len(tensors) < 2 or len({tensor.storage.key for tensor in tensors}) != 1:
         return
     for name, tensor in stored.items():
         if tensor.offset - tensors[0].offset != layout.starts[name] - next(iter(layout.starts.values())):

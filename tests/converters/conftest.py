@@ -1,4 +1,4 @@
-"""Checkpoints that torch wrote, made once a session."""
+"""Checkpoints that torch and DeepSpeed wrote, made once a session."""
 
 from __future__ import annotations
 
@@ -36,6 +36,31 @@ def written_xla(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         check=False,
         env={**os.environ, "PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "1"},
+    )
+    assert made.returncode == 0, made.stderr[-4000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def deepspeed_written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of DeepSpeed checkpoints from 1 to 4 ranks, with `<name>.<step>.ref.pt` beside each."""
+    pytest.importorskip("deepspeed")
+    out = tmp_path_factory.mktemp("deepspeed")
+    command = [sys.executable, "-m", "tests.converters.make_deepspeed", str(out)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert made.returncode == 0, made.stderr[-4000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def written_universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of DeepSpeed runs, each made universal too, with `<name>.2.ref.pt` beside each."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    out = tmp_path_factory.mktemp("universal")
+    script = Path(__file__).with_name("make_universal.py")
+    made = subprocess.run(
+        [sys.executable, str(script), str(out)], capture_output=True, text=True, check=False
     )
     assert made.returncode == 0, made.stderr[-4000:]
     return out

@@ -1,7 +1,7 @@
 """Write DeepSpeed checkpoints with DeepSpeed itself, on CPU with gloo, beside the values they must hold.
 
-Run as `python make_deepspeed.py OUT`. Ranks are forked from one process that has imported DeepSpeed once.
-Each checkpoint folder lies beside `<name>.<step>.ref.pt`: `{"model": ..., "optim": {name: {...}},
+Run as `python -m tests.converters.make_deepspeed OUT`. Ranks are forked from one process that has imported
+DeepSpeed once. Each checkpoint folder lies beside `<name>.<step>.ref.pt`: `{"model": ..., "optim": {name: {...}},
 "groups": ...}` with full tensors, gathered from the live run through DeepSpeed's own accessors.
 """
 
@@ -15,17 +15,21 @@ from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "USE_TORCH_XLA": "0", "TQDM_DISABLE": "1"}
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-if __package__:
-    from tests.converters.make_dcp import launch
-else:
-    sys.path.insert(0, str(Path(__file__).parent))
-    from make_dcp import launch  # type: ignore[import-not-found, no-redef]
+# DeepSpeed compiles a function at its import, which costs ten seconds of imports of its own.
+torch.compile = lambda function=None, **_: function or (lambda inner: inner)  # type: ignore[assignment]
+
+import deepspeed  # noqa: E402
+from deepspeed.utils import (  # noqa: E402
+    logger,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+)
+
+from tests.converters.make_dcp import launch  # noqa: E402
 
 FP32_ACCUMULATION = {"grad_accum_dtype": "fp32"}
 ODD = {"lr": 1e-2, "betas": [0.8, 0.95], "weight_decay": 0.1}
@@ -131,8 +135,15 @@ def gather(engine: Any, stage: int) -> dict[str, Any]:
     seen: dict[torch.Tensor, str] = {}
     optim: dict[str, Any] = {}
     weights: dict[str, torch.Tensor] = {}
-    plain = engine.optimizer if stage == 0 else engine.optimizer.optimizer
-    if stage in (1, 2):  # with several groups DeepSpeed links all after the first has stepped, the rest in vain
+    plain = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    masters: dict[torch.Tensor, torch.Tensor] = {}
+    if hasattr(engine.optimizer, "fp32_groups"):
+        for weights16, weights32 in zip(
+            engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True
+        ):
+            masters |= dict(zip(weights16, weights32, strict=True))
+    # With several groups DeepSpeed links the moments of all when the first has stepped: the others in vain.
+    if stage in (1, 2):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -144,8 +155,12 @@ def gather(engine: Any, stage: int) -> dict[str, Any]:
             with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
                 weights[name] = parameter.detach().clone()
         elif stage == 0:
+            master = masters.get(parameter, parameter)
+            weights[name] = master.detach().clone()
+            optim[name] = dict(plain.state[master])
+        elif getattr(engine.optimizer, "round_robin_gradients", False):
             weights[name] = parameter.detach().clone()
-            optim[name] = dict(plain.state[parameter])
+            optim[name] = by_address(engine.optimizer, parameter)
         else:
             weights[name] = safe_get_full_fp32_param(parameter).clone()
             optim[name] = {
@@ -158,6 +173,20 @@ def gather(engine: Any, stage: int) -> dict[str, Any]:
     buffers = {name: value for name, value in module.named_buffers() if name in lasting}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in plain.param_groups]
     return {"model": {**weights, **buffers}, "optim": optim, "groups": groups}
+
+
+def by_address(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Moments by where the live parameter lies in its flat buffer; DeepSpeed's accessors shuffle them."""
+    moments = {}
+    for partition, buffer in zip(
+        optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups_flat, strict=True
+    ):
+        start = (parameter.data_ptr() - buffer.data_ptr()) // parameter.element_size()
+        for key in ("exp_avg", "exp_avg_sq") if 0 <= start < buffer.numel() else ():
+            whole = torch.empty_like(buffer)
+            dist.all_gather_into_tensor(whole, optimizer.optimizer.state[partition][key])
+            moments[key] = whole[start : start + parameter.numel()].reshape(parameter.shape)
+    return moments
 
 
 def start(rank: int, world: int) -> None:
@@ -215,6 +244,11 @@ def main() -> None:
     """Write everything under the folder given."""
     logger.setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    torch.optim.AdamW(
+        [torch.zeros(1, requires_grad=True)]
+    ).step()  # imports a great deal: once, not once a rank
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - likewise
+
     out = Path(sys.argv[1])
     for world, body in enumerate((one_rank, two_ranks, three_ranks, four_ranks), 1):
         if len(sys.argv) < 3 or str(world) in sys.argv[2]:

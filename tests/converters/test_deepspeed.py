@@ -1,0 +1,211 @@
+"""DeepSpeed checkpoints that DeepSpeed wrote, against the live tensors of the run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint
+from converters.cli import main
+from tests.converters.compare import assert_model, assert_same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+deepspeed: Any = pytest.importorskip("deepspeed")
+
+# name -> (stage, world size)
+RUNS = {
+    "zero1-fp32-2": (1, 2),
+    "zero1-bf16-3": (1, 3),
+    "zero2-1": (2, 1),
+    "zero2-bf16-2": (2, 2),
+    "zero2-fp32-3": (2, 3),
+    "zero2-4": (2, 4),
+    "zero3-1": (3, 1),
+    "zero3-fp32-2": (3, 2),
+    "zero3-bf16-3": (3, 3),
+    "zero3-4": (3, 4),
+    "fp32-accumulation-2": (1, 2),
+    "fp32-accumulation-4": (1, 4),
+    "elastic-2": (2, 2),
+    "offload-zero2-2": (2, 2),
+    "offload-zero3-2": (3, 2),
+    "sub-groups-3": (3, 3),
+    "round-robin-3": (2, 3),
+    "aligned-3": (2, 3),
+    "round-robin-aligned-3": (2, 3),
+    "zero0-1": (0, 1),
+    "zero0-fp32-2": (0, 2),
+    "zero0-bf16-2": (0, 2),
+}
+# zero_to_fp32 has no stage 0, does not know BF16_Optimizer's files, and leaves ZeRO-1's frozen weights out.
+THEIRS = [name for name, (stage, _) in RUNS.items() if stage > 1]
+
+
+def reference(written: Path, name: str, step: int = 2) -> dict[str, Any]:
+    values: dict[str, Any] = torch.load(written / f"{name}.{step}.ref.pt", weights_only=False)
+    return values
+
+
+def assert_moments(checkpoint: Checkpoint, expected: dict[str, Any], step: int) -> None:
+    state = checkpoint.optimizer
+    assert state is not None
+    assert set(state.state) == set(expected["optim"])
+    for name, values in expected["optim"].items():
+        ours = state.state[name]
+        assert set(ours) == {*values, "step"}
+        for what in ("exp_avg", "exp_avg_sq"):
+            value = ours[what]
+            assert isinstance(value, Tensor)
+            assert_same(value, values[what])
+        count = ours["step"]
+        # without ZeRO, DeepSpeed steps a 16-bit optimizer once before the first batch
+        due = values.get("step", step)
+        assert (count.read().item() if isinstance(count, Tensor) else count) == due
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_bit_for_bit(deepspeed_written: Path, name: str) -> None:
+    stage, world = RUNS[name]
+    expected = reference(deepspeed_written, name)
+    checkpoint = open_checkpoint(deepspeed_written / name, "2")
+    assert_model(checkpoint, expected["model"])
+    assert_moments(checkpoint, expected, 2)
+    assert dict(checkpoint.aliases) == {"lm_head.weight": "embed_tokens.weight"}
+    told = checkpoint.metadata
+    assert (told["step"], told["world_size"], told["zero_stage"]) == (2, world, stage)
+    assert told["ds_version"] == deepspeed.__version__
+    assert told["tag"] == "global_step2"
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("elastic")])
+def test_groups(deepspeed_written: Path, name: str) -> None:
+    expected = reference(deepspeed_written, name)
+    checkpoint = open_checkpoint(deepspeed_written / name, "global_step2")
+    assert checkpoint.optimizer is not None
+    groups = checkpoint.optimizer.param_groups
+    for ours, theirs in zip(groups, expected["groups"], strict=True):
+        assert {k: v for k, v in ours.items() if k != "params"} == {
+            k: list(v) if isinstance(v, tuple) else v for k, v in theirs.items()
+        }
+    names = [name for group in groups for name in group["params"]]
+    assert sorted(names) == sorted(expected["optim"])
+    if len(groups) == 2:
+        shapes = [{len(checkpoint.tensors[name].shape) > 1 for name in group["params"]} for group in groups]
+        assert shapes == [{True}, {False}]
+
+
+def test_the_elastic_form_keeps_no_groups_but_their_parameters(deepspeed_written: Path) -> None:
+    state = open_checkpoint(deepspeed_written / "elastic-2").optimizer
+    assert state is not None
+    assert [set(group) for group in state.param_groups] == [{"params"}, {"params"}]
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_as_zero_to_fp32(deepspeed_written: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    theirs = get_fp32_state_dict_from_zero_checkpoint(str(deepspeed_written / name), "global_step2")
+    checkpoint = open_checkpoint(deepspeed_written / name, "2")
+    assert set(checkpoint.tensors) | set(checkpoint.aliases) == set(theirs)
+    for key, value in theirs.items():
+        ours = checkpoint.tensors[checkpoint.aliases.get(key, key)].read().astype("float64")
+        assert ours.tobytes() == value.detach().double().numpy().tobytes(), (
+            key
+        )  # it casts buffers and frozen weights
+
+
+def test_paths(deepspeed_written: Path, tmp_path: Path) -> None:
+    root = deepspeed_written / "zero3-bf16-3"
+    file = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    for path, tag, step in (
+        (root, None, 3),  # `latest`
+        (root, "2", 2),
+        (root, "global_step2", 2),
+        (root / "global_step2", None, 2),
+        (root / "global_step3" / file, None, 3),
+    ):
+        assert open_checkpoint(path, tag).metadata["step"] == step
+    with pytest.raises(CheckpointError, match="tagged '9'"):
+        open_checkpoint(root, "9")
+    # Any tag may name a folder.
+    shutil.copytree(root / "global_step2", tmp_path / "best")
+    (tmp_path / "latest").write_text("best\n")
+    assert open_checkpoint(tmp_path).metadata["tag"] == "best"
+    assert open_checkpoint(tmp_path, "best").metadata["step"] == 2
+    (tmp_path / "latest").unlink()
+    assert open_checkpoint(tmp_path).metadata["tag"] == "best"
+    for wrong in ("nothing", "../best", "/"):
+        (tmp_path / "latest").write_text(wrong)
+        with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+            open_checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("global_step7")
+    with pytest.raises(CheckpointError, match="names 'global_step7', where no DeepSpeed files are"):
+        open_checkpoint(tmp_path)
+
+
+def test_slices(deepspeed_written: Path) -> None:
+    for name in ("zero2-4", "zero3-4", "fp32-accumulation-4"):
+        checkpoint = open_checkpoint(deepspeed_written / name)
+        expected = reference(deepspeed_written, name)["model"]["big.weight"].numpy()
+        tensor = checkpoint.tensors["big.weight"]
+        assert (tensor.read((slice(3, 11), slice(2, 7))) == expected[3:11, 2:7]).all()
+        assert (tensor.read(slice(16, 17)) == expected[16:17]).all()
+
+
+@pytest.mark.parametrize("name", ["zero2-bf16-2", "zero3-4", "zero0-bf16-2"])
+def test_converted(deepspeed_written: Path, name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    out = tmp_path / "out"
+    assert main([str(deepspeed_written / name), str(out), "--optimizer", "--verify", "--quiet"]) == 0
+    expected = reference(deepspeed_written, name)
+    weights = load_file(out / "model.safetensors")
+    assert set(weights) == set(expected["model"]) - {"lm_head.weight"}
+    for key, value in weights.items():
+        assert value.dtype == expected["model"][key].dtype
+        assert torch.equal(value, expected["model"][key])
+    moments = load_file(out / "optimizer.safetensors")
+    for key, values in expected["optim"].items():
+        assert torch.equal(moments[f"{key}.exp_avg_sq"], values["exp_avg_sq"])
+
+
+def retype(data: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.to(new) if data.dtype == old else data
+    if isinstance(data, dict):
+        return type(data)((key, retype(value, old, new)) for key, value in data.items())
+    return data
+
+
+def test_fp16_files(deepspeed_written: Path, tmp_path: Path) -> None:
+    """DeepSpeed refuses fp16 on CPU: a bf16 run's files, rewritten as an fp16 run names and types them."""
+    for name in ("zero2-bf16-2", "zero3-bf16-3"):
+        source, target = deepspeed_written / name / "global_step2", tmp_path / name
+        target.mkdir()
+        for path in source.iterdir():
+            content = torch.load(path, weights_only=False)
+            content["ds_config"] = {**content["ds_config"], "fp16": {"enabled": True}}
+            optimizer = content.get("optimizer_state_dict")
+            if isinstance(optimizer, dict) and name.startswith("zero2"):
+                # the weights beside must be the masters, rounded: make masters that both types hold exactly
+                groups = optimizer["single_partition_of_fp32_groups"]
+                optimizer["single_partition_of_fp32_groups"] = [
+                    group.bfloat16().half().float() for group in groups
+                ]
+            content["module"] = retype(content.get("module"), torch.bfloat16, torch.float16)
+            content["frozen_param_fragments"] = retype(
+                content.get("frozen_param_fragments"), torch.bfloat16, torch.float16
+            )
+            torch.save(content, target / path.name.removeprefix("bf16_"))
+        checkpoint = open_checkpoint(target)
+        assert checkpoint.tensors["fixed.weight"].dtype == "F16"
+        assert checkpoint.tensors["big.weight"].dtype == "F32"
+        expected = reference(deepspeed_written, name)["model"]
+        ours = torch.from_numpy(checkpoint.tensors["big.weight"].read())
+        assert torch.allclose(ours, expected["big.weight"], rtol=2**-8, atol=1e-6)
