@@ -43,7 +43,7 @@ def _folders(path: Path) -> list[Path]:
     if metadata_files(path):
         return [path]
     pair = [path / f"{_MODEL_FOLDER}0", path / f"{_OPTIMIZER_FOLDER}0"]
-    return [folder for folder in pair if metadata_files(folder)]
+    return [folder for folder in pair if metadata_files(folder)] if metadata_files(pair[0]) else []
 
 
 def _detect(source: Source) -> bool:

@@ -112,12 +112,17 @@ def _optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:
     state: dict[str, dict[str, Tensor | Scalar]] = {}
     for key, tensor in stored.items():
         parameter, what = split_state_key(key, tensors)
+        if parameter not in tensors:
+            raise CheckpointError(f"{folder.path / OPTIMIZER}: {key!r} belongs to no tensor of the model")
         state.setdefault(parameter, {})[what] = tensor
     file = folder.file(GROUPS)
     document = read_json(file, file.read(0, file.nbytes))
     groups = document.get("param_groups") if isinstance(document, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{file.path}: holds no param_groups")
+    grouped = {name for group in groups for name in group.get("params", []) if isinstance(name, str)}
+    if not state.keys() <= grouped:
+        raise CheckpointError(f"{file.path}: does not name every parameter that {OPTIMIZER} holds state of")
     return OptimizerState(state, groups)
 
 

@@ -175,7 +175,7 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
     assert "not a readable pickle" in said({"a": conjugate})
     assert "ComplexDoubleStorage" in said({"a": tensor.to(torch.complex128)})
     assert "one rank's part" in said({"a": tensor}, "pytorch_model_fsdp_rank0.bin")
-    assert "one rank's part" in said({"a": tensor}, "rank0-of-4-pytorch_model.bin")
+    assert "one rank's part" in said({"a": tensor}, "layer_00-model_00-model_states.pt")
     loop: dict[str, Any] = {"a": tensor}
     loop["loop"] = loop
     assert "nested too deeply" in said(loop)

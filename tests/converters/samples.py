@@ -1,0 +1,70 @@
+"""Small real checkpoints of every format, for tests that hold for all of them.
+
+A format takes part by a line in `_WRITTEN`: a folder that a session fixture of `conftest.py` gives. The
+`make_*.py` behind those fixtures run as scripts, in processes of their own, so nothing here imports them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Span = tuple[int, int]
+
+
+def nothing(path: Path) -> list[Span]:
+    """Every byte of every file is checked, or says nothing."""
+    return []
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One checkpoint.
+
+    Attributes:
+        name: of the sample, for the test's report.
+        format: what `Checkpoint.format` says of it.
+        make: writes it into the folder given; or
+        fixture, folder: a session fixture that gives a path, and the checkpoint's folder below it.
+        unchecked: the bytes of a file that nothing in the format vouches for, so that a change in them
+            may come through: spans (start, stop). Say why at the definition.
+        same_layout: file name -> files it may be swapped with unnoticed, for want of a rank or name inside.
+        needs: packages without which it is skipped.
+        untouched: files that carry no part of the values (companions, states that are not read).
+    """
+
+    name: str
+    format: str
+    make: Callable[[Path], None] | None = None
+    fixture: str | None = None
+    folder: str = "."
+    unchecked: Callable[[Path], list[Span]] = nothing
+    same_layout: Callable[[Path, Path], bool] = lambda left, right: False
+    needs: tuple[str, ...] = ()
+    untouched: tuple[str, ...] = ("config.json", "trainer_state.json", "generation_config.json")
+
+
+_WRITTEN = [
+    Sample("dcp", "dcp", fixture="written", folder="fsdp3-ours"),
+    Sample("dcp-accelerate", "dcp", fixture="written", folder="fsdp2-accelerate"),
+    *(
+        Sample(f"deepspeed-{run}", "deepspeed", fixture="deepspeed_written", folder=run, needs=("deepspeed",))
+        for run in ("zero0-fp32-2", "zero1-fp32-2", "zero2-bf16-2", "zero3-fp32-2")
+    ),
+    *(
+        Sample(f"xla-{run}", "xla-fsdp", fixture="written_xla", folder=run, needs=("torch_xla",))
+        for run in ("flat3", "dim3")
+    ),
+]
+
+
+def all_samples() -> list[Sample]:
+    """Every sample whose packages are installed."""
+    from tests.converters.make_full import SAMPLES
+
+    return [sample for sample in [*_WRITTEN, *SAMPLES] if all(find_spec(package) for package in sample.needs)]

@@ -1,0 +1,66 @@
+"""Casts round once, to nearest with ties to even, whatever numpy and ml_dtypes do on the way."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from converters import Tensor
+from converters.casting import cast_blocks
+from converters.storage import Memory
+
+
+def cast(values: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[Any, Any]:
+    tensor = Tensor.contiguous("t", source, values.shape, Memory(values.tobytes()))
+    return np.concatenate([block.copy() for block in cast_blocks(tensor, target, set(), nbytes=4096)])
+
+
+def hard_cases() -> np.ndarray[Any, Any]:
+    """Ties of bfloat16, and their neighbours in float64; subnormals, limits, infinities, NaN."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 16, 4000).astype(np.uint32) << 16
+    ties = (bits | 0x8000).view(np.float32).astype(np.float64)
+    around = [ties, np.nextafter(ties, np.inf), np.nextafter(ties, -np.inf), ties * (1 + 2.0**-40)]
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 5e-324, 1e-45, 3.4e38, 3.3961e38, 1e39, -1e300]
+    return np.concatenate([*around, rng.standard_normal(2000), np.array(special)])
+
+
+def nearest_bfloat16(value: float) -> float:
+    """By exact arithmetic."""
+    if not np.isfinite(value) or value == 0:
+        return value
+    exact = Fraction(value)
+    exponent = max(int(np.frexp(value)[1]) - 8, -133)
+    step = Fraction(2) ** exponent
+    count = round(exact / step)  # Python rounds ties to even
+    rounded = count * step
+    if abs(rounded) >= Fraction(2) ** 128:
+        return float(np.copysign(np.inf, value))
+    return float(np.copysign(float(rounded), value))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_float64_to_bfloat16_rounds_once() -> None:
+    values = hard_cases()
+    ours = cast(values, "F64", "BF16").astype(np.float64)
+    theirs = np.array([nearest_bfloat16(float(value)) for value in values])
+    assert np.array_equal(ours, theirs, equal_nan=True)
+    assert np.array_equal(np.signbit(ours), np.signbit(theirs) | (np.isnan(ours) & np.signbit(ours)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "BF16"), ("BF16", "F16"), ("F64", "F32")],
+)
+def test_as_torch_casts(source: str, target: str) -> None:
+    types = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    values = torch.from_numpy(hard_cases()).to(types[source])
+    raw = values.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[values.element_size()]).numpy()
+    ours = cast(raw, source, target).astype(np.float64)
+    theirs = values.to(types[target]).double().numpy()
+    assert np.array_equal(ours, theirs, equal_nan=True)

@@ -1,0 +1,170 @@
+"""Every format, damaged at random: a refusal that names the checkpoint, or exactly the right bytes.
+
+A flip in a byte that the format leaves without any check (`Sample.unchecked`) may change a value; even then
+nothing but a refusal or a well-formed checkpoint may come of it.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint
+from tests.converters.samples import Sample, all_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SAMPLES = {sample.name: sample for sample in all_samples()}
+QUICK, LONG = 60, 1000
+
+
+def content(value: Any) -> Any:
+    return (value.dtype, value.shape, value.read().tobytes()) if isinstance(value, Tensor) else value
+
+
+def everything(checkpoint: Checkpoint) -> dict[str, Any]:
+    """All values that a conversion with `--optimizer` could write; a tied one under each of its names."""
+    tensors, aliases = checkpoint.tensors, checkpoint.aliases
+    found = {name: content(tensor) for name, tensor in tensors.items()}
+    found |= {alias: found[owner] for alias, owner in aliases.items()}
+    optimizer = checkpoint.optimizer
+    for name, state in optimizer.state.items() if optimizer else ():
+        found[f"state of {name}"] = {what: content(value) for what, value in state.items()}
+    found["groups"] = optimizer.param_groups if optimizer else None
+    return found
+
+
+class Damaged:
+    """A copy of a sample that is damaged, looked at, and mended, again and again."""
+
+    def __init__(self, sample: Sample, original: Path, copy: Path) -> None:
+        self.sample = sample
+        self.folder = copy
+        shutil.copytree(original, copy)
+        self.good = everything(open_checkpoint(copy))
+        self.files = [
+            path
+            for path in sorted(copy.rglob("*"))
+            if path.is_file() and path.name not in sample.untouched and not path.name.endswith(".ref.pt")
+        ]
+        self.refused = self.harmless = 0
+
+    def look(self, what: str, *, vouched: bool = True, must_refuse: bool = False) -> None:
+        """Open and read it all. Anything but a refusal or the right values fails."""
+        try:
+            checkpoint = open_checkpoint(self.folder)
+            found = everything(checkpoint)
+        except CheckpointError as error:
+            assert str(self.folder) in str(error), what
+            assert "\n" not in str(error), what
+            self.refused += 1
+            return
+        assert not must_refuse, f"{what}: accepted"
+        self.harmless += 1
+        # Without its optimizer a checkpoint is whole, but `--optimizer` refuses it.
+        if found["groups"] is None:
+            assert {k: v for k, v in self.good.items() if k in found and k != "groups"} == {
+                k: v for k, v in found.items() if k != "groups"
+            } or not vouched, what
+            return
+        assert found == self.good or not vouched, f"{what}: other values"
+
+
+@pytest.fixture(scope="module", params=list(SAMPLES))
+def damaged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Damaged]:
+    sample = SAMPLES[request.param]
+    if sample.fixture is not None:
+        original = request.getfixturevalue(sample.fixture) / sample.folder
+    else:
+        assert sample.make is not None
+        original = tmp_path_factory.mktemp("original")
+        sample.make(original)
+    yield Damaged(sample, original, tmp_path_factory.mktemp("damaged") / "checkpoint")
+
+
+def pick_byte(rng: random.Random, files: list[Path]) -> tuple[Path, int]:
+    """A file, small and large alike, and a byte of it, leaning towards headers and directories."""
+    path = rng.choice([path for path in files if path.stat().st_size])
+    size = path.stat().st_size
+    edge = min(size, 4096)
+    at = rng.choice([rng.randrange(size), rng.randrange(edge), size - 1 - rng.randrange(edge)])
+    return path, at
+
+
+def flips(damaged: Damaged, count: int) -> None:
+    rng = random.Random(zlib.crc32(damaged.sample.name.encode()))
+    for _ in range(count):
+        path, at = pick_byte(rng, damaged.files)
+        data = path.read_bytes()
+        bad = bytearray(data)
+        bad[at] = rng.choice([bad[at] ^ 1 << rng.randrange(8), rng.randrange(256)])
+        path.write_bytes(bad)
+        vouched = not any(start <= at < stop for start, stop in damaged.sample.unchecked(path))
+        damaged.look(f"{path.name}: byte {at} was {data[at]}, is {bad[at]}", vouched=vouched)
+        path.write_bytes(data)
+
+
+def test_flips(damaged: Damaged) -> None:
+    flips(damaged, QUICK)
+
+
+@pytest.mark.slow
+def test_many_flips(damaged: Damaged) -> None:
+    flips(damaged, LONG)
+
+
+def test_truncations_and_foreign_bytes(damaged: Damaged) -> None:
+    rng = random.Random(1)
+    for path in damaged.files:
+        data = path.read_bytes()
+        cuts = {0, len(data) - 1, *(rng.randrange(len(data)) for _ in range(4))} if data else set()
+        for cut in sorted(cuts):
+            path.write_bytes(data[:cut])
+            # Text may lose its last newline.
+            whole = data[cut:].strip() == b""
+            damaged.look(f"{path.name}: cut to {cut} of {len(data)}", must_refuse=not whole)
+        for junk in (b"hello" * 1000, bytes(len(data)), data + b"more", b"\0" * 3 + data):
+            path.write_bytes(junk)
+            damaged.look(f"{path.name}: {len(junk)} foreign bytes")
+        path.write_bytes(data)
+
+
+def test_missing_files(damaged: Damaged) -> None:
+    for path in damaged.files:
+        data = path.read_bytes()
+        path.unlink()
+        damaged.look(f"{path.name}: deleted")
+        path.mkdir()
+        damaged.look(f"{path.name}: a folder")
+        path.rmdir()
+        path.symlink_to("nowhere")
+        damaged.look(f"{path.name}: a dangling link")
+        path.unlink()
+        path.write_bytes(data)
+
+
+def test_swapped_files(damaged: Damaged) -> None:
+    rng = random.Random(2)
+    pairs = [(a, b) for i, a in enumerate(damaged.files) for b in damaged.files[i + 1 :]]
+    for left, right in rng.sample(pairs, min(len(pairs), 30)):
+        first, second = left.read_bytes(), right.read_bytes()
+        left.write_bytes(second)
+        right.write_bytes(first)
+        told_apart = not damaged.sample.same_layout(left, right)
+        damaged.look(f"{left.name} and {right.name} swapped", vouched=told_apart)
+        left.write_bytes(first)
+        if first != second:
+            damaged.look(f"{left.name} twice", vouched=told_apart)
+        right.write_bytes(second)
+
+
+def test_the_sample_is_what_it_says(damaged: Damaged) -> None:
+    assert open_checkpoint(damaged.folder).format == damaged.sample.format
+    assert everything(open_checkpoint(damaged.folder)) == damaged.good
+    assert damaged.refused or damaged.harmless or damaged.files

@@ -1,0 +1,195 @@
+"""What other projects' own functions write, and what those that read it make of ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from converters import CheckpointError, open_checkpoint
+from converters.cli import main
+from converters.module_order import MODEL_TYPES, module_order
+from tests.converters import make_peers
+from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits
+from tests.converters.make_dcp import trained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+def load(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = torch.load(path, weights_only=False)
+    return values
+
+
+@pytest.fixture(scope="module")
+def peers(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("peers")
+    ranks.run(2, make_peers.alone, out, timeout=300)
+    ranks.run(2, make_peers.accelerate, out, timeout=300)
+    return out
+
+
+@pytest.mark.parametrize("name", ["fsdp2-sharded", "fsdp2-full", "alone"])
+def test_bit_for_bit_with_the_live_run(peers: Path, name: str) -> None:
+    reference = load(peers / f"{name}.ref.pt")
+    checkpoint = open_checkpoint(peers / name)
+    assert checkpoint.format == ("torch" if name == "fsdp2-full" else "dcp")
+    assert_model(checkpoint, reference["model"])
+    assert_optimizer(checkpoint, reference)
+
+
+def test_a_metadata_file_from_each_rank(peers: Path, tmp_path: Path) -> None:
+    names = {path.name for path in (peers / "alone").iterdir()}
+    assert {"__0.metadata", "__1.metadata"} <= names and ".metadata" not in names
+    for lost in ("__0.metadata", "__1.metadata", "__1_0.distcp"):
+        shutil.copytree(peers / "alone", tmp_path / lost)
+        (tmp_path / lost / lost).unlink()
+        with pytest.raises(CheckpointError):
+            checkpoint = open_checkpoint(tmp_path / lost)
+            [tensor.read() for tensor in checkpoint.tensors.values()]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_same_as_torch_and_accelerate_merge(peers: Path, tmp_path: Path, version: int) -> None:
+    from accelerate.utils import merge_fsdp_weights
+
+    step = peers / f"fsdp{version}-sharded"
+    assert main([str(step), str(tmp_path / "ours"), "--quiet", "--optimizer", "--verify"]) == 0
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    dcp_to_torch_save(step / "pytorch_model_fsdp_0", tmp_path / "model.pt")
+    theirs = load(tmp_path / "model.pt")["model"]
+    checkpoint = open_checkpoint(step)
+    assert_model(checkpoint, theirs)
+    assert set(ours) == set(theirs) - set(checkpoint.aliases)
+    assert all(bits(ours[name]) == bits(theirs[name]) for name in ours)
+    dcp_to_torch_save(step / "optimizer_0", tmp_path / "optimizer.pt")
+    state = load(tmp_path / "optimizer.pt")["optimizer"]
+    assert checkpoint.optimizer is not None
+    for name, values in state["state"].items():
+        for what, value in values.items():
+            assert_same(checkpoint.optimizer.state[name][what], value)  # type: ignore[arg-type]
+    merge_fsdp_weights(str(step / "pytorch_model_fsdp_0"), str(tmp_path / "merged"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(bits(merged[name]) == bits(value) for name, value in ours.items() if name in merged)
+    assert set(merged) | set(checkpoint.aliases) >= set(ours)
+
+
+def test_a_get_state_dict_user_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = trained(1, "plain")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "last.pt")
+    out = tmp_path / "dcp"
+    assert main([str(tmp_path / "last.pt"), str(out), "--to", "dcp", "--quiet"]) == 0
+    shutil.rmtree(out)
+    assert main([str(tmp_path / "last.pt"), str(out), "--to", "dcp", "--optimizer", "--quiet"]) == 0
+
+    fresh = type(model)()
+    again = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    loaded: dict[str, Any] = {
+        "model": get_model_state_dict(fresh),
+        "optim": get_optimizer_state_dict(fresh, again),
+    }
+    stored = open_checkpoint(out)
+    for alias in stored.aliases or ("lm_head.weight",):  # written once, under its owner
+        del loaded["model"][alias]
+    dcp_load(loaded, checkpoint_id=out)
+    loaded["model"]["lm_head.weight"] = loaded["model"]["embed_tokens.weight"]
+    set_model_state_dict(fresh, loaded["model"])
+    set_optimizer_state_dict(fresh, again, loaded["optim"])
+    for step in range(2, 5):
+        losses = []
+        for net, stepper in ((model, optimizer), (fresh, again)):
+            loss = net(torch.arange(step, step + 5) % 7)
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    for name, value in model.state_dict().items():
+        assert bits(fresh.state_dict()[name]) == bits(value)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 33,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+}
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 33, "n_embd": 12, "n_layer": 2, "n_head": 2},
+    "t5": {"vocab_size": 33, "d_model": 12, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 2},
+}
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_the_known_orders_are_those_of_the_models(tmp_path: Path, kind: str) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **OTHER_SIZES.get(kind, SIZES))
+    auto = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+    with torch.device("meta"):
+        model = auto.get(kind, transformers.AutoModelForCausalLM).from_config(config)
+    names = [name for name, _ in model.named_parameters()]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert module_order(sorted(names), tmp_path / "config.json") == names
+    assert module_order([*names, "new.weight"], tmp_path / "config.json") is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_the_trainers_own_checkpoint(tmp_path: Path, kind: str) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **OTHER_SIZES.get(kind, SIZES))
+    auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    model = auto.from_config(config)
+    data = [{"input_ids": torch.arange(8) % 33, "labels": torch.arange(8) % 33} for _ in range(8)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.root == tmp_path / "checkpoint-2"
+    assert checkpoint.metadata["step"] == 2
+    live = {name: value.detach() for name, value in model.named_parameters()}
+    for name, value in live.items():
+        assert_same(checkpoint.tensors[name], value)
+    optimizer = checkpoint.optimizer
+    assert optimizer is not None
+    steppers = trainer.optimizer.optimizer
+    assert set(optimizer.state) == set(live)
+    for name, value in model.named_parameters():
+        for what, moment in steppers.state[value].items():
+            assert_same(optimizer.state[name][what], moment)  # type: ignore[arg-type]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    # Another architecture sorts its names all the same, but what they were before is not known.
+    path = tmp_path / "checkpoint-2" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "new"}))
+    with pytest.raises(CheckpointError, match="nothing here tells the order"):
+        open_checkpoint(tmp_path).optimizer  # noqa: B018
+    assert main([str(tmp_path), str(tmp_path.parent / f"{tmp_path.name}-out"), "--quiet"]) == 0
