@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Checkpoint
 
-_MODULES = ("dcp", "deepspeed", "xla_fsdp", "torch_save", "safetensors")
+_MODULES = ("dcp", "universal", "deepspeed", "xla_fsdp", "torch_save", "safetensors")
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,7 @@ def written_universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     out = tmp_path_factory.mktemp("universal")
-    script = Path(__file__).with_name("make_universal.py")
-    made = subprocess.run(
-        [sys.executable, str(script), str(out)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "tests.converters.make_universal", str(out)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert made.returncode == 0, made.stderr[-4000:]
     return out
