@@ -70,18 +70,22 @@ def find_names(path: Path) -> Names | None:
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError:
         return None
-    optim, model = [], []
+    optim, model, experts, layers = [], [], [], []
     for name in entries:
         if found := _OPTIM.fullmatch(name):
             optim.append((found, name))
         elif found := _MODEL.fullmatch(name):
             model.append((found, name))
-        elif _EXPERT.fullmatch(name) and (model or optim):
-            raise CheckpointError(f"{path / name}: expert parallel checkpoints are not supported")
+        elif _EXPERT.fullmatch(name):
+            experts.append(name)
         elif _PIPELINE.fullmatch(name):
-            raise CheckpointError(f"{path / name}: pipeline parallel checkpoints are not supported")
+            layers.append(name)
     if not optim and not model:
         return None
+    if experts:
+        raise CheckpointError(f"{path / experts[0]}: expert parallel checkpoints are not supported")
+    if layers:
+        raise CheckpointError(f"{path / layers[0]}: pipeline parallel checkpoints are not supported")
     for found, name in [*optim, *model]:
         if int(found["mp"]):
             raise CheckpointError(f"{path / name}: tensor parallel checkpoints are not supported")
