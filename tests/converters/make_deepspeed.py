@@ -1,8 +1,8 @@
 """Write DeepSpeed checkpoints with DeepSpeed itself, on CPU with gloo, beside the values they must hold.
 
 Run as `python -m tests.converters.make_deepspeed OUT`. Ranks are forked from one process that has imported
-DeepSpeed once. Each checkpoint folder lies beside `<name>.<step>.ref.pt`: `{"model": ..., "optim": {name: {...}},
-"groups": ...}` with full tensors, gathered from the live run through DeepSpeed's own accessors.
+DeepSpeed once. Each checkpoint folder lies beside `<name>.<step>.ref.pt`: `{"model": ..., "optim": {name:
+{...}}, "groups": ...}` with full tensors, gathered from the live run through DeepSpeed's own accessors.
 """
 
 from __future__ import annotations
@@ -240,6 +240,88 @@ def four_ranks(rank: int, world: int, out: Path) -> None:
     train(out, "fp32-accumulation-4", 1, "bf16", data_types=FP32_ACCUMULATION)
 
 
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A few random sequences, the same in every process."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def tied_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def wrapped(stage: int) -> dict[str, Any]:
+    """A configuration as the Trainer and Accelerate take it."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def trainer(rank: int, world: int, out: Path) -> None:
+    start(rank, world)
+    from transformers import Trainer, TrainingArguments
+
+    for stage in (2, 3):
+        folder = out / f"trainer-zero{stage}"
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=2,
+            save_steps=1,
+            per_device_train_batch_size=2,
+            deepspeed=wrapped(stage),
+            bf16=True,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            optim="adamw_torch",
+            weight_decay=0.1,
+        )
+        run = Trainer(model=tied_llama(), args=arguments, train_dataset=Tokens())
+        run.train()
+        reference = gather(run.model_wrapped, stage)
+        if rank == 0:
+            torch.save(reference, out / f"trainer-zero{stage}.2.ref.pt")
+
+
+def accelerate(rank: int, world: int, out: Path) -> None:
+    start(rank, world)
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(hf_ds_config=wrapped(3))
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    model = tied_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    tokens = torch.arange(9)[None]
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    accelerator.save_state(str(out / "accelerate"))
+    reference = gather(model, 3)
+    if rank == 0:
+        torch.save(reference, out / "accelerate.1.ref.pt")
+
+
 def main() -> None:
     """Write everything under the folder given."""
     logger.setLevel(logging.ERROR)
@@ -253,6 +335,9 @@ def main() -> None:
     for world, body in enumerate((one_rank, two_ranks, three_ranks, four_ranks), 1):
         if len(sys.argv) < 3 or str(world) in sys.argv[2]:
             launch(world, out, body)
+    if len(sys.argv) < 3 or "w" in sys.argv[2]:
+        launch(2, out, accelerate)
+        launch(2, out, trainer)
 
 
 if __name__ == "__main__":
