@@ -8,12 +8,16 @@ checkpoint.tensors["model.embed_tokens.weight"].read((slice(0, 16),))
 
 from __future__ import annotations
 
-from converters.checkpoint import Checkpoint, OptimizerState
-from converters.dcp_writer import write_dcp
-from converters.errors import CheckpointError
-from converters.opening import open_checkpoint
-from converters.safetensors_writer import write_safetensors
-from converters.tensor import Tensor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from converters.checkpoint import Checkpoint, OptimizerState
+    from converters.dcp_writer import write_dcp
+    from converters.errors import CheckpointError
+    from converters.opening import open_checkpoint
+    from converters.safetensors_writer import write_safetensors
+    from converters.tensor import Tensor
 
 __all__ = [
     "Checkpoint",
@@ -24,3 +28,22 @@ __all__ = [
     "write_dcp",
     "write_safetensors",
 ]
+
+# Imported at the first use (PEP 562): numpy takes longer to import than a small checkpoint to convert, and
+# neither `portable-convert --help` nor a mistyped option needs it.
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "CheckpointError": "errors",
+    "OptimizerState": "checkpoint",
+    "Tensor": "tensor",
+    "open_checkpoint": "opening",
+    "write_dcp": "dcp_writer",
+    "write_safetensors": "safetensors_writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value

@@ -8,6 +8,7 @@ import numpy as np
 
 from converters.dtypes import CASTABLE, numpy_dtype
 from converters.errors import CheckpointError
+from converters.options import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from converters.storage import Touched
     from converters.tensor import Array, Tensor
 
-CHOICES = {"keep": None, "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # Of the source; one block and its cast copy are all that a conversion keeps in memory.
 # They fit the cache of a core, where checksum, cast and write find the bytes.
 BLOCK_BYTES = 256 << 10
@@ -23,9 +23,9 @@ BLOCK_BYTES = 256 << 10
 
 def parse_dtype(name: str) -> str | None:
     """The target type of `--dtype`, None for keep; CheckpointError for a name it does not know."""
-    if name not in CHOICES:
-        raise CheckpointError(f"dtype {name!r} is not one of {', '.join(CHOICES)}")
-    return CHOICES[name]
+    if name not in DTYPES:
+        raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def cast_dtype(tensor: Tensor, target: str | None) -> str:

@@ -7,18 +7,15 @@ import contextlib
 import re
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from converters.casting import CHOICES
-from converters.dcp_writer import plan_dcp, write_dcp
 from converters.errors import CheckpointError
-from converters.opening import open_checkpoint
-from converters.output import check_output
-from converters.safetensors_writer import plan_safetensors, write_safetensors
+from converters.options import DTYPES, WRITERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from converters.checkpoint import Checkpoint
     from converters.writing import Plan
@@ -33,8 +30,6 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-
-_WRITERS = {"safetensors": (plan_safetensors, write_safetensors), "dcp": (plan_dcp, write_dcp)}
 
 _DESCRIPTION = """\
 Turn a training checkpoint into a folder that from_pretrained loads.
@@ -79,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tag", help="which step of SRC: a folder name (step-000100) or a number (100)")
     parser.add_argument(
         "--dtype",
-        choices=list(CHOICES),
+        choices=list(DTYPES),
         default="keep",
         help="type of floating tensors; keep (default) is the highest precision SRC holds. Integer and 0-d "
         "buffers stay exact",
@@ -94,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--optimizer", action="store_true", help="also write optimizer.safetensors and optimizer.json"
     )
-    parser.add_argument("--to", choices=list(_WRITERS), default="safetensors", help="format to write")
+    parser.add_argument("--to", choices=list(WRITERS), default="safetensors", help="format to write")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     parser.add_argument("--verify", action="store_true", help="compare OUT with SRC before it appears")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
@@ -135,7 +130,13 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def _convert(options: argparse.Namespace) -> int:
     source, out = Path(options.src), Path(options.out)
-    make_plan, write = _WRITERS[options.to]
+    # Imported here, so that help and a mistyped option answer at once.
+    from converters.opening import open_checkpoint
+    from converters.output import check_output
+
+    writer = import_module(f"converters.{options.to}_writer")
+    make_plan: Callable[..., Plan] = getattr(writer, f"plan_{options.to}")
+    write: Callable[..., Plan] = getattr(writer, f"write_{options.to}")
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder")
     if not options.dry_run:

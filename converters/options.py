@@ -1,0 +1,8 @@
+"""What `portable-convert` lets one choose, apart from the code behind it, which takes long to import."""
+
+from __future__ import annotations
+
+# --dtype -> the element type under its safetensors name; None keeps each tensor's own.
+DTYPES: dict[str, str | None] = {"keep": None, "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# --to -> a module `<name>_writer` with `plan_<name>` and `write_<name>`.
+WRITERS = ("safetensors", "dcp")
