@@ -24,7 +24,19 @@ Touched = set["FileSpan"]
 
 # Bytes per read: small enough that the CRC finds them in the cache, large enough to hide the call.
 CHUNK = 1 << 20
-_MAX_OPEN_FILES = 64
+
+
+def _handles() -> int:
+    """How many files to keep open: a quarter of what this process may, for the rest is not ours."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 64
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 4))
+
+
+_MAX_OPEN_FILES = _handles()
 
 
 class Source(Protocol):
@@ -141,6 +153,8 @@ class FileSpan:
     a span piece by piece costs no second pass. `verify` reads only what nobody has read so far.
     """
 
+    __slots__ = ("_parts", "crc32", "file", "nbytes", "offset", "settled", "what")
+
     def __init__(self, file: SourceFile, offset: int, nbytes: int, crc32: int | None, what: str) -> None:
         self.file = file
         self.offset = offset
@@ -163,6 +177,11 @@ class FileSpan:
             part = buffer[start : start + CHUNK]
             self.file.read_into(part, self.offset + at + start)
             self._record(at + start, part)
+
+    @property
+    def read_through(self) -> bool:
+        """Whether every byte has been read, so that `verify` costs next to nothing."""
+        return self._next_gap() is None
 
     def verify(self) -> None:
         """Check the stored CRC over the whole span; CheckpointError if the bytes are not those written."""
@@ -217,6 +236,8 @@ def _first(part: tuple[int, int, int]) -> int:
 class Slice:
     """Bytes [offset, offset + nbytes) of another source."""
 
+    __slots__ = ("nbytes", "offset", "source")
+
     def __init__(self, source: Source, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > source.nbytes:
             raise CheckpointError(f"a piece would end at byte {offset + nbytes} of {source.nbytes}")
@@ -232,6 +253,8 @@ class Slice:
 
 class Joined:
     """Sources end to end: a flat tensor that was cut across ranks, wherever the cuts fell."""
+
+    __slots__ = ("nbytes", "parts", "starts")
 
     def __init__(self, parts: Sequence[Source]) -> None:
         self.parts = [part for part in parts if part.nbytes]

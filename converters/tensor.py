@@ -45,19 +45,24 @@ class Box:
     `view` is a `View` whose shape is `sizes`, or a function that finds it at the first read.
     """
 
-    __slots__ = ("_view", "offsets", "sizes")
+    __slots__ = ("_locate", "_view", "offsets", "sizes")
 
     def __init__(self, offsets: Shape, sizes: Shape, view: View | Callable[[], View]) -> None:
         self.offsets = offsets
         self.sizes = sizes
-        self._view = view
+        self._view, self._locate = (view, None) if isinstance(view, View) else (None, view)
 
     @property
     def view(self) -> View:
-        view = self._view
-        if not isinstance(view, View):
-            view = self._view = view()
-        return view
+        if self._view is None:
+            assert self._locate is not None
+            self._view = self._locate()
+        return self._view
+
+    def release(self) -> None:
+        """Forget what the function found; it is asked again at the next read."""
+        if self._locate is not None:
+            self._view = None
 
 
 class Tensor:
@@ -220,6 +225,11 @@ class Tensor:
                     at += block.nbytes
                 yield block
 
+    def release(self) -> None:
+        """Keep no more in memory than before the first read: for a tensor that has been written."""
+        for box in self.boxes:
+            box.release()
+
     def whole_span(self) -> FileSpan | None:
         """The bytes of the whole tensor, row-major, if they lie together in one file without a checksum."""
         if len(self.boxes) != 1 or self.boxes[0].sizes != self.shape:
@@ -311,6 +321,6 @@ def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touche
 
 def _scratch() -> memoryview:
     buffer: memoryview | None = getattr(_local, "scratch", None)
-    if buffer is None:
+    if buffer is None or len(buffer) < SCRATCH_BYTES:
         buffer = _local.scratch = memoryview(bytearray(SCRATCH_BYTES))
     return buffer

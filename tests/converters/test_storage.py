@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from converters import CheckpointError
+from converters import CheckpointError, storage
 from converters.storage import FileSpan, Folder, Joined, Memory, Slice
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def test_only_regular_files(tmp_path: Path) -> None:
             Folder(tmp_path).file(name)
 
 
-def test_more_files_than_are_kept_open(tmp_path: Path) -> None:
+def test_more_files_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_MAX_OPEN_FILES", 30)
     folder = Folder(tmp_path)
     for i in range(100):
         (tmp_path / str(i)).write_text(str(i))

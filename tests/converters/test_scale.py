@@ -1,0 +1,185 @@
+"""Thousands of rank files, tens of thousands of tensors: the work grows with their number, and no faster.
+
+The files are as real ones lie on disk, with next to nothing in each tensor. What is held against the number
+of pieces are counts of system calls, memory, and the processor time of two sizes, never seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tracemalloc
+import zlib
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from converters import Tensor, open_checkpoint, write_safetensors
+from converters.storage import Memory
+from converters.torchzip_writer import Call, Made, Name, pickle, tensor_parts
+from converters.writing import Entry, Trailer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CALLS = ("open", "stat", "preadv", "write", "copy_file_range", "fsync")
+ROWS, WIDTH, CUTS = 2, 8, 2
+CHECKPOINT = "torch.distributed.checkpoint"
+
+
+def dcp(folder: Path, files: int, tensors: int) -> None:
+    """Each tensor is cut along its rows and dealt out to the rank files, as FSDP2 does."""
+    shape = (ROWS, WIDTH)
+    data = bytes(range(ROWS * WIDTH * 4))
+    parts = tensor_parts(Entry("piece", "F32", Tensor.contiguous("piece", "F32", shape, Memory(data))))
+    crc = zlib.crc32(data)
+    piece = b"".join(
+        part if isinstance(part, bytes) else part.make(crc) if isinstance(part, Trailer) else data
+        for part in parts
+    )
+    names = [f"__{rank}_0.distcp" for rank in range(files)]
+    filled = Counter[str]()
+    described: dict[str, Any] = {}
+    stored: dict[Made, Made] = {}
+    properties = (Name("torch", "float32"), None, False, None, False)
+    for i in range(tensors):
+        key = f"model.layers.{i}.weight"
+        chunks = []
+        for cut in range(CUTS):
+            name = names[(i * CUTS + cut) % files]
+            offsets = Call(Name("torch", "Size"), ((cut * ROWS, 0),))
+            sizes = Call(Name("torch", "Size"), (shape,))
+            chunks.append(made("metadata", "ChunkStorageMetadata", {"offsets": offsets, "sizes": sizes}))
+            index = made("metadata", "MetadataIndex", {"fqn": key, "index": cut, "offset": offsets})
+            place = {"relative_path": name, "offset": filled[name] * len(piece), "length": len(piece)}
+            stored[index] = made("filesystem", "_StorageInfo", place)
+            filled[name] += 1
+        fields = {
+            "properties": made("metadata", "TensorProperties", properties),
+            "size": Call(Name("torch", "Size"), ((ROWS * CUTS, WIDTH),)),
+            "chunks": chunks,
+        }
+        described[key] = made("metadata", "TensorStorageMetadata", fields)
+    for name in names:
+        (folder / name).write_bytes(piece * filled[name])
+    paths = {key: ("model", key.removeprefix("model.")) for key in described}
+    tables = {"state_dict_metadata": described, "planner_data": paths, "storage_data": stored}
+    (folder / ".metadata").write_bytes(pickle(made("metadata", "Metadata", tables)))
+
+
+def made(module: str, name: str, state: Any) -> Made:
+    return Made(Name(f"{CHECKPOINT}.{module}", name), state)
+
+
+def shards(folder: Path, files: int, tensors: int) -> None:
+    """Numbered safetensors shards with an index; sparse, 1 MB a tensor."""
+    nbytes = 1 << 20
+    places: dict[str, str] = {}
+    for file in range(files):
+        name = f"model-{file + 1:05d}-of-{files:05d}.safetensors"
+        keys = [f"layers.{i}.weight" for i in range(file, tensors, files)]
+        header = {
+            key: {
+                "dtype": "F32",
+                "shape": [512, 512],
+                "data_offsets": [at * nbytes, (at + 1) * nbytes],
+            }
+            for at, key in enumerate(keys)
+        }
+        text = json.dumps(header).encode()
+        with (folder / name).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + len(keys) * nbytes)
+        places |= dict.fromkeys(keys, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each system call that touches files has been made."""
+    counted = Counter[str]()
+
+    def count(name: str) -> None:
+        real = getattr(os, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, counting)
+
+    for name in CALLS:
+        count(name)
+    return counted
+
+
+def test_dcp_grows_linearly(tmp_path: Path, calls: Counter[str]) -> None:
+    grows_linearly(tmp_path, calls, dcp, files=250, tensors=1250, per_piece=8)
+
+
+@pytest.mark.slow
+def test_dcp_of_thousands_of_ranks(tmp_path: Path, calls: Counter[str]) -> None:
+    grows_linearly(tmp_path, calls, dcp, files=1000, tensors=10_000, per_piece=8)
+
+
+def grows_linearly(
+    folder: Path,
+    calls: Counter[str],
+    make: Callable[[Path, int, int], None],
+    *,
+    files: int,
+    tensors: int,
+    per_piece: int,
+) -> None:
+    """Convert two sizes, the second four times the first."""
+    spent, counted = [], []
+    for times in (1, 4):
+        source, out = folder / f"in{times}", folder / f"out{times}"
+        source.mkdir()
+        make(source, files * times, tensors * times)
+        calls.clear()
+        start = time.process_time()
+        write_safetensors(open_checkpoint(source), out, progress=False)
+        spent.append(time.process_time() - start)
+        counted.append(calls.copy())
+        assert sum(calls.values()) < per_piece * tensors * times * CUTS
+        assert calls["fsync"] < 10
+        values = open_checkpoint(out).tensors[f"layers.{tensors * times - 1}.weight"].read()
+        assert values.tobytes() == bytes(range(ROWS * WIDTH * 4)) * CUTS
+    for name in CALLS:
+        assert counted[1][name] <= 4.5 * counted[0][name] + 10, name
+    assert spent[1] < 9 * spent[0]  # 4 where the work is linear, 16 where it is quadratic
+
+
+def test_shards_are_planned_in_linear_time(tmp_path: Path, calls: Counter[str]) -> None:
+    """A sparse 8 GB, planned without touching the tensors' bytes."""
+    for times in (1, 4):
+        folder = tmp_path / str(times)
+        folder.mkdir()
+        shards(folder, 250 * times, 2000 * times)
+        calls.clear()
+        assert len(open_checkpoint(folder).tensors) == 2000 * times
+        assert calls["open"] <= 250 * times + 10
+        assert calls["preadv"] <= 2 * 250 * times + 10
+
+
+def test_memory_of_a_piece(tmp_path: Path) -> None:
+    """What planning and converting keep for each piece, whatever its size."""
+    tensors = 2000
+    dcp(tmp_path, 100, tensors)
+    open_checkpoint(tmp_path)  # what is imported and cached once
+    tracemalloc.start()
+    try:
+        checkpoint = open_checkpoint(tmp_path)
+        assert len(checkpoint.tensors) == tensors
+        planned = tracemalloc.get_traced_memory()[0] / (tensors * CUTS)
+        write_safetensors(checkpoint, tmp_path.with_name("out"), progress=False)
+        peak = tracemalloc.get_traced_memory()[1] / (tensors * CUTS)
+    finally:
+        tracemalloc.stop()
+    print(f"{planned:.0f} bytes a piece planned, {peak:.0f} at the peak")
+    assert planned < 1500
+    assert peak < 4000
