@@ -23,7 +23,7 @@ KINDS = ("dcp", "zero2", "zero3", "xla")
 
 
 def model_config(gigabytes: float) -> dict[str, Any]:
-    """A Llama whose fp32 weights take about that many gigabytes. Untied: not every peer can write tied ones."""
+    """A Llama whose fp32 weights take about that many gigabytes. Untied: some peers cannot write ties."""
     hidden, vocabulary = (1024, 32_000) if gigabytes >= 0.5 else (64, 512)
     inner = hidden * 11 // 4
     layer = 4 * hidden * hidden + 3 * hidden * inner
@@ -142,7 +142,8 @@ def _launch(body: Callable[[int], None]) -> None:
                 traceback.print_exc()
             os._exit(code)
         children.append(pid)
-    if any([os.waitpid(pid, 0)[1] for pid in children]):
+    failed = [pid for pid in children if os.waitpid(pid, 0)[1]]  # waits for all
+    if failed:
         raise RuntimeError("a rank failed")
 
 

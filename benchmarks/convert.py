@@ -1,0 +1,370 @@
+"""`portable-convert` beside `cp` and the scripts that the frameworks bring along.
+
+``python -m benchmarks.convert`` has each framework write a checkpoint, then times whole processes, in turns,
+with a warm page cache. Every result is compared, tensor by tensor. ``--memory`` measures what
+`portable-convert` alone keeps in memory as checkpoints grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.convert_make import KINDS, WORLD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MIB = 1 << 20
+OURS = "portable-convert"
+COPY, COPY_SYNCED = "cp", "cp, then fsync"
+NEEDS = {"dcp": "torch", "zero2": "deepspeed", "zero3": "deepspeed", "xla": "torch_xla"}
+SOURCES = {
+    "dcp": "torch DCP, FSDP2",
+    "zero2": "DeepSpeed ZeRO-2, bf16",
+    "zero3": "DeepSpeed ZeRO-3, bf16",
+    "xla": "PyTorch/XLA FSDP",
+}
+# What a person would have installed; no tool may use an accelerator that only one machine has.
+ENVIRONMENT = {
+    "USE_TORCH_XLA": "0",
+    "DS_ACCELERATOR": "cpu",
+    "PJRT_DEVICE": "CPU",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A program that turns a checkpoint into one result.
+
+    Attributes:
+        command: (checkpoint, output folder) -> the command line; the folder does not exist yet.
+        makes_folder: whether the program makes the output folder itself.
+        writes: whether there is a result to compare.
+    """
+
+    name: str
+    command: Callable[[Path, Path], list[str]]
+    makes_folder: bool = True
+    writes: bool = True
+
+
+@dataclass(frozen=True)
+class Run:
+    """One whole process. `cpu` is its user and system time, which other work on the machine disturbs least.
+
+    Attributes:
+        rss: peak resident MiB, with the pages of mapped files.
+        anonymous: peak MiB of memory of its own, as sampled.
+    """
+
+    wall: float
+    cpu: float
+    rss: float
+    anonymous: float
+
+
+@dataclass
+class Result:
+    """All runs of one contestant on one checkpoint; `failed` is the last line it said, if it could not."""
+
+    name: str
+    runs: list[Run] = field(default_factory=list)
+    failed: str = ""
+
+    def median(self, what: str) -> float:
+        return float(statistics.median(getattr(run, what) for run in self.runs))
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def portable(source: Path, out: Path, *more: str) -> list[str]:
+    return python("-m", "converters.cli", str(source), str(out), "--quiet", *more)
+
+
+def contestants(kind: str, result: Path) -> list[Contestant]:
+    """Everyone who can turn a checkpoint of `kind` into weights; `result` is a finished one, for `cp`."""
+    copied, flushed = shlex.quote(str(result)), 'sync "$0"/*'
+    everyone = [
+        Contestant(COPY, lambda _, out: ["cp", str(result), str(out)], makes_folder=False, writes=False),
+        Contestant(
+            COPY_SYNCED,
+            lambda _, out: ["sh", "-c", f'cp {copied} "$0" && {flushed}', str(out)],
+            makes_folder=False,
+            writes=False,
+        ),
+        Contestant(OURS, portable),
+        Contestant(f"{OURS} --dry-run", lambda source, out: portable(source, out, "--dry-run"), writes=False),
+    ]
+    if kind == "dcp":
+        tool = "torch.distributed.checkpoint.format_utils"
+        everyone += [
+            Contestant(
+                "accelerate merge-weights",
+                lambda source, out: python(
+                    "-m", "accelerate.commands.accelerate_cli", "merge-weights", str(source), str(out)
+                ),
+            ),
+            Contestant(
+                "torch dcp_to_torch",
+                lambda source, out: python("-m", tool, "dcp_to_torch", str(source), str(out / "model.pt")),
+                makes_folder=False,
+            ),
+        ]
+    elif kind == "xla":
+        tool = "torch_xla.distributed.fsdp.consolidate_sharded_ckpts"
+        everyone.append(
+            Contestant(
+                "torch_xla consolidation",
+                lambda source, out: python(
+                    *("-m", tool, "--ckpt_prefix", f"{source}/rank-"),
+                    *("--ckpt_suffix", f"*-of-{WORLD:08d}.pth", "--save_path", str(out / "model.pth")),
+                ),
+                makes_folder=False,
+            )
+        )
+    else:
+        script = "zero_to_fp32.py"
+        everyone += [
+            Contestant(
+                f"{script}, .bin",
+                lambda source, out: python(str(source / script), str(source), str(out)),
+            ),
+            Contestant(
+                f"{script}, safetensors",
+                lambda source, out: python(
+                    str(source / script), str(source), str(out), "--safe_serialization"
+                ),
+            ),
+        ]
+    return everyone
+
+
+def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
+    """Run to the end; what it took, and the exit code. What it says goes to `log`."""
+    peaks = {"VmHWM": 0, "RssAnon": 0}
+    ended = threading.Event()
+
+    def watch(pid: int) -> None:
+        while not ended.wait(0.01):
+            try:
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            except OSError:
+                return
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key in peaks:
+                    peaks[key] = max(peaks[key], int(value.split()[0]))
+
+    with log.open("wb") as said:
+        start = time.perf_counter()
+        child = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}
+        )
+        watcher = threading.Thread(target=watch, args=(child.pid,))
+        watcher.start()
+        _, status, used = os.wait4(child.pid, 0)
+        wall = time.perf_counter() - start
+    child.returncode = os.waitstatus_to_exitcode(status)  # so that it is not waited for again
+    ended.set()
+    watcher.join()
+    run = Run(wall, used.ru_utime + used.ru_stime, peaks["VmHWM"] / 1024, peaks["RssAnon"] / 1024)
+    return run, child.returncode
+
+
+def compete(kind: str, source: Path, work: Path, rounds: int) -> list[Result]:
+    """Every contestant in turn, `rounds` times; AssertionError where two results differ."""
+    reference, out, log = work / f"{kind}-result", work / "out", work / "log"
+    shutil.rmtree(reference, ignore_errors=True)
+    _, code = measure(portable(source, reference), log)  # also warms the page cache
+    if code:
+        raise RuntimeError(last_line(log))
+    expected = digest(reference)
+    everyone = contestants(kind, reference / "model.safetensors")
+    results = {contestant.name: Result(contestant.name) for contestant in everyone}
+    for turn in range(rounds):
+        # Each starts where another did the turn before, and with the disk at rest.
+        for contestant in everyone[turn % len(everyone) :] + everyone[: turn % len(everyone)]:
+            result = results[contestant.name]
+            if result.failed:
+                continue
+            shutil.rmtree(out, ignore_errors=True)
+            if not contestant.makes_folder:
+                out.mkdir()
+            os.sync()
+            run, code = measure(contestant.command(source, out), log)
+            if code:
+                result.failed = last_line(log)
+                continue
+            if turn == 0 and contestant.writes:
+                assert digest(out) == expected, f"{contestant.name} and {OURS} differ on {kind}"
+            result.runs.append(run)
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(reference)
+    return list(results.values())
+
+
+def digest(folder: Path) -> object:
+    """What a result holds, read by a process of its own with other people's libraries."""
+    command = python("-m", "benchmarks.convert_digest", str(folder))
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def last_line(log: Path) -> str:
+    lines = log.read_text("utf-8", "replace").strip().splitlines()
+    return lines[-1][:160] if lines else "failed without a word"
+
+
+def provide(kind: str, work: Path, gigabytes: float) -> tuple[Path | None, str]:
+    """A checkpoint of `kind`, made unless it is there; None and the reason where it cannot be."""
+    if find_spec(NEEDS[kind]) is None:
+        return None, f"{NEEDS[kind]} is not installed"
+    folder, log = work / f"{kind}-{gigabytes:g}", work / "log"
+    if not folder.exists():
+        partial = work / f"{kind}.part"
+        shutil.rmtree(partial, ignore_errors=True)
+        command = python("-m", "benchmarks.convert_make", kind, str(partial), "--gigabytes", str(gigabytes))
+        if measure(command, log)[1]:
+            return None, last_line(log)
+        partial.rename(folder)
+    return (folder / "pytorch_model_fsdp_0" if kind == "dcp" else folder), ""
+
+
+def table(kind: str, results: Sequence[Result]) -> str:
+    """The medians of one checkpoint as a Markdown table."""
+    measured = {result.name: result for result in results if result.runs}
+    copy, ours = (measured[name].median("wall") for name in (COPY_SYNCED, OURS))
+    lines = [
+        f"{SOURCES[kind]}:",
+        "",
+        "| | wall s | least | processor s | peak MiB | anonymous MiB | x cp+fsync | x ours |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for result in results:
+        if result.failed:
+            lines.append(f"| {result.name} | fails: {result.failed} |" + " |" * 6)
+            continue
+        wall = result.median("wall")
+        row = [
+            *(f"{value:.2f}" for value in (wall, min(run.wall for run in result.runs), result.median("cpu"))),
+            *(f"{max(getattr(run, what) for run in result.runs):.0f}" for what in ("rss", "anonymous")),
+            *(f"{wall / other:.2f}" for other in (copy, ours)),
+        ]
+        lines.append(" | ".join([f"| {result.name}", *row]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def sparse_checkpoint(folder: Path, gigabytes: float) -> None:
+    """A safetensors file of zeros that takes no room: 32 MB tensors, whatever the size."""
+    count = max(1, round(gigabytes * 1e9 / (8_000_000 * 4)))
+    header = {
+        f"layers.{i}.weight": {
+            "dtype": "F32",
+            "shape": [2000, 4000],
+            "data_offsets": [i * 32_000_000, (i + 1) * 32_000_000],
+        }
+        for i in range(count)
+    }
+    text = json.dumps(header).encode()
+    folder.mkdir(parents=True)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + count * 32_000_000)
+
+
+def memory(work: Path, sizes: Sequence[float]) -> str:
+    """Our own peak memory as the checkpoint grows, for every way that bytes take through the program."""
+    lines = [
+        "| GB | conversion | wall s | peak MiB | anonymous MiB |",
+        "| ---: | --- | ---: | ---: | ---: |",
+    ]
+    plain, dcp, out, log = (work / name for name in ("plain", "dcp", "out", "log"))
+    for size in sizes:
+        sparse_checkpoint(plain, size)
+        for what, source, target, flags in (
+            ("safetensors to safetensors", plain, out, ()),
+            ("safetensors to DCP", plain, dcp, ("--to", "dcp")),
+            ("DCP to safetensors", dcp, out, ()),
+            ("DCP to bfloat16 safetensors", dcp, out, ("--dtype", "bfloat16")),
+        ):
+            run, code = measure(portable(source, target, "--overwrite", *flags), log)
+            if code:
+                raise RuntimeError(last_line(log))
+            lines.append(f"| {size:g} | {what} | {run.wall:.2f} | {run.rss:.0f} | {run.anonymous:.0f} |")
+        for folder in (plain, dcp, out):
+            shutil.rmtree(folder)
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=1.4, help="of fp32 weights in the result")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--only", nargs="+", choices=KINDS, default=list(KINDS), help="checkpoints to convert"
+    )
+    parser.add_argument("--small", action="store_true", help="2 MB and one round: does it run?")
+    parser.add_argument("--memory", action="store_true", help="our memory from 0.1 to 4 GB instead")
+    parser.add_argument("--folder", type=Path, help="keep the checkpoints there for the next run")
+    parser.add_argument("--json", type=Path, help="also write every run to this file")
+    options = parser.parse_args(argv)
+    if options.small:
+        options.gigabytes, options.rounds = 0.002, 1
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 unless two tools differ."""
+    options = parse(argv)
+    work = options.folder or Path(tempfile.mkdtemp(prefix="convert-", dir=Path.cwd()))
+    work.mkdir(parents=True, exist_ok=True)
+    libraries = [name for name in ("torch", "deepspeed", "accelerate", "torch-xla") if _version(name)]
+    print(", ".join([f"{os.cpu_count()} cores", *(f"{name} {_version(name)}" for name in libraries)]))
+    document: dict[str, list[dict[str, object]]] = {}
+    try:
+        if options.memory:
+            print(memory(work, (0.002, 0.01) if options.small else (0.1, 1, 4)))
+            return 0
+        for kind in options.only:
+            source, missing = provide(kind, work, options.gigabytes)
+            if source is None:
+                print(f"{SOURCES[kind]}: skipped, {missing}\n")
+                continue
+            results = compete(kind, source, work, options.rounds)
+            document[kind] = [asdict(result) for result in results]
+            print(table(kind, results), flush=True)
+    finally:
+        if options.folder is None:
+            shutil.rmtree(work)
+    if options.json:
+        command = f"python -m benchmarks.convert {shlex.join(sys.argv[1:] if argv is None else argv)}"
+        options.json.write_text(json.dumps({"command": command, "measured": document}, indent=2) + "\n")
+    return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
