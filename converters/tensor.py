@@ -50,7 +50,8 @@ class Box:
     def __init__(self, offsets: Shape, sizes: Shape, view: View | Callable[[], View]) -> None:
         self.offsets = offsets
         self.sizes = sizes
-        self._view, self._locate = (view, None) if isinstance(view, View) else (None, view)
+        self._view: View | None = view if isinstance(view, View) else None
+        self._locate: Callable[[], View] | None = None if isinstance(view, View) else view
 
     @property
     def view(self) -> View:
