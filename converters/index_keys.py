@@ -9,11 +9,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from converters.tensor import Tensor
 
 Shape = tuple[int, ...]
 
 _MAX_STATES = 100_000
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+# BatchNorm's buffers are floating like parameters, and no optimizer ever holds them.
+_BUFFERS = ("running_mean", "running_var")
+
+
+def candidates_of(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Shape]]:
+    """(name, shape) of what may be a parameter, in the model's order."""
+    return [
+        (name, tensors[name].shape)
+        for name in order
+        if tensors[name].dtype in _FLOATING and name.rpartition(".")[2] not in _BUFFERS
+    ]
 
 
 def fit_in_order(

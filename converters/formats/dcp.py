@@ -26,6 +26,7 @@ from converters.formats.dcp_metadata import (
     read_metadata,
 )
 from converters.formats.dcp_optimizer import build_optimizer
+from converters.formats.torch_save import in_order
 from converters.naming import assign_roles, paths_without_nesting, plain_names
 from converters.storage import Folder, Memory
 from converters.tensor import Box, Tensor, View
@@ -33,6 +34,8 @@ from converters.torchzip import StoredTensor, TorchZip
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from converters.checkpoint import OptimizerState
 
 # accelerate and the Trainer: one folder for the model, one for the optimizer, numbered.
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
@@ -76,16 +79,20 @@ def _open(source: Source) -> Checkpoint:
     roles = assign_roles(paths, frozenset(key for key, entry in entries.items() if entry.dtype), where=where)
     stored = {name: _tensor(entries[key], name) for name, key in roles.model.items()}
     tensors = plain_names(stored, where=where)
-    optimizer = None
-    if roles.has_optimizer:
-        optimizer = build_optimizer(
+
+    def optimizer() -> OptimizerState | None:
+        if not roles.has_optimizer:
+            return None
+        return build_optimizer(
             roles,
             tensors,
             lambda key, name: _state(entries[key], name),
             lambda key: _value(entries[key]),
             where=where,
+            order=in_order(tensors, checkpoint),
         )
-    return Checkpoint(
+
+    checkpoint = Checkpoint(
         format="dcp",
         root=source.path,
         tensors=tensors,
@@ -93,6 +100,7 @@ def _open(source: Source) -> Checkpoint:
         metadata={**_metadata(source.path), "other_keys": roles.other},
         companions=find_companions(source.path),
     )
+    return checkpoint
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.errors import CheckpointError
+from converters.index_keys import candidates_of, fit_in_order
 from converters.naming import Path, Roles, plain_name
 from converters.pickles import plain
 from converters.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 State = dict[str, dict[str, Tensor | Scalar]]
 
@@ -23,6 +24,7 @@ def build_optimizer(
     read_value: Callable[[str], Any],
     *,
     where: str,
+    order: Sequence[str] | None = None,
 ) -> OptimizerState:
     """The optimizer of a flattened state dict.
 
@@ -31,6 +33,7 @@ def build_optimizer(
         tensors: the model, for naming state that is keyed by index.
         read_state: (key, name for errors) -> the state's tensor or number, None to leave it out.
         read_value: key -> the stored Python value, for parameter groups.
+        order: the names of `tensors` as the model's modules define them, aliases left out.
 
     Raises:
         CheckpointError: state keyed by index that does not fit the model's parameters.
@@ -43,35 +46,50 @@ def build_optimizer(
         read = {what: read_state(key, f"{name}.{what}") for what, key in entries.items()}
         state[name] = {what: value for what, value in read.items() if value is not None}
 
-    names: dict[str, str] = {}
-    if state and all(name.isdigit() and name not in tensors for name in state):
-        names = _by_index(state, tensors, where)
-        state = {names[index]: value for index, value in state.items()}
-
     def groups() -> ParamGroups:
-        return _groups({path: read_value(key) for path, key in roles.groups.items()}, names, where)
+        return _groups({path: read_value(key) for path, key in roles.groups.items()}, where)
 
-    return OptimizerState(state, groups)
-
-
-def _by_index(state: State, tensors: Mapping[str, Tensor], where: str) -> dict[str, str]:
-    """Index -> name, where the optimizer counts parameters in the model's order; shapes must agree."""
-    order = list(tensors)
-    indices = sorted(state, key=int)
-    names: dict[str, str] = {}
-    for index in indices:
-        name = order[int(index)] if int(index) < len(order) else None
-        moments = [value for value in state[index].values() if isinstance(value, Tensor) and value.shape]
-        if name is None or any(moment.shape != tensors[name].shape for moment in moments):
-            raise CheckpointError(
-                f"{where}: the optimizer state is keyed by index, and index {index} does not fit the model's "
-                "parameters in their stored order; convert without --optimizer"
-            )
-        names[index] = name
-    return names
+    if not state or not all(name.isdigit() and name not in tensors for name in state):
+        return OptimizerState(state, groups)
+    listed = groups()
+    keys = [group["params"] for group in listed] if listed else [sorted(state, key=int)]
+    names = _by_index(state, keys, order or list(tensors), tensors, where)
+    for group in listed:
+        group["params"] = [names[key] for key in group["params"]]
+    return OptimizerState({names[index]: value for index, value in state.items()}, listed)
 
 
-def _groups(values: Mapping[Path, Any], names: Mapping[str, str], where: str) -> ParamGroups:
+def _by_index(
+    state: State,
+    keys: Sequence[Sequence[str]],
+    order: Sequence[str],
+    tensors: Mapping[str, Tensor],
+    where: str,
+) -> dict[str, str]:
+    """Index -> name, where the optimizer counts parameters in the model's order."""
+    flat = [key for group in keys for key in group]
+    if len(set(flat)) != len(flat) or not set(state) <= set(flat):
+        raise CheckpointError(f"{where}: damaged, the optimizer's groups do not list what it has state of")
+    wanted = [[_moment_shape(state.get(key, {})) for key in group] for group in keys]
+    places = fit_in_order(candidates_of(order, tensors), wanted)
+    if not isinstance(places, dict):
+        why = (
+            "fits the model's parameters in several ways" if places else "does not fit the model's parameters"
+        )
+        raise CheckpointError(
+            f"{where}: the optimizer's state is keyed by index and {why}; convert without --optimizer"
+        )
+    return {keys[group][at]: name for name, (group, at) in places.items()}
+
+
+def _moment_shape(values: Mapping[str, Tensor | Scalar]) -> tuple[int, ...] | None:
+    for what, value in values.items():
+        if what != "step" and isinstance(value, Tensor):
+            return value.shape
+    return None
+
+
+def _groups(values: Mapping[Path, Any], where: str) -> ParamGroups:
     """`param_groups` from one pickled list, from one item a value, or from one item a parameter and value."""
     whole = values.get(())
     if whole is not None:
@@ -91,7 +109,7 @@ def _groups(values: Mapping[Path, Any], names: Mapping[str, str], where: str) ->
         params = group.get("params", [])
         if not isinstance(params, list):
             raise CheckpointError(f"{where}: the params of an optimizer group are not a list")
-        group["params"] = [names.get(str(param), plain_name(str(param))) for param in params]
+        group["params"] = [plain_name(str(param)) for param in params]
     return groups
 
 

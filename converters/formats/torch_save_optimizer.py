@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.errors import CheckpointError
+from converters.index_keys import candidates_of, fit_in_order
 from converters.naming import plain_name
 from converters.pickles import plain
 from converters.tensor import Box, Tensor
@@ -26,11 +27,7 @@ _SHAPED = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"),
     *("sum", "acc_delta", "prev", "ax"),
 )
-# BatchNorm's buffers are floating like parameters, and no optimizer ever holds them.
-_BUFFERS = ("running_mean", "running_var")
-_MAX_STATES = 100_000
 _MAX_GROUP_TENSOR = 16
-_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 Shape = tuple[int, ...]
 
@@ -124,66 +121,14 @@ def _names(
             "(safetensors files sort them by name); convert without --optimizer"
         )
     shapes = {key: _shape(values) for key, values in state.items()}
-    candidates = [
-        (name, tensors[name].shape)
-        for name in order
-        if tensors[name].dtype in _FLOATING and name.rpartition(".")[2] not in _BUFFERS
-    ]
     wanted = [[shapes.get(key) for key in group] for group in keys]
-    places = _fit(candidates, wanted, where)
-    return {keys[group][at]: name for name, (group, at) in places.items()}
-
-
-def _fit(
-    candidates: Sequence[tuple[str, Shape]], wanted: Sequence[Sequence[Shape | None]], where: str
-) -> dict[str, tuple[int, int]]:
-    """The one way in which every group's shapes come, in order, out of the model's parameters.
-
-    Walks the parameters and keeps how far each group may have come, with the number of ways to get there.
-
-    Args:
-        candidates: (name, shape) in the model's order; those that no group takes are frozen.
-        wanted: group -> the shape of each of its indices, None where its state does not tell.
-
-    Returns:
-        Name -> (group, place in the group).
-
-    Raises:
-        CheckpointError: there is no way, or more than one.
-    """
-    frozen = len(candidates) - sum(map(len, wanted))
-    steps: list[dict[Shape, int]] = [{(0,) * len(wanted): 1}]
-    for seen, (_, shape) in enumerate(candidates):
-        reached: dict[Shape, int] = {}
-        for at, ways in steps[-1].items():
-            if seen - sum(at) < frozen:
-                reached[at] = reached.get(at, 0) + ways
-            for group, shapes in enumerate(wanted):
-                if at[group] < len(shapes) and shapes[at[group]] in (None, shape):
-                    after = (*at[:group], at[group] + 1, *at[group + 1 :])
-                    reached[after] = reached.get(after, 0) + ways
-        steps.append(reached)
-        if len(reached) > _MAX_STATES:
-            break
-    end = tuple(map(len, wanted))
-    ways = steps[-1].get(end, 0) if len(steps) == len(candidates) + 1 else 2
-    if ways != 1:
-        why = "fits the model's parameters in several ways" if ways else "does not fit the model's parameters"
+    places = fit_in_order(candidates_of(order, tensors), wanted)
+    if not isinstance(places, dict):
+        why = (
+            "fits the model's parameters in several ways" if places else "does not fit the model's parameters"
+        )
         raise CheckpointError(f"{where}: its state is keyed by index and {why}; convert without --optimizer")
-    places: dict[str, tuple[int, int]] = {}
-    at = end
-    for seen in range(len(candidates) - 1, -1, -1):
-        name, shape = candidates[seen]
-        before = steps[seen]
-        if at in before and seen - sum(at) < frozen:
-            continue
-        for group, shapes in enumerate(wanted):
-            last = (*at[:group], at[group] - 1, *at[group + 1 :])
-            if at[group] and last in before and shapes[at[group] - 1] in (None, shape):
-                places[name] = (group, at[group] - 1)
-                at = last
-                break
-    return places
+    return {keys[group][at]: name for name, (group, at) in places.items()}
 
 
 def _known(name: str, tensors: Mapping[str, Tensor], where: str) -> str:

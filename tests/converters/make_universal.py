@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo  # by AdamW's first step, so once before the forks
 
 from tests.converters.make_dcp import launch
 from tests.converters.make_deepspeed import start, train  # sets the environment first

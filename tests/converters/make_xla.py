@@ -1,7 +1,8 @@
 """Write PyTorch/XLA FSDP v1 shard files and SPMD checkpoints with torch_xla itself, beside their values.
 
-Run as `python make_xla.py OUT`, with PJRT_DEVICE=CPU. torch_xla trains several ranks only on a TPU, but one
-process can build each rank's model in turn, step its optimizer on made-up gradients, and save its file.
+Run as `python make_xla.py OUT fsdp` and, in a process of its own, `python make_xla.py OUT spmd`. torch_xla
+trains several FSDP v1 ranks only on a TPU, but one process can build each rank's model in turn, step its
+optimizer on made-up gradients, and save its file. SPMD is one process over virtual devices.
 Each checkpoint lies beside `<name>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}`, put
 together from the live shards; `peer` holds what torch_xla's own consolidation makes of the files.
 """
@@ -23,11 +24,15 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd.xla_sharding as xs
+import torch_xla.experimental.distributed_checkpoint as xc
+import torch_xla.runtime as xr
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
-from torch_xla.distributed.fsdp.state_dict_utils import (
-    consolidate_sharded_model_checkpoints,
-)
+from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_model_checkpoints
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +79,7 @@ class Odd(nn.Module):
         hidden = self.embed_tokens(tokens)
         for layer in self.layers:
             hidden = layer(hidden)
-        out: torch.Tensor = self.lm_head(self.norm(hidden))
+        out: torch.Tensor = self.lm_head(self.norm(hidden)) + self.narrow(hidden) * self.cube.sum()
         return out
 
 
@@ -233,10 +238,67 @@ def free(rank: int, world: int) -> list[str]:
     return [f"piece.{'abcd'[world - 1 - rank]}.pt"]
 
 
+def spmd(out: Path, name: str, *, primed: bool) -> None:
+    """One process over four devices, saved by torch's DCP with torch_xla's planner."""
+    torch.manual_seed(0)
+    model: Any = Odd(scalar=False)
+    model.frozen.requires_grad_(False)
+    if primed:  # sharded by hand, over two dimensions
+        mesh = xs.Mesh(np.arange(4), (2, 2), ("data", "fsdp"))
+        model = model.to("xla")
+        inner = model
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                xs.mark_sharding(parameter, mesh, ("fsdp", "data"))
+    else:
+        mesh = xs.Mesh(np.arange(4), (4,), ("fsdp",))
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = wrapped_spmd(layer, mesh) if i else layer
+        model = wrapped_spmd(model, mesh)
+        inner = model._orig_module
+    inner.lm_head.weight = inner.embed_tokens.weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
+    if primed:
+        xc.prime_optimizer(optimizer)
+    for step in range(0 if primed else 2):
+        tokens = torch.arange(step, step + 8).reshape(4, 2).to("xla")
+        model(tokens).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch_xla.sync()
+    xm.wait_device_ops()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    storage = FileSystemWriter(out / name)
+    dcp_save(state, storage_writer=storage, planner=xc.SPMDSavePlanner(), no_dist=True)
+    named = {id(p): plain(key) for key, p in model.named_parameters()}
+    ref = {
+        "model": {plain(key): value.cpu() for key, value in model.state_dict().items()},
+        "optim": {
+            named[id(p)]: {what: value.cpu() for what, value in values.items()}
+            for p, values in optimizer.state.items()
+        },
+        "groups": [{**optimizer.state_dict()["param_groups"][0], "params": list(named.values())}],
+    }
+    torch.save(ref, out / f"{name}.ref.pt")
+
+
+def wrapped_spmd(module: nn.Module, mesh: Any) -> nn.Module:
+    def shard_output(output: Any, mesh: Any) -> None:
+        xs.mark_sharding(output, mesh, ("fsdp", None, None))
+
+    made: nn.Module = SpmdFullyShardedDataParallel(module, mesh=mesh, shard_output=shard_output)
+    return made
+
+
 def main() -> None:
     """Write everything under the folder given."""
     warnings.simplefilter("ignore")
     out = Path(sys.argv[1])
+    if sys.argv[2] == "spmd":
+        xr.use_spmd()
+        spmd(out, "spmd", primed=False)
+        spmd(out, "spmd-primed", primed=True)
+        return
     flat: dict[str, Any] = {"flatten_parameters": True}
     half: dict[str, Any] = {"compute_dtype": torch.bfloat16}
     runs = {

@@ -1,0 +1,50 @@
+"""PyTorch/XLA SPMD checkpoints: torch's DCP as torch_xla's planner fills it, against the live tensors."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from converters import CheckpointError, open_checkpoint
+from tests.converters.compare import assert_model, assert_optimizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("run", ["spmd", "spmd-primed"])
+def test_spmd_bit_for_bit(written_xla: Path, run: str) -> None:
+    reference: dict[str, Any] = torch.load(written_xla / f"{run}.ref.pt", weights_only=False)
+    checkpoint = open_checkpoint(written_xla / run)
+    assert checkpoint.format == "dcp"
+    assert checkpoint.aliases == {"lm_head.weight": "embed_tokens.weight"}
+    assert_model(checkpoint, reference["model"])
+    assert_optimizer(checkpoint, reference)
+    cut = {box.offsets for box in checkpoint.tensors["layers.0.down.weight"].boxes}
+    assert cut == (
+        {(0, 0), (0, 7), (3, 0), (3, 7)} if run == "spmd-primed" else {(0, 0), (0, 4), (0, 8), (0, 12)}
+    )
+
+
+def test_a_missing_file_is_refused(written_xla: Path, tmp_path: Path) -> None:
+    shutil.copytree(written_xla / "spmd", tmp_path / "step")
+    (tmp_path / "step" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="distcp"):
+        open_checkpoint(tmp_path / "step")
+
+
+def test_index_keys_in_doubt(tmp_path: Path) -> None:
+    """One parameter of two alike was frozen and left out: which one, nothing tells."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    dcp_save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "step")
+    checkpoint = open_checkpoint(tmp_path / "step")
+    assert_model(checkpoint, model.state_dict())
+    with pytest.raises(CheckpointError, match="several ways"):
+        _ = checkpoint.optimizer
