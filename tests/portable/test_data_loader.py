@@ -113,11 +113,12 @@ def test_a_leg_may_change_the_batch_and_the_world(samples: PackedCausal) -> None
 
 
 def test_worker_processes_give_the_same(samples: PackedCausal) -> None:
+    before = set(multiprocessing.active_children())
     loader = TrainLoader(samples, seed=3, position=5, global_batch_size=6, micro_batch_size=3, num_workers=1)
     state = torch.get_rng_state()
     assert take(loader, 4) == expected(5, 24)
     assert torch.equal(torch.get_rng_state(), state)  # reading data leaves dropout's randomness alone
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_sizes_that_do_not_divide(samples: PackedCausal) -> None:
