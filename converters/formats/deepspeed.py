@@ -7,6 +7,7 @@ the one that every other record describes.
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from converters.formats.deepspeed_layout import (
 )
 from converters.formats.deepspeed_optimizer import build_optimizer, optimizer_steps
 from converters.formats.deepspeed_proof import check_against_module
+from converters.formats.deepspeed_swap import SwapFiles
 from converters.formats.deepspeed_unsharded import open_unsharded
 from converters.naming import plain_names
 from converters.storage import Folder, Memory
@@ -223,7 +225,22 @@ class _Run:
             stored = [flat(group, f"{rank.where}: {key}") for group in groups]
             check_distinct(stored, rank.where)
             by_rank.append([piece_of(group) for group in stored])
+        if self.stage == 3:
+            self._fill_from_swap(by_rank)
         return [join(pieces, self.where) for pieces in zip(*by_rank, strict=True)]
+
+    def _fill_from_swap(self, by_rank: list[list[Piece]]) -> None:
+        """Put what lies on NVMe in the place of the empty runs that were pickled."""
+        for rank, pieces in enumerate(by_rank):
+            for group, piece in enumerate(pieces):
+                layout = WholeParameters(self.shapes[group], self.world, self.where)
+                if not piece.numel and layout.length:
+                    pieces[group] = self.swap.piece(rank, layout, piece.dtype)
+
+    @cached_property
+    def swap(self) -> SwapFiles:
+        buffers = {*self.model.buffers, *self.model.shared}
+        return SwapFiles(self.folder, [name for name in self.model.module if name not in buffers])
 
     def _slices(self, group: int) -> EqualSlices:
         """The layout of one group of stages 1 and 2, held against every record of it."""
@@ -331,7 +348,7 @@ class _Run:
         }
 
         def optimizer() -> OptimizerState | None:
-            return build_optimizer(self.stage, self.optim, self.layouts, short)
+            return build_optimizer(self.stage, self.optim, self.layouts, short, self.swap)
 
         return Checkpoint(
             format="deepspeed",

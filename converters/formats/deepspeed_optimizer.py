@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.errors import CheckpointError
 from converters.formats.deepspeed_files import OptimFile, check_same, flat
-from converters.formats.deepspeed_layout import Layout, check_distinct, join, piece_of
+from converters.formats.deepspeed_layout import Layout, WholeParameters, check_distinct, join, piece_of
 from converters.pickles import plain
 from converters.tensor import Tensor
 from converters.torchzip import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from converters.formats.deepspeed_swap import SwapFiles
 
 State = dict[str, dict[str, Tensor | Scalar]]
 _BASE, _OPTIMIZER = "base_optimizer_state", "optimizer_state_dict"
@@ -24,12 +26,14 @@ def build_optimizer(
     ranks: Sequence[OptimFile],
     layouts: Sequence[Layout],
     short: Mapping[str, str],
+    swap: SwapFiles | None = None,
 ) -> OptimizerState | None:
     """The optimizer by parameter name; None where the files keep none.
 
     Args:
         layouts: one a flat group.
         short: the stored name of a parameter -> its plain name.
+        swap: where runs lie that were pickled empty.
 
     Raises:
         CheckpointError: ranks disagree, or state that is neither a flat run nor a number.
@@ -40,7 +44,7 @@ def build_optimizer(
     state: State = {}
     for index, layout in enumerate(layouts):
         by_rank = [found[index] for found in states if found is not None]
-        for name, values in _group(layout, by_rank, ranks).items():
+        for name, values in _group(layout, by_rank, ranks, swap).items():
             state[short[name]] = values
     groups = _groups(stage, ranks)
     names = [[short[name] for name in layout.shapes] for layout in layouts]
@@ -96,7 +100,9 @@ def _states(stage: int, rank: OptimFile, groups: int) -> list[dict[str, Any]] | 
     return found
 
 
-def _group(layout: Layout, states: Sequence[dict[str, Any]], ranks: Sequence[OptimFile]) -> State:
+def _group(
+    layout: Layout, states: Sequence[dict[str, Any]], ranks: Sequence[OptimFile], swap: SwapFiles | None
+) -> State:
     """The state of the parameters of one flat group."""
     made: State = {name: {} for name in layout.shapes} if states[0] else {}
     for rank, state in zip(ranks, states, strict=True):
@@ -112,6 +118,11 @@ def _group(layout: Layout, states: Sequence[dict[str, Any]], ranks: Sequence[Opt
                 piece_of(flat(value, f"{rank.where}: {what}"))
                 for rank, value in zip(ranks, values, strict=True)
             ]
+            if swap is not None and isinstance(layout, WholeParameters) and layout.length:
+                pieces = [
+                    piece if piece.numel else swap.piece(rank, layout, piece.dtype, what)
+                    for rank, piece in enumerate(pieces)
+                ]
             for name, tensor in layout.tensors(join(pieces, f"{ranks[0].where}: {what}"), f".{what}").items():
                 made[name][what] = tensor
             continue

@@ -238,6 +238,7 @@ def four_ranks(rank: int, world: int, out: Path) -> None:
     train(out, "zero2-4", 2, "bf16", split=True)
     train(out, "zero3-4", 3, split=True, zero_optimization={"sub_group_size": 100})
     train(out, "fp32-accumulation-4", 1, "bf16", data_types=FP32_ACCUMULATION)
+    train(out, "hpz-4", 3, "bf16", zero_optimization={"zero_hpz_partition_size": 2})
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

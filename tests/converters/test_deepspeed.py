@@ -30,6 +30,7 @@ RUNS = {
     "zero3-fp32-2": (3, 2),
     "zero3-bf16-3": (3, 3),
     "zero3-4": (3, 4),
+    "hpz-4": (3, 4),
     "fp32-accumulation-2": (1, 2),
     "fp32-accumulation-4": (1, 4),
     "elastic-2": (2, 2),

@@ -261,6 +261,31 @@ def test_stage_3_steps_must_be_the_engines(copy: Callable[[str], Path]) -> None:
         open_checkpoint(step)
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"mics_shard_size": 2}, "MiCS"), ({"zero_quantized_nontrainable_weights": True}, "quantized")],
+)
+def test_other_layouts_are_named(copy: Callable[[str], Path], options: dict[str, Any], why: str) -> None:
+    step = copy("zero3-fp32-2")
+    for path in step.iterdir():
+        rewrite(path, lambda content: content["ds_config"]["zero_optimization"].update(options))
+    with pytest.raises(CheckpointError, match=f"{why}.* not supported"):
+        open_checkpoint(step)
+
+
+def test_swapped_out_masters_are_missed(copy: Callable[[str], Path]) -> None:
+    """With NVMe offload the pickled masters are empty."""
+    step = copy("zero3-fp32-2")
+    for path in step.glob("*optim_states.pt"):
+        rewrite(path, lambda content: empty(content["optimizer_state_dict"]["fp32_flat_groups"]))
+    with pytest.raises(CheckpointError, match="NVMe"):
+        open_checkpoint(step)
+
+
+def empty(flats: Any) -> None:
+    flats[0] = torch.empty(0)
+
+
 class Unknown:
     """A class that only the client knows."""
 
