@@ -45,6 +45,7 @@ _DEEPSPEED_LATEST = "latest"
 _ZERO, _COMMON = "zero", "zero/optimizer_state.pt"
 _MASTER, _STEP, _SUFFIX = "fp32", "step", ".pt"
 _SAMPLE = 64
+_MAX_RANKS = 1 << 20
 
 
 def _is_universal(path: Path) -> bool:
@@ -159,7 +160,7 @@ class _Universal:
         count = self.common.get("partition_count")
         counts = count if isinstance(count, list) else [count]
         world = counts[0] if counts else None
-        if type(world) is not int or world < 1 or any(n != world for n in counts):
+        if type(world) is not int or not 0 < world < _MAX_RANKS or any(n != world for n in counts):
             raise CheckpointError(f"{self.folder.path / _COMMON}: damaged, no partition_count")
         return world
 

@@ -156,6 +156,7 @@ def test_what_does_not_add_up(step: Path) -> None:
     assert "stage 2" in said(weight / "exp_avg.pt", lambda value: value["param"].flatten().clone())
     assert "stage" in said(common, lambda value: value.update(zero_stage=7))
     assert "partition_count" in said(common, lambda value: value.update(partition_count=[3, 4]))
+    assert "partition_count" in said(common, lambda value: value.update(partition_count=[1 << 60]))
     assert "param_groups" in said(common, lambda value: value.update(param_groups=None))
     assert "groups" in said(common, lambda value: value["param_groups"][0].update(params=[9]))
     assert open_checkpoint(step).optimizer is not None
