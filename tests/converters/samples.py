@@ -57,6 +57,16 @@ _WRITTEN = [
         for run in ("zero0-fp32-2", "zero1-fp32-2", "zero2-bf16-2", "zero3-fp32-2")
     ),
     *(
+        Sample(
+            f"universal-{run}",
+            "deepspeed-universal",
+            fixture="written_universal",
+            folder=f"{run}/global_step2_universal",
+            needs=("deepspeed",),
+        )
+        for run in ("zero2-bf16-3", "zero3-fp32-3")
+    ),
+    *(
         Sample(f"xla-{run}", "xla-fsdp", fixture="written_xla", folder=run, needs=("torch_xla",))
         for run in ("flat3", "dim3")
     ),
