@@ -154,9 +154,9 @@ class _Run:
                 f"{where}: its model states are not of ZeRO stage {self.stage}; left by two runs"
             )
         check_ranks(folder.path, names.model, self.world if self.stage == 3 else 1, "model")
-        self.models = [read_model(folder, name) for name in names.model.values()]
-        self.model = self.models[0]
-        self._check_one_run()
+        self.model = read_model(folder, names.model[0])
+        self.models = [self.model]
+        self._check_one_run([name for rank, name in names.model.items() if rank])
         if self.model.groups is None:
             raise CheckpointError(f"{self.model.where}: says nothing of the parameters' shapes")
         self.shapes = self.model.groups
@@ -187,7 +187,8 @@ class _Run:
         if self.options.get("zero_quantized_nontrainable_weights") is True:
             raise CheckpointError(f"{first.where}: quantized frozen weights are not supported")
 
-    def _check_one_run(self) -> None:
+    def _check_one_run(self, other_models: list[str]) -> None:
+        """Compare all files with the first ones; of the other model files only the fragments are kept."""
         first, model = self.optim[0], self.model
         config = config_of({"ds_config": first.config})
         records = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_version", "clip_grad")
@@ -201,7 +202,8 @@ class _Run:
         count = model.count("dp_world_size")
         if count is not None and count != self.world:
             raise CheckpointError(f"{model.where}: is of {count} ranks, the optimizer states of {self.world}")
-        for other in self.models[1:]:
+        for name in other_models:
+            other = read_model(self.folder, name)
             check_same(other.where, "ds_version", other.content.get("ds_version"), first.version)
             check_same(other.where, "ds_config", config_of(other.content), config)
             for record in ("global_steps", "skipped_steps", "global_samples", "dp_world_size"):
@@ -210,6 +212,8 @@ class _Run:
             check_same(other.where, "frozen_param_shapes", other.frozen, model.frozen)
             check_same(other.where, "frozen parameters", set(other.fragments), set(model.fragments))
             check_same(other.where, "buffer_names", other.buffers, model.buffers)
+            other.module, other.content, other.groups = {}, {}, None
+            self.models.append(other)
 
     def _flats(self) -> list[Flat]:
         """The fp32 masters, one flat run a group."""
