@@ -125,10 +125,13 @@ class TorchEngine:
         self.load_weights(weights)
         if checkpoint.optimizer is None:
             raise CheckpointError(f"{checkpoint.root}: holds no optimizer state to go on from")
+        optimized = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
             stored = checkpoint.optimizer.state.get(name)
+            if stored is None and name in optimized:
+                continue  # no gradient has reached it, or the optimizer keeps nothing for it
             if stored is None:
                 raise CheckpointError(f"{checkpoint.root}: holds no optimizer state of {name}")
             self._optimizer.state[parameter] = {

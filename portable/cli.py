@@ -54,6 +54,9 @@ def run(invocation: Invocation) -> int:
     if launch.joined():
         if invocation.nproc is not None:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
+        if invocation.dry_run:
+            first = os.environ["RANK"] == "0"
+            return dry_run(name, config, int(os.environ["WORLD_SIZE"])) if first else 0
         if "TORCHELASTIC_RUN_ID" in os.environ:
             launch.die_with_parent()
         return train_leg(name, config, eval_only=invocation.eval_only)

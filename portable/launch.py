@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 USER_ERROR, RUN_ERROR = 2, 1
+STOP_REQUESTED = "stop-requested"
 
 
 def joined() -> bool:
@@ -78,7 +79,7 @@ def launch(function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: i
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         # The agent would answer a signal by ending the ranks within 30 seconds. Off the main thread it leaves
         # signals alone, and we pass them on: the ranks finish their step, save, and the agent sees them end.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         agent = ThreadPoolExecutor(1)
         running = agent.submit(elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid())
         with _signals_passed_on(Path(scratch)):
@@ -86,6 +87,8 @@ def launch(function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: i
                 codes = running.result()
             except ChildFailedError as error:
                 rank, failure = error.get_first_failure()
+                if failure.exitcode == -signal.SIGTERM and (Path(scratch) / STOP_REQUESTED).exists():
+                    raise RunError("stopped by a signal before the first step; nothing was saved") from None
                 raise _as_exception(_first_failure(Path(scratch), rank, failure.exitcode)) from None
         return max(int(code) for code in codes.values())
 
@@ -93,6 +96,7 @@ def launch(function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: i
 @contextmanager
 def _signals_passed_on(scratch: Path) -> Iterator[None]:
     def pass_on(*_: object) -> None:
+        (scratch / STOP_REQUESTED).touch()  # for ranks that are still to come
         for path in scratch.glob("rank*.pid"):
             with suppress(ProcessLookupError):
                 os.kill(int(path.suffixes[0][1:]), signal.SIGTERM)
@@ -110,6 +114,8 @@ def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch
     # A terminal's Ctrl-C reaches every process; the launcher alone answers it, and tells the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (Path(scratch) / f"rank{os.environ['RANK']}.{os.getpid()}.pid").touch()
+    if (Path(scratch) / STOP_REQUESTED).exists():
+        os.kill(os.getpid(), signal.SIGTERM)
     try:
         return function(*arguments)
     except (UserError, RunError) as error:

@@ -61,6 +61,10 @@ class Events:
     def on_eval(self, progress: Progress, loss: float) -> None:
         """After an evaluation."""
 
+    def lacks_eval(self, progress: Progress) -> bool:
+        """Whether the evaluation after ``progress.step`` is not on record; looked at on resuming."""
+        return False
+
     def on_save(self, progress: Progress) -> None:
         """Write a checkpoint; all ranks are called."""
 
@@ -125,6 +129,18 @@ def train(
     """
     first_step = progress.step
     saved = progress.step
+
+    def eval_is_due() -> bool:
+        return eval_batches is not None and (
+            progress.step == cadence.until or _due(progress.step, cadence.eval_every)
+        )
+
+    def run_eval() -> None:
+        assert eval_batches is not None
+        events.on_eval(progress, evaluate(backend, engine, eval_batches()))
+
+    if progress.step > 0 and eval_is_due() and backend.any(events.lacks_eval(progress)):
+        run_eval()  # the leg before ended after the checkpoint and before the evaluation of its last step
     with stop_signals() as stop_requested:
         while progress.step < cadence.until:
             learning_rate = schedule(progress.step)
@@ -154,9 +170,8 @@ def train(
             if save_due and progress.step > saved:
                 events.on_save(progress)
                 saved = progress.step
-            eval_due = not stopping and (last or _due(progress.step, cadence.eval_every))
-            if eval_batches is not None and eval_due:
-                events.on_eval(progress, evaluate(backend, engine, eval_batches()))
+            if eval_is_due() and (not stopping or progress.step == cadence.until):
+                run_eval()
             events.on_pause(time.perf_counter() - paused)
             if stopping:
                 return progress.step < cadence.until

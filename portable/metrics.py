@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import time
@@ -84,10 +85,7 @@ class _WandbLike:
     """wandb, and the libraries that took over its calls (trackio, swanlab)."""
 
     def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
-        try:
-            self._module: Any = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise UserError(f"log.trackers: {name} is not installed; run: pip install {name}") from error
+        self._module: Any = importlib.import_module(name)
         self._module.init(project=folder.parent.name or "portable", name=folder.name, config=config)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -107,6 +105,13 @@ def open_trackers(
         else _WandbLike(name, folder, config)
         for name in names
     ]
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError for a tracker whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"log.trackers: {name} is not installed; run: pip install {name}")
 
 
 class Throughput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,4 +38,49 @@ def build_optimizer(settings: TrainConfig, parameters: Mapping[str, nn.Parameter
             groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps, fused=True
         )
     assert settings.optimizer == "sgd", settings.optimizer
-    return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=beta1, fused=True)
+    return FusedSGD(groups, lr=settings.learning_rate, momentum=beta1)
+
+
+class FusedSGD(torch.optim.Optimizer):
+    """SGD with momentum, as ``torch.optim.SGD(fused=True)``, also on sharded parameters.
+
+    torch's fused kernel has no rule for DTensors. The update is elementwise, so each rank's shard can be
+    taken as a plain tensor.
+    """
+
+    found_inf: torch.Tensor | None = None
+    """An fp32 scalar on the device; where it is 1, a step changes nothing."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            buffers: list[torch.Tensor] = []
+            if group["momentum"]:
+                for parameter in trained:
+                    if not self.state[parameter]:
+                        self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                buffers = [self.state[parameter]["momentum_buffer"] for parameter in trained]
+            if trained:
+                torch._fused_sgd_(
+                    [_local(p) for p in trained],
+                    [_local(p.grad) for p in trained],
+                    [_local(buffer) for buffer in buffers],
+                    weight_decay=group["weight_decay"],
+                    momentum=group["momentum"],
+                    lr=group["lr"],
+                    dampening=0.0,
+                    nesterov=False,
+                    maximize=False,
+                    is_first_step=False,
+                    grad_scale=None,
+                    found_inf=self.found_inf,
+                )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -33,7 +33,8 @@ def plot_loss(folder: Path) -> Path | None:
         axes.plot(
             *zip(*evaluation, strict=True), "o-", color="#d1242f", markersize=4, label="evaluation loss"
         )
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=folder.name)
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set_title(folder.name, parse_math=False)
     axes.grid(alpha=0.25)
     rate_axes = axes.twinx()
     rate_axes.plot(

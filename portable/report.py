@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from portable.loop import Events, Progress
-from portable.metrics import MetricsFile, Throughput, Tracker, human_bytes, human_time, open_trackers, table
+from portable.metrics import (
+    MetricsFile,
+    Throughput,
+    Tracker,
+    human_bytes,
+    human_time,
+    open_trackers,
+    read_metrics,
+    table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +47,7 @@ class Reporter(Events):
         save: Callable[[Progress], None],
     ) -> None:
         self._backend = backend
+        self._folder = folder
         self._tokens_per_sample = tokens_per_sample
         self._flops_per_token = flops_per_token
         peak = backend.peak_flops(precision)
@@ -108,6 +118,12 @@ class Reporter(Events):
         self._record(progress, {"eval_loss": loss})
         self.say(f"step {progress.step}  evaluation loss {loss:.4f}")
 
+    def lacks_eval(self, progress: Progress) -> bool:
+        if self._metrics is None:
+            return False
+        rows = read_metrics(self._folder)
+        return not any(row["step"] == progress.step and "eval_loss" in row for row in rows)
+
     def on_save(self, progress: Progress) -> None:
         self._save(progress)
 
@@ -116,6 +132,7 @@ class Reporter(Events):
 
     def last_checkpoint(self) -> str:
         self._checkpoints.finish()
+        self._backend.barrier()  # rank 0 has now given the folder its name
         return str(self._checkpoints.latest() or "none yet")
 
     # -- called by the run -------------------------------------------------------------------------------

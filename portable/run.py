@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable import model as models
+from portable.adopt import adopt_labels, adopt_special_tokens, positions
 from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import CheckpointFolder, TrainerState, write_durably
 from portable.config import difference, dump_yaml, load_config
@@ -20,7 +22,7 @@ from portable.data import IGNORED, EvalLoader, TrainLoader, build_data, inspect_
 from portable.errors import UserError
 from portable.lock import locked
 from portable.loop import Cadence, Progress, evaluate, train
-from portable.metrics import human_bytes, table
+from portable.metrics import check_trackers, human_bytes, table
 from portable.plan import (
     BatchPlan,
     checkpoint_bytes,
@@ -56,14 +58,21 @@ def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False) -> 
     config = resolve(config, backend)
     folder = Path(config.output_dir)
     check_same_run(folder, config)
+    check_trackers(config.log.trackers)
     backend.start()
     try:
         prepared = Prepared(config, backend)
         if eval_only:
             return prepared.evaluate_only(folder)
+        new = not folder.exists()
         with locked(folder) if backend.rank == 0 else nullcontext():
             backend.barrier()
-            return prepared.train(folder)
+            try:
+                return prepared.train(folder)
+            except UserError:
+                if new and backend.rank == 0 and not (folder / CONFIG_FILE).exists():
+                    shutil.rmtree(folder, ignore_errors=True)  # refused: leave things as they were
+                raise
     finally:
         backend.stop()
 
@@ -84,8 +93,8 @@ class Prepared:
             progress=True,  # only the rank that builds the cache shows it
             **_tokenizer_hints(config, self.model_config),
         )
-        if self.data.num_labels is not None:
-            self.model_config.num_labels = self.data.num_labels
+        adopt_labels(self.model_config, self.data.label_names)
+        adopt_special_tokens(self.model_config, config.model, self.data.tokenizer)
         self.model = models.build_model(self.model_config, config.model)
         # Taken before a backend wraps or shards the model.
         self.architecture = type(self.model).__name__
@@ -108,11 +117,12 @@ class Prepared:
     def train(self, folder: Path) -> int:
         config, backend = self.config, self.backend
         checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.checkpoint.keep, rank=backend.rank)
+        check_same_run(folder, config)  # again, now that no other run can write there
         source = resume_source(config, checkpoints)
+        engine, progress = self.engine(source)
         if backend.rank == 0:
             checkpoints.remove_partial()
             write_durably(folder / CONFIG_FILE, dump_yaml(config))
-        engine, progress = self.engine(source)
         reporter = self.reporter(folder, progress, checkpoints, lambda at: self.save(checkpoints, engine, at))
         reporter.say(self.headline(progress, source))
         batches = iter(self.train_loader(progress.samples))
@@ -137,6 +147,7 @@ class Prepared:
                 events=reporter,
             )
             checkpoints.finish()
+            backend.barrier()  # no rank leaves, and may be the last to, before the folder has its name
             if stopped:
                 reporter.say(
                     f"stopped at step {progress.step}, checkpoint saved; run the same command to go on"
@@ -243,6 +254,7 @@ class Prepared:
         """What ``from_pretrained`` needs besides the weights."""
         config = self.model_config
         config.architectures = [self.architecture]
+        config.dtype = torch.float32  # of the weights beside it, whatever they were loaded from
         config.save_pretrained(folder)
         generation = getattr(self.model, "generation_config", None)
         if generation is not None:
@@ -252,10 +264,12 @@ class Prepared:
     def sample(self, engine: Engine, reporter: Reporter) -> None:
         """Let the trained model continue a text."""
         log = self.config.log
-        if log.sample_tokens == 0 or self.config.model.task != "causal-lm":
-            return
         prompt = self.sample_prompt()
-        tokens = engine.generate(prompt, max_new_tokens=log.sample_tokens, seed=self.config.seed)
+        bound = positions(self.model_config)
+        room = log.sample_tokens if bound is None else min(log.sample_tokens, bound - prompt.shape[1])
+        if room <= 0 or self.config.model.task != "causal-lm":
+            return
+        tokens = engine.generate(prompt, max_new_tokens=room, seed=self.config.seed)
         start, rest = tokens[0, : prompt.shape[1]], tokens[0, prompt.shape[1] :]
         decode = self.data.tokenizer.decode
         reporter.say(f"\n--- prompt\n{decode(start)}\n--- the model goes on\n{decode(rest)}\n---\n")
@@ -273,16 +287,19 @@ class Prepared:
     def finish(self, folder: Path, reporter: Reporter, checkpoint: Path | None, *, complete: bool) -> None:
         """Export, plot and say where things are; on the first rank only."""
         places = [("metrics", str(folder / "metrics.jsonl"))]
-        if (picture := plot_loss(folder)) is not None:
-            places.append(("loss curve", str(picture)))
         if checkpoint is not None:
             places.append(("checkpoint", str(checkpoint)))
         if complete and self.config.checkpoint.export and checkpoint is not None:
             export(checkpoint, folder / "final")
             places.append(("model", str(folder / "final")))
+        try:
+            if (picture := plot_loss(folder)) is not None:
+                places.append(("loss curve", str(picture)))
+        except OSError as error:  # the run is complete without its picture
+            reporter.say(f"warning: loss.svg could not be drawn: {error}")
         reporter.say(reporter.summary(places))
         if not complete:
-            reporter.say(f"stopped after step {self.until} of {self.steps}, as train.stop_after says")
+            reporter.say(f"stopped before step {self.steps}, the last, as train.stop_after says")
 
     # -- evaluation --------------------------------------------------------------------------------------
 
@@ -362,10 +379,19 @@ def resolve(config: RunConfig, backend: Backend) -> RunConfig:
 def _as_begun(config: RunConfig, backend_name: str) -> RunConfig:
     """A run that is under way keeps the precision that it began with, wherever it goes on."""
     known: dict[str, Any] = {"backend": backend_name}
-    earlier = _earlier_config(Path(config.output_dir))
-    if config.precision == "auto" and earlier is not None:
-        known["precision"] = earlier.precision
+    if config.precision == "auto":
+        earlier = _earlier_config(Path(config.output_dir))
+        start = Path(config.checkpoint.resume)
+        if earlier is not None:
+            known["precision"] = earlier.precision
+        elif config.checkpoint.resume not in ("auto", "never") and start.exists():
+            known["precision"] = TrainerState.read(_checkpoint_of(start)).run["precision"]
     return config.replaced(known)
+
+
+def _checkpoint_of(path: Path) -> Path:
+    """``path`` itself, or the newest checkpoint where it is a run's folder."""
+    return CheckpointFolder(path / "checkpoints", keep=None).latest() or path
 
 
 def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> None:
@@ -375,6 +401,7 @@ def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> Non
     """
     config = _as_begun(config, backend_name)
     backend_room(backend_name).create(backend_name).check(config)
+    check_trackers(config.log.trackers)
     check_same_run(Path(config.output_dir), config)
     plan_batches(config, world_size=ranks, rank=0)
 
@@ -440,8 +467,7 @@ def export(checkpoint: Path, folder: Path) -> None:
 
 def describe_checkpoint(path: Path) -> int:
     """Print what a checkpoint of this program (or the newest of a run) holds."""
-    latest = CheckpointFolder(path / "checkpoints", keep=None).latest()
-    folder = path if latest is None else latest
+    folder = _checkpoint_of(path)
     state = TrainerState.read(folder)
     rows = [
         ("checkpoint", str(folder)),

@@ -257,7 +257,8 @@ class TrainConfig(Section):
     weight_decay: float = Field(
         default=0.1,
         ge=0,
-        description="Decoupled weight decay, applied to matrices; biases and norms are spared.",
+        description="Weight decay, applied to matrices; biases and norms are spared. Decoupled for adamw, "
+        "added to the gradient for sgd.",
         json_schema_extra=IDENTITY,
     )
     max_grad_norm: float | None = Field(
@@ -446,6 +447,7 @@ class LogConfig(Section):
     )
     sample_prompt: str | None = Field(
         default=None,
+        min_length=1,
         description="Text that the model continues at the end of the run (generating models). Null: the "
         "beginning of a held-out text.",
     )

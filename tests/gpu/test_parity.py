@@ -68,12 +68,16 @@ def plain_losses(config: RunConfig) -> Losses:
     model.train()
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": config.train.weight_decay}, {"params": rest, "weight_decay": 0.0}],
-        lr=0.0,
-        betas=config.train.betas,
-        eps=config.train.eps,
-    )
+    groups = [
+        {"params": decay, "weight_decay": config.train.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    beta1, beta2 = config.train.betas
+    optimizer: torch.optim.Optimizer
+    if config.train.optimizer == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=beta1)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=config.train.eps)
     size = config.train.global_batch_size
     loader = iter(
         TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
@@ -156,6 +160,21 @@ def test_activation_checkpointing_does_not_change_the_loss(
     config = configured(tmp_path, corpus, memory__activation_checkpointing=kind, train__micro_batch_size=3)
     assert_close(our_losses(config), truth[True], 1e-5)
     assert_close(ranks.run(2, our_losses, config), truth[True], 1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_sgd_on_shards_equals_torchs(
+    strategy: str, momentum: float, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings: dict[str, Any] = {
+        "train__optimizer": "sgd",
+        "train__betas": [momentum, 0.9],
+        "train__learning_rate": 0.1,
+        "train__micro_batch_size": 1,
+    }
+    config = configured(tmp_path, corpus, strategy=strategy, **settings)
+    assert_close(ranks.run(3, our_losses, config), plain_losses(config), 1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])

@@ -149,6 +149,16 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_launched_dry_run_writes_nothing_either(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([*flags(tiny(tmp_path / "out", corpus)), "--dry-run"]) == 0
+    assert "2 ranks x 1 accumulation steps x 3" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_dry_run_knows_the_bytes_of_a_checkpoint(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,5 +169,25 @@ def test_the_first_rank_that_fails_is_reported(how: str, kind: type[Exception], 
     assert time.monotonic() - begin < 50  # the other rank was ended, not waited for
 
 
+def test_a_refusal_in_a_rank_is_one_line(tmp_path: Path, corpus: Path) -> None:
+    settings = tiny(tmp_path / "out", corpus, data__text_field="nowhere", train__micro_batch_size=1)
+    run = start(tmp_path / "scratch", settings, "--nproc", "2")
+    _, errors = run.communicate(timeout=90)
+    assert run.returncode == 2
+    assert [line[:7] for line in errors.splitlines()] == ["error: "], errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_signal_before_the_ranks_are_up_is_not_lost(tmp_path: Path, corpus: Path) -> None:
+    scratch = tmp_path / "scratch"
+    run = start(scratch, tiny(tmp_path / "out", corpus, train__micro_batch_size=1), "--nproc", "2")
+    wait_for(lambda: bool(list(scratch.glob("portable-launch-*"))) or run.poll() is not None)
+    time.sleep(1.0)  # the launcher has its handlers, the ranks are still importing torch
+    run.send_signal(signal.SIGTERM)
+    _, errors = run.communicate(timeout=90)
+    assert run.returncode == 1
+    assert errors.splitlines() == ["error: stopped by a signal before the first step; nothing was saved"]
+
+
 def test_the_ranks_exit_code_is_handed_on() -> None:
     assert launch(_rank_function, ("returns",), ranks=2) == 75

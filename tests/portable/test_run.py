@@ -201,6 +201,77 @@ def test_a_save_that_cannot_be_written(background: bool, tmp_path: Path, corpus:
     assert sorted(losses(tmp_path)) == list(range(1, 9))
 
 
+def test_the_saved_model_knows_its_tokenizer(finished: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(finished / "final")
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((finished / "final" / name).read_text())
+        assert config["eos_token_id"] == tokenizer.eos_token_id
+        assert config["bos_token_id"] == tokenizer.bos_token_id
+        assert config["pad_token_id"] == tokenizer.pad_token_id
+    assert json.loads((finished / "final" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_an_evaluation_that_a_kill_prevented_is_made_up_for(
+    finished: Path, tmp_path: Path, corpus: Path
+) -> None:
+    folder = tmp_path / "run"
+    leg(folder, corpus, train__eval_every=4, train__stop_after=4)
+    rows = [row for row in read_metrics(folder) if "eval_loss" not in row]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    leg(folder, corpus, train__eval_every=4)
+    evals = {row["step"]: row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row}
+    assert evals == {row["step"]: row["eval_loss"] for row in read_metrics(finished) if "eval_loss" in row}
+
+
+def test_a_refused_resume_leaves_no_folder_behind(tmp_path: Path, corpus: Path, finished: Path) -> None:
+    with pytest.raises(UserError, match="another run"):
+        leg(tmp_path / "new", corpus, checkpoint__resume=str(finished), seed=5)
+    assert not (tmp_path / "new").exists()
+
+
+def test_sgd_without_momentum_goes_on(tmp_path: Path, corpus: Path) -> None:
+    """It keeps no state at all, which a checkpoint must be able to say."""
+    settings: dict[str, Any] = {"train__optimizer": "sgd", "train__betas": [0.0, 0.9]}
+    leg(tmp_path / "whole", corpus, **settings)
+    leg(tmp_path / "run", corpus, train__stop_after=3, **settings)
+    leg(tmp_path / "run", corpus, **settings)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_a_run_takes_its_precision_along(tmp_path: Path, corpus: Path, finished: Path) -> None:
+    source = finished / "checkpoints" / "step-000004"
+    assert leg(tmp_path / "run", corpus, checkpoint__resume=str(source), precision="auto") == 0
+    assert load_config(tmp_path / "run" / "config.yaml").precision == "fp32"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_classification(family: str, tmp_path: Path) -> None:
+    """Classes by name, in micro-batches of several padded samples; the rows of one decide which class."""
+    words = ["alpha beta", "gamma delta epsilon"]
+    lines = [{"text": f"{words[i % 2]} {i}", "label": ["no", "yes"][i % 2]} for i in range(64)]
+    source = tmp_path / "labelled.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = {
+        "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64},
+        "bert": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+    }[family]
+    settings: dict[str, Any] = {
+        "model__config": {"model_type": family, "vocab_size": 300, **model},
+        "model__task": "sequence-classification",
+        "train__steps": 30,
+        "train__global_batch_size": 8,
+    }
+    assert leg(tmp_path / "run", source, **settings) == 0
+    assert losses(tmp_path / "run")[30] < 0.4 < losses(tmp_path / "run")[1]
+    config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
+    assert config["id2label"] == {"0": "no", "1": "yes"}
+
+
 def test_keeps_the_newest_checkpoints(tmp_path: Path, corpus: Path) -> None:
     leg(tmp_path, corpus, checkpoint__every_steps=1, checkpoint__keep=2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
