@@ -79,7 +79,8 @@ def launch(function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: i
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         # The agent would answer a signal by ending the ranks within 30 seconds. Off the main thread it leaves
         # signals alone, and we pass them on: the ranks finish their step, save, and the agent sees them end.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):  # what failed, we say ourselves
+            logging.getLogger(chatty).setLevel(logging.CRITICAL)
         agent = ThreadPoolExecutor(1)
         running = agent.submit(elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid())
         with _signals_passed_on(Path(scratch)):
