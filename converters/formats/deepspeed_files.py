@@ -110,11 +110,10 @@ def _by_rank(path: Path, files: list[tuple[re.Match[str], str]]) -> dict[int, st
 
 def check_ranks(path: Path, ranks: Mapping[int, str], world: int, what: str) -> None:
     """CheckpointError unless there is one file for every rank of `world` and no other."""
-    missing = [rank for rank in range(world) if rank not in ranks]
+    missing = world - sum(rank < world for rank in ranks)
     if missing:
-        raise CheckpointError(
-            f"{path}: the {what} states of rank {missing[0]} are missing ({len(missing)} of {world})"
-        )
+        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # world may be hostile
+        raise CheckpointError(f"{path}: the {what} states of rank {first} are missing ({missing} of {world})")
     extra = [name for rank, name in ranks.items() if rank >= world]
     if extra:
         raise CheckpointError(f"{path / extra[0]}: a file of another run, this one had {world} ranks")

@@ -128,6 +128,16 @@ def test_a_run_of_another_world_size_left_files(deepspeed_written: Path, copy: C
         open_checkpoint(step)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["zero2-fp32-3", "zero3-fp32-2"])
+def test_a_hostile_world_size_is_refused_at_once(copy: Callable[[str], Path], name: str) -> None:
+    step = copy(name)
+    for path in step.glob("*optim_states.pt"):
+        rewrite(path, lambda content: content["optimizer_state_dict"].update(partition_count=1 << 60))
+    with pytest.raises(CheckpointError, match=rf"rank {name[-1]} are missing \(\d+ of {1 << 60}\)"):
+        open_checkpoint(step)
+
+
 @pytest.mark.parametrize(
     ("file", "why"),
     [
