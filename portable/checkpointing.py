@@ -27,6 +27,19 @@ FORMAT_VERSION = 1
 STATE_FILE = "trainer_state.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PARTIAL_SUFFIX = ".partial"
+_KINDS: dict[str, type] = {
+    "step": int,
+    "samples": int,
+    "seed": int,
+    "schedule": dict,
+    "run": dict,
+    "data": str,
+    "backend": str,
+    "strategy": str,
+    "world_size": int,
+    "metadata": dict,
+    "format_version": int,
+}
 
 
 @dataclass(frozen=True)
@@ -71,11 +84,23 @@ class TrainerState:
                 raise UserError(
                     f"{path}: format version {version} is newer than this program ({FORMAT_VERSION})"
                 )
-            return cls(**values)
+            return cls(**values)._checked()
         except FileNotFoundError as error:
             raise UserError(f"{path}: missing; is {folder} a checkpoint of this program?") from error
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path}: damaged ({type(error).__name__}); use an older checkpoint") from error
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            reason = one_line(error)
+            reason = f"{type(error).__name__}: {reason if len(reason) <= 200 else reason[:197] + '...'}"
+            raise UserError(f"{path}: damaged ({reason}); use an older checkpoint") from error
+
+    def _checked(self) -> TrainerState:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise TypeError(f"{name} is of type {type(value).__name__}")
+        for name, least in (("step", 0), ("samples", 0), ("world_size", 1), ("format_version", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        return self
 
     def write(self, folder: Path) -> None:
         write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
@@ -138,8 +163,9 @@ class CheckpointFolder:
         final = self.path / f"step-{state.step:06d}"
         partial = self.path / f".{final.name}{_PARTIAL_SUFFIX}"
         if self._rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            with self._failure(final):
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
         backend.barrier()
         with self._failure(final):
             self._pending = _Pending(save(partial), partial, final, state, add_files)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import hashlib
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,24 +75,92 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
 
 
 def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
-    """The model with fp32 parameters on the meta device and real (small) buffers; tied weights are tied."""
+    """The model with fp32 parameters on the meta device and real (small) buffers; tied weights are tied.
+
+    An architecture that has no ``sdpa`` gets ``eager``, unless ``model.attention`` asks for ``sdpa`` itself.
+
+    Raises:
+        UserError: for a config of which no model can be built, or none that computes anything.
+    """
+    place = "model.config" if settings.name_or_path is None else "model.name_or_path"
+    text = config.get_text_config()
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        size = getattr(text, key, None)
+        if isinstance(size, int) and size < 1:
+            raise UserError(f"{place}: {key} is {size}; it must be at least 1")
+    try:
+        model = _from_config(config, settings, settings.attention)
+    except Exception as error:  # anything may come out of a size or a name that does not fit
+        lacks_sdpa = settings.attention == "sdpa" and "scaled_dot_product_attention" in str(error)
+        if not lacks_sdpa:
+            raise UserError(_unbuildable(config, place, error)) from error
+        if "attention" in settings.model_fields_set:
+            architecture = str(error).split()[0]
+            raise UserError(f"model.attention: {architecture} has no sdpa kernel; use eager") from error
+        try:
+            model = _from_config(config, settings, "eager")
+        except Exception as second:
+            raise UserError(_unbuildable(config, place, second)) from second
+    model.tie_weights()
+    model.config.use_cache = False  # keys and values of past tokens are of no use in training
+    if settings.attention != "flash_attention_2":  # which computes nothing on the meta device
+        _check_forward(model, place)
+    return model
+
+
+def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str) -> PreTrainedModel:
     import transformers
     from accelerate import init_empty_weights
 
     auto_class = getattr(transformers, AUTO_CLASSES[settings.task])
-    try:
-        with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = auto_class.from_config(
-                copy.deepcopy(config),  # what is saved with the weights stays as it was given
-                attn_implementation=settings.attention,
-                dtype=torch.float32,
-                trust_remote_code=settings.trust_remote_code,
-            )
-    except (ValueError, ImportError) as error:
-        raise UserError(f"model: {one_line(error)}") from error
-    model.tie_weights()
-    model.config.use_cache = False  # keys and values of past tokens are of no use in training
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = auto_class.from_config(
+            copy.deepcopy(config),  # what is saved with the weights stays as it was given
+            attn_implementation=attention,
+            dtype=torch.float32,
+            trust_remote_code=settings.trust_remote_code,
+        )
     return model
+
+
+def _unbuildable(config: PretrainedConfig, place: str, error: Exception) -> str:
+    """What is wrong with a config, as far as the error of building its model tells."""
+    if isinstance(error, ImportError):
+        return f"model: {one_line(error)}"
+    if isinstance(error, KeyError) and error.args:
+        values = config.get_text_config().to_dict()
+        keys = [key for key, value in values.items() if isinstance(value, str) and value == error.args[0]]
+        if keys:
+            return (
+                f"{place}: {keys[0]} is {error.args[0]!r}, which transformers does not know; choose another"
+            )
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{place}: no model can be built of it ({kind}{one_line(error)}); check its sizes and names"
+
+
+# How torch says that two sizes do not go together. Whatever else goes wrong on the meta device, such as code
+# that looks at values, says nothing about the config.
+_SHAPES_DISAGREE = re.compile(r"must match|cannot be multiplied|is invalid for input of size|Expected size")
+
+
+def _check_forward(model: PreTrainedModel, place: str) -> None:
+    """Raise UserError if the sizes in the config contradict each other; costs no memory and no arithmetic."""
+    trial: Any = copy.deepcopy(model)
+    trial.to("meta").eval()
+    trial.config.use_cache = True  # without a cache, masks are made from the values of the positions
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens}
+    if trial.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    try:
+        with torch.no_grad():
+            trial(**inputs)
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
+            raise UserError(
+                f"{place}: its sizes do not fit each other ({one_line(error)}); check the numbers of heads "
+                "and the sizes they divide"
+            ) from error
 
 
 def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -282,12 +351,35 @@ def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
 
 def check_length(config: PretrainedConfig, seq_len: int) -> None:
     """Raise UserError for sequences longer than the model has positions."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < seq_len:
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return
+    padding = getattr(text, "pad_token_id", None)
+    if isinstance(padding, int) and positions - padding - 1 < seq_len <= positions:
+        positions -= _reserved_positions(config)
+    if positions < seq_len:
         raise UserError(
             f"data.seq_len: {seq_len} tokens are more than the model's {positions} positions; lower it, "
             "or raise model.config.max_position_embeddings"
         )
+
+
+def _reserved_positions(config: PretrainedConfig) -> int:
+    """Rows of the position table that no token gets: RoBERTa and its kin count from the padding id on."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModel
+
+    try:
+        with init_empty_weights():
+            model: nn.Module = AutoModel.from_config(copy.deepcopy(config))
+    except Exception:  # build_model says what is wrong with the config
+        return 0
+    reserved = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
+            reserved = max(reserved, module.padding_idx + 1)
+    return reserved
 
 
 def _model_types() -> list[str]:

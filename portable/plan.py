@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
+MAX_STEPS = 1 << 53  # beyond, floating-point numbers skip whole numbers
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -79,11 +81,21 @@ def plan_batches(config: RunConfig, *, world_size: int, rank: int) -> BatchPlan:
 
 
 def total_steps(config: RunConfig, samples: int) -> int:
-    """The length of the schedule in optimizer steps: ``train.steps``, or what ``train.epochs`` come to."""
+    """The length of the schedule in optimizer steps: ``train.steps``, or what ``train.epochs`` come to.
+
+    Raises:
+        UserError: for more epochs than any run could go through.
+    """
     if config.train.epochs is None:
         assert config.train.steps is not None  # the schema sees to it
         return config.train.steps
-    return max(1, math.ceil(config.train.epochs * samples / config.train.global_batch_size))
+    steps = config.train.epochs * samples / config.train.global_batch_size
+    if not steps <= MAX_STEPS:
+        raise UserError(
+            f"train.epochs: {config.train.epochs:g} epochs of {samples} samples are more steps than can be "
+            "counted; lower it, or give train.steps"
+        )
+    return max(1, math.ceil(steps))
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -23,7 +23,22 @@ _DIGEST_MEMO_FROM = 16 << 20  # bytes; a smaller file is hashed anew at every st
 
 
 def local_files(name: str) -> list[Path] | None:
-    """The files that ``name`` stands for, or ``None`` when it does not look like a local path."""
+    """The files that ``name`` stands for, or ``None`` when it does not look like a local path.
+
+    Raises:
+        UserError: nothing there that can be read, or a name that no file can have.
+    """
+    try:
+        if "\0" in name:
+            raise ValueError("it has a NUL character in it")
+        return _local_files(name)
+    except (OSError, ValueError, RuntimeError) as error:  # too long, not encodable, the home of nobody
+        reason = one_line(getattr(error, "strerror", None) or error)
+        shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
+        raise UserError(f"data.source: {shown}: cannot look for it ({reason}); check the path") from error
+
+
+def _local_files(name: str) -> list[Path] | None:
     expanded = Path(name).expanduser()
     if expanded.is_dir():
         found = sorted(

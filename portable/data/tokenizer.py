@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 DEFAULT_VOCAB_SIZE = 4096
+MAX_VOCAB_SIZE = 1_000_000  # of a trained tokenizer
 _FORMAT = 1
 _TRAIN_CHARS = 16_000_000  # more text hardly changes the merges of a small vocabulary
 
@@ -51,7 +52,7 @@ def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
     """The size asked of a trained tokenizer.
 
     Raises:
-        UserError: not even the bytes fit.
+        UserError: not even the bytes fit, or no training would end.
     """
     size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     least = 256 + 2 + mask
@@ -59,6 +60,11 @@ def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
         raise UserError(
             f"data.vocab_size: {size} is too small for a byte-level tokenizer; give at least {least} "
             "(256 bytes and the special tokens)"
+        )
+    if size > MAX_VOCAB_SIZE:
+        raise UserError(
+            f"data.vocab_size: {size} is too large for a tokenizer trained here; give at most "
+            f"{MAX_VOCAB_SIZE} (left out, it is the model's vocab_size)"
         )
     return size
 
