@@ -19,7 +19,7 @@ from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import CheckpointFolder, TrainerState, write_durably
 from portable.config import difference, dump_yaml, load_config
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data, inspect_data
-from portable.errors import UserError
+from portable.errors import UserError, one_line
 from portable.lock import locked
 from portable.loop import Cadence, Progress, evaluate, train
 from portable.metrics import check_trackers, human_bytes, table
@@ -408,7 +408,11 @@ def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> Non
 
 def check_same_run(folder: Path, config: RunConfig) -> None:
     """Raise UserError if ``folder`` holds a run that differs from ``config`` in what makes a run."""
-    if folder.exists() and not folder.is_dir():
+    try:
+        occupied = folder.exists() and not folder.is_dir()
+    except (OSError, ValueError) as error:  # too long a name, a part of it that is a file, a NUL
+        raise UserError(f"output_dir: {one_line(error)}; choose another folder") from error
+    if occupied:
         raise UserError(f"output_dir: {folder} is a file; choose another folder")
     earlier = _earlier_config(folder)
     if earlier is not None and (changed := difference(earlier, config)):
@@ -421,7 +425,11 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
 
 def _earlier_config(folder: Path) -> RunConfig | None:
     path = folder / CONFIG_FILE
-    return load_config(path) if path.is_file() else None
+    try:
+        begun = path.exists()
+    except (OSError, ValueError):  # a name that cannot be: refused as output_dir
+        return None
+    return load_config(path) if begun else None
 
 
 def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | None:

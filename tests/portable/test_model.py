@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
-    "qwen3": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "qwen3": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
     "bert": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
     "t5": {"d_model": 64, "d_ff": 96, "num_layers": 3, "num_heads": 4, "d_kv": 16},
 }
