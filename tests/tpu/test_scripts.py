@@ -1,0 +1,408 @@
+"""``tpu/scripts``: what they print and run, and a worker's side for real. Needs no TPU and no Google Cloud."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "tpu" / "scripts"
+COMMANDS = ["create", "install", "train", "status", "logs", "keep", "stop", "fetch", "convert", "delete"]
+VM = ["--name", "llama", "--zone", "us-west4-a"]
+POD = ["--name", "pod", "--zone", "us-west4-a", "--project", "mine"]
+
+# Plays the queued resource and worker 0 from a list of answers, and writes down what it was called with.
+FAKE_GCLOUD = """\
+import json, os, pathlib, sys
+folder = pathlib.Path(os.environ["FAKE_GCLOUD"])
+with (folder / "calls.jsonl").open("a") as file:
+    file.write(json.dumps(["gcloud", *sys.argv[1:]]) + "\\n")
+asks = "describe" in sys.argv or any("worker.sh state" in word for word in sys.argv)
+answers = json.loads((folder / "answers.json").read_text()) if asks else []
+if asks and not answers:
+    sys.exit("the script asked once more than the play goes on")
+if asks:
+    (folder / "answers.json").write_text(json.dumps(answers[1:]))
+    if answers[0] == "NOT_FOUND":
+        sys.exit("ERROR: (gcloud) NOT_FOUND: no such resource")
+    if answers[0] == "UNREACHABLE":
+        sys.exit(255)
+    print(answers[0])
+"""
+
+
+def cloud(*words: str | Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TMPDIR": "/tmp"}
+    if path is not None:
+        environment |= {"PATH": f"{path}:{os.environ['PATH']}", "FAKE_GCLOUD": str(path)}
+    return subprocess.run(
+        ["bash", str(SCRIPTS / "cloud.sh"), *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+
+
+def printed(*words: str | Path) -> list[str]:
+    """What a command prints, without the lines that only explain."""
+    result = cloud(*words, "--print") if "--" not in words else cloud(words[0], "--print", *words[1:])
+    assert (result.returncode, result.stderr) == (0, "")
+    return [line for line in result.stdout.splitlines() if not line.startswith("#")]
+
+
+@pytest.fixture
+def gcloud(tmp_path: Path) -> Path:
+    """A folder for PATH, whose gcloud only writes down how it is called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "fake.py").write_text(FAKE_GCLOUD)
+    for program in ("gcloud", "git", "portable-convert"):
+        call = f'exec {shlex.quote(sys.executable)} "{folder}/fake.py" "$@"\n'
+        (folder / program).write_text("#!/bin/sh\n" + (call if program == "gcloud" else "exit 0\n"))
+        (folder / program).chmod(0o755)
+    return folder
+
+
+def calls(folder: Path) -> list[list[str]]:
+    path = folder / "calls.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def play(folder: Path, *answers: str) -> None:
+    (folder / "answers.json").write_text(json.dumps(answers))
+
+
+def test_shellcheck() -> None:
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("shellcheck is not installed")
+    checked = subprocess.run(
+        [program, "--external-sources", "--check-sourced", SCRIPTS / "cloud.sh", SCRIPTS / "worker.sh"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command: str) -> None:
+    result = cloud(command, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"usage: cloud.sh {command} [OPTIONS]")
+    assert "--print" in result.stdout
+    assert f"\n  {command} " in cloud("--help").stdout
+
+
+def test_a_single_host(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.touch()
+    ssh = "gcloud compute tpus tpu-vm ssh llama --zone=us-west4-a"
+    assert printed("create", *VM, "--type", "v5e-8") == [
+        "gcloud compute tpus tpu-vm create llama --zone=us-west4-a --accelerator-type=v5litepod-8 "
+        "--version=v2-alpha-tpuv5-lite"
+    ]
+    assert printed("install", *VM, "--package", "portable-trainer[tpu]==0.1.0") == [
+        f"{ssh} --worker=all '--command=mkdir -p portable'",
+        f"gcloud compute tpus tpu-vm scp {SCRIPTS}/worker.sh llama:portable/ --zone=us-west4-a --worker=all",
+        f"{ssh} --worker=all '--command=bash portable/worker.sh install "
+        "'\\''portable-trainer[tpu]==0.1.0'\\'''",
+    ]
+    assert printed("train", *VM, "--config", config, "--", "--train.steps", "20") == [
+        f"gcloud compute tpus tpu-vm scp {config} llama:portable/run.yaml --zone=us-west4-a --worker=all",
+        f"{ssh} --worker=all "
+        "'--command=bash portable/worker.sh start --config portable/run.yaml --train.steps 20'",
+    ]
+    assert printed("status", *VM) == [
+        "gcloud compute tpus tpu-vm describe llama --zone=us-west4-a '--format=value(state)'",
+        f"{ssh} --worker=all '--command=bash portable/worker.sh status'",
+    ]
+    assert printed("logs", *VM) == [
+        f"{ssh} --worker=0 --ssh-flag=-t '--command=bash portable/worker.sh logs'"
+    ]
+    assert printed("stop", *VM) == [f"{ssh} --worker=all '--command=bash portable/worker.sh stop'"]
+    assert printed("fetch", *VM, "--output-dir", "runs/quickstart", "--to", tmp_path / "run") == [
+        f"gcloud compute tpus tpu-vm scp --recurse llama:runs/quickstart {tmp_path}/run "
+        "--zone=us-west4-a --worker=0"
+    ]
+    assert printed("convert", "--from", "run", "--to", "out", "--", "--dtype", "bfloat16") == [
+        "portable-convert run out --dtype bfloat16"
+    ]
+    assert printed("delete", *VM) == ["gcloud compute tpus tpu-vm delete llama --zone=us-west4-a --quiet"]
+
+
+def test_a_spot_pod(tmp_path: Path) -> None:
+    wheel, setup = tmp_path / "portable_trainer-0.1.0-py3-none-any.whl", tmp_path / "mount.sh"
+    wheel.touch()
+    setup.touch()
+    queue = "gcloud compute tpus queued-resources"
+    where = "--zone=us-west4-a --project=mine"
+    ssh = f"gcloud compute tpus tpu-vm ssh pod {where}"
+    scp = "gcloud compute tpus tpu-vm scp"
+    request = (
+        f"{queue} create pod {where} --node-id=pod --accelerator-type=v5litepod-16 "
+        "--runtime-version=v2-alpha-tpuv5-lite --spot --network=fast"
+    )
+    describe = f"{queue} describe pod {where} '--format=value(state.state)' --verbosity=error"
+    delete = f"{queue} delete pod {where} --force --quiet"
+    install = [
+        f"{ssh} --worker=all '--command=mkdir -p portable'",
+        f"{scp} {setup} pod:portable/setup.sh {where} --worker=all",
+        f"{scp} {SCRIPTS}/worker.sh {wheel} pod:portable/ {where} --worker=all",
+        f"{ssh} --worker=all '--command=bash portable/setup.sh && bash portable/worker.sh install "
+        f"'\\''portable/{wheel.name}[tpu]'\\'''",
+    ]
+    train = [f"{ssh} --worker=all '--command=bash portable/worker.sh start --output_dir /mnt/runs/a'"]
+    made = ["--type", "v5litepod-16", "--spot", "--create-flag", "--network=fast"]
+    installed = ["--package", str(wheel), "--setup", str(setup)]
+
+    assert printed("create", *POD, *made) == [request, describe]
+    assert printed("install", *POD, *installed) == install
+    assert printed("train", *POD, "--output-dir", "/mnt/runs/a") == train
+    assert printed("status", *POD, "--spot") == [
+        describe,
+        f"{ssh} --worker=all '--command=bash portable/worker.sh status'",
+    ]
+    assert printed("logs", *POD, "--worker", "3")[0].startswith(f"{ssh} --worker=3 ")
+    assert printed("delete", *POD, "--spot") == [delete]
+    assert printed("keep", *POD, *made, *installed, "--output-dir", "/mnt/runs/a") == [
+        describe,
+        request,
+        delete,
+        request,
+        f"{ssh} --worker=0 '--command=if [ -f portable/worker.sh ]; then bash portable/worker.sh state; "
+        "else echo not-installed; fi'",
+        *install,
+        *train,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "version"),
+    [
+        ("v2-8", "tpu-ubuntu2204-base"),
+        ("v4-32", "tpu-ubuntu2204-base"),
+        ("v5litepod-4", "v2-alpha-tpuv5-lite"),
+        ("v5p-8", "v2-alpha-tpuv5"),
+        ("v6e-4", "v2-alpha-tpuv6e"),
+    ],
+)
+def test_runtime_versions(kind: str, version: str) -> None:
+    assert f"--version={version}" in printed("create", *VM, "--type", kind)[0].split()
+
+
+def test_a_clone_is_installed_from_its_last_commit() -> None:
+    lines = printed("install", *VM)
+    assert lines[0] == (
+        f"git -C {SCRIPTS.parents[1]} archive --format=tar.gz --prefix=portable-trainer/ "
+        "--output=/tmp/portable-trainer.tar.gz HEAD"
+    )
+    assert "/tmp/portable-trainer.tar.gz" in lines[2].split()
+    assert "'portable/portable-trainer.tar.gz[tpu]'" in shlex.split(lines[3])[-1]
+
+
+def test_printing_runs_nothing_and_running_runs_what_was_printed(gcloud: Path, tmp_path: Path) -> None:
+    """The words reach gcloud as they were given, however many shells lie between."""
+    awkward = ["--data.source", 'it\'s a "$HOME" & more; `ls`', "--model.config", '{"model_type": "llama"}']
+    for words in (
+        ["create", *VM, "--type", "v6e-4"],
+        ["install", *VM, "--package", "portable-trainer[tpu]"],
+        ["train", *VM, "--", *awkward],
+        ["stop", *VM],
+        ["logs", *VM],
+        ["fetch", *VM, "--output-dir", "runs/my run", "--to", str(tmp_path / "run")],
+        ["delete", *VM, "--yes"],
+    ):
+        before = len(calls(gcloud))
+        shown = cloud(words[0], "--print", *words[1:], path=gcloud)
+        assert len(calls(gcloud)) == before
+        result = cloud(*words, path=gcloud)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert calls(gcloud)[before:] == [shlex.split(line) for line in shown.stdout.splitlines()]
+    remote = next(call[-1] for call in calls(gcloud) if "worker.sh start" in call[-1])
+    assert shlex.split(remote.removeprefix("--command="))[3:] == awkward
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["fly"], "fly: no such command; use one of: create install"),
+        (["create", "--zone", "us-west4-a"], "--name: missing"),
+        (["create", "--name", "Llama 2", "--zone", "us-west4-a"], "--name: Llama 2 must be lower-case"),
+        (["create", "--name", "llama"], "--zone: missing"),
+        (
+            ["create", "--name", "llama", "--zone", "here"],
+            "--zone: here is no zone; write it like us-west4-a",
+        ),
+        (["create", *VM], "--type: missing; for example v5e-8"),
+        (["create", *VM, "--type", "a100-8"], "--type: a100-8 is unknown; write a generation of v2"),
+        (
+            ["create", *VM, "--type", "tpu7x-8"],
+            "--type: tpu7x is not offered by the Cloud TPU API; create it",
+        ),
+        (["create", *VM, "--type"], "--type: needs a value after it"),
+        (["create", *VM, "--type", "--spot"], "--type: needs a value after it"),
+        (["create", *VM, "--type", "v5e-8", "--spot=yes"], "--spot: takes no value; leave out =yes"),
+        (["create", *VM, "--type", "v5e-8", "--poll", "often"], "--poll: often is no number of seconds"),
+        (["create", *VM, "--type", "v5e-8", "--", "x"], "--: create takes no arguments"),
+        (["train", *VM, "--train.steps", "20"], "--train.steps: not an option of train; see: cloud.sh train"),
+        (["train", *VM, "run.yaml"], "run.yaml: not an option; arguments for another program come after --"),
+        (["train", *VM, "--config", "no.yaml"], "--config: there is no no.yaml"),
+        (["train", *VM, "--output-dir", "gs://b/run"], "--output-dir: gs://b/run is a URL, which is not"),
+        (["install", *VM, "--setup", "no.sh"], "--setup: there is no no.sh"),
+        (["install", *VM, "--package", "dist/no.whl"], "--package: there is no dist/no.whl"),
+        (["logs", *VM, "--worker", "all"], "--worker: all is no worker; give one number, from 0"),
+        (["keep", *VM, "--type", "v5e-8"], "--output-dir: keep needs an absolute path on storage that"),
+        (["fetch", *VM, "--output-dir", "runs/a"], "--to: missing; name a new folder"),
+        (["fetch", *VM, "--output-dir", "runs/a", "--to", "/tmp"], "--to: /tmp exists; name a new folder"),
+        (["convert", "--to", "out"], "--from: missing; name the fetched folder"),
+        (["delete", *VM], "--yes: needed where nobody can be asked"),
+    ],
+)
+def test_bad_input(words: list[str], error: str, gcloud: Path) -> None:
+    result = cloud(*words, path=gcloud)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {error}")
+    assert result.stderr.count("\n") == 1
+    assert calls(gcloud) == []
+
+
+def verbs(folder: Path) -> list[str]:
+    """The calls in brief: what was done to the queued resource or on its workers."""
+    short = []
+    for call in calls(folder):
+        words = " ".join(call)
+        for verb in ("describe", "worker.sh state", "worker.sh install", "worker.sh start", "mkdir", " scp "):
+            if verb in words:
+                short.append(verb.split()[-1])
+                break
+        else:
+            short.append(call[4])
+    return [verb for verb in short if verb not in ("mkdir", "scp")]
+
+
+KEEP = ["keep", *POD, "--type", "v5e-16", "--spot", "--output-dir", "/mnt/runs/a", "--poll", "0"]
+KEEP += ["--package", "portable-trainer[tpu]"]
+
+
+def test_keep_goes_through_a_preemption(gcloud: Path) -> None:
+    play(
+        gcloud,
+        *("NOT_FOUND", "WAITING_FOR_RESOURCES"),
+        *("ACTIVE", "not-installed", "ACTIVE", "running"),
+        *("ACTIVE", "ended-75", "SUSPENDING", "SUSPENDED", "PROVISIONING"),
+        *("ACTIVE", "UNREACHABLE", "ACTIVE", "not-installed"),
+        *("ACTIVE", "lost", "ACTIVE", "running", "ACTIVE", "ended-0"),
+    )
+    result = cloud(*KEEP, path=gcloud)
+    assert result.returncode == 0, result.stderr
+    assert "the run is done; pod is still there, and paid for, until you delete it" in result.stderr
+    assert verbs(gcloud) == [
+        *("describe", "create", "describe"),
+        *("describe", "state", "install", "start", "describe", "state"),
+        *("describe", "state", "describe", "describe", "delete", "create", "describe"),
+        *("describe", "state", "describe", "state", "install", "start"),
+        *("describe", "state", "install", "start", "describe", "state", "describe", "state"),
+    ]
+
+
+@pytest.mark.parametrize("code", [1, 2, 75])
+def test_keep_ends_with_a_run_that_ends_by_itself(gcloud: Path, code: int) -> None:
+    play(gcloud, "ACTIVE", "running", *("ACTIVE", f"ended-{code}") * 2)
+    result = cloud(*KEEP, path=gcloud)
+    assert result.returncode == code
+    assert result.stderr.splitlines()[-1] == f"error: pod: the run has ended with {code}; see cloud.sh logs"
+
+
+def test_keep_does_not_try_for_ever(gcloud: Path) -> None:
+    play(gcloud, *("ACTIVE", "UNREACHABLE") * 10)
+    result = cloud(*KEEP, path=gcloud)
+    assert result.returncode == 1
+    assert "error: pod: 10 attempts in a row have failed; the last state was UNREACHABLE" in result.stderr
+
+
+def test_create_waits_until_active(gcloud: Path) -> None:
+    create = ["create", *POD, "--type", "v5e-16", "--spot", "--poll", "0"]
+    play(gcloud, "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE")
+    assert cloud(*create, path=gcloud).returncode == 0
+    play(gcloud, "WAITING_FOR_RESOURCES", "FAILED")
+    result = cloud(*create, path=gcloud)
+    assert result.returncode == 1
+    assert result.stderr.endswith("error: --name: pod is FAILED; delete it and create it again\n")
+
+
+class Worker:
+    """A worker's side with a stand-in for portable-train, in real processes."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        home.mkdir()
+
+    def install(self, trainer: str) -> None:
+        program = self.home / "venv" / "bin" / "portable-train"
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/bash\n" + trainer)
+        program.chmod(0o755)
+
+    def __call__(self, *words: str) -> str:
+        environment = {**os.environ, "PORTABLE_HOME": str(self.home)}
+        environment.pop("PJRT_DEVICE", None)
+        # Output to a file: a pipe would stay open as long as the run that `start` leaves behind.
+        with (self.home / "answer").open("w+") as answer:
+            subprocess.run(
+                ["bash", str(SCRIPTS / "worker.sh"), *words], env=environment, stdout=answer, check=True
+            )
+            answer.seek(0)
+            return answer.read().strip()
+
+    def wait_for(self, state: str) -> None:
+        end = time.monotonic() + 30
+        while self("state") != state:
+            assert time.monotonic() < end, self("status")
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(tmp_path / "portable")
+
+
+def test_a_worker_starts_once_stops_and_goes_on(worker: Worker) -> None:
+    assert worker("state") == "not-installed"
+    worker.install('trap "exit 75" TERM\necho "on $PJRT_DEVICE: $*"\nwhile :; do sleep 0.05; done\n')
+    assert worker("state") == "not-started"
+    assert worker("start", "--data.source", "two words").startswith("started")
+    assert worker("start") == "already running"
+    log = worker.home / "run.log"
+    while "on TPU" not in log.read_text():
+        time.sleep(0.05)
+    assert worker("status") == "running\non TPU: --backend xla --data.source two words"
+    assert worker("stop") == "ended-75"
+    assert worker("stop") == "ended-75"
+    assert worker("start").startswith("started")
+    worker("stop")
+    assert log.read_text().count("===") == 2
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_worker_keeps_the_exit_code(worker: Worker, code: int) -> None:
+    worker.install(f"exit {code}\n")
+    worker("start")
+    worker.wait_for(f"ended-{code}")
+
+
+def test_a_restarted_machine_has_lost_its_run(worker: Worker) -> None:
+    """Its process id may since have been given to another process; here, to this one."""
+    worker.install("exit 0\n")
+    (worker.home / "run.pid").write_text(str(os.getpid()))
+    assert worker("state") == "lost"

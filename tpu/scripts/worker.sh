@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# A TPU worker's side of cloud.sh, which copies it to every worker and calls it there.
+#
+#   install REQUIREMENT   make an environment and install the trainer into it
+#   start [ARGUMENTS]     start portable-train --backend xla, detached; leave one alone that runs
+#   stop                  send SIGTERM and wait until the run has saved and ended
+#   state                 not-installed, not-started, running, ended-CODE, or lost (the machine was restarted)
+#   status                the state and the last line of the log
+#   logs                  follow the log
+set -euo pipefail
+
+home=${PORTABLE_HOME:-$HOME/portable}
+trainer=$home/venv/bin/portable-train
+
+install() {
+  if [[ ! -x $home/venv/bin/pip ]]; then
+    if ! python3 -c 'import ensurepip' 2>/dev/null; then
+      # Ubuntu leaves it out; a new machine may be updating itself, hence the patience.
+      sudo apt-get -o DPkg::Lock::Timeout=600 update
+      sudo apt-get -o DPkg::Lock::Timeout=600 install --yes python3-venv
+    fi
+    python3 -m venv "$home/venv"
+  fi
+  "$home/venv/bin/pip" install --upgrade "$1"
+}
+
+running() {
+  # The command line tells our process from another that was given the same number after a restart.
+  [[ -s $home/run.pid ]] && grep -qsaE 'portable-train|worker\.sh' "/proc/$(<"$home/run.pid")/cmdline"
+}
+
+state() {
+  if [[ ! -x $trainer ]]; then
+    echo not-installed
+  elif running; then
+    echo running
+  elif [[ -s $home/run.exit ]]; then
+    echo "ended-$(<"$home/run.exit")"
+  elif [[ -s $home/run.pid ]]; then
+    echo lost
+  else
+    echo not-started
+  fi
+}
+
+start() {
+  if running; then
+    echo "already running"
+    return
+  fi
+  rm -f "$home/run.pid" "$home/run.exit"
+  # A session of its own: it must outlive the connection that started it.
+  setsid bash "${BASH_SOURCE[0]}" supervise "$@" >>"$home/run.log" 2>&1 </dev/null &
+  until [[ -s $home/run.pid ]]; do sleep 0.1; done
+  echo "started; the log is $home/run.log"
+}
+
+supervise() {
+  local code=0
+  printf '\n=== %s\n' "$(date -u)"
+  PJRT_DEVICE=${PJRT_DEVICE:-TPU} "$trainer" --backend xla "$@" &
+  echo $! >"$home/run.pid"
+  wait $! || code=$?
+  echo "$code" >"$home/run.exit"
+}
+
+stop() {
+  if running; then kill -TERM "$(<"$home/run.pid")" || true; fi # it may just have ended
+  while running; do sleep 1; done
+  state
+}
+
+status() {
+  state
+  if [[ -f $home/run.log ]]; then tail -n 1 "$home/run.log"; fi
+}
+
+logs() {
+  tail -n 100 -F "$home/run.log"
+}
+
+case ${1-} in
+  install | start | stop | state | status | logs | supervise) "$@" ;;
+  *)
+    echo "error: ${1:-worker.sh}: use install, start, stop, state, status or logs" >&2
+    exit 2
+    ;;
+esac
