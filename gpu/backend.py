@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import resource
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +15,11 @@ from gpu.engine import TorchEngine
 from gpu.quiet import native_stdout_closed
 from gpu.sharding import STRATEGIES, shard
 from portable.backend import Backend, Engine, require, unsupported
+from portable.host import host_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
     from portable.backend import Batch
@@ -142,11 +143,26 @@ class TorchBackend:
             return batch
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
+    @property
+    def devices_per_rank(self) -> int:
+        return 1
+
+    def total(self, count: int) -> Tensor:
+        # Filled in by the device: a copy from the host would wait for all that is queued there.
+        value = torch.full((), count, dtype=torch.int64, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(value)
+        return value
+
     def sum(self, value: Tensor) -> Tensor:
         if self.world_size > 1:
             value = value.clone()
             dist.all_reduce(value)
         return value
+
+    def read(self, values: Sequence[Tensor]) -> list[float]:
+        numbers: list[float] = torch.stack([value.detach().double() for value in values]).tolist()
+        return numbers
 
     def any(self, flag: bool) -> bool:
         if self.world_size == 1:
@@ -161,16 +177,15 @@ class TorchBackend:
     def memory(self) -> tuple[int, int]:
         if self.name == "cuda":
             return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        statm = Path("/proc/self/statm")
-        now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
-        return now, peak
+        return host_memory()
 
     def peak_flops(self, precision: str) -> float | None:
         if self.name != "cuda":
             return None
         return devices.peak_flops(torch.cuda.get_device_name(self.device), precision)
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from converters import Tensor as StoredTensor
 from gpu.saving import Saver
 from portable.backend import Batch, Health
-from portable.loss import count_valid, token_loss
+from portable.loss import token_loss
 from portable.model import state_tensors, tied_names
 from portable.optim import build_optimizer
 from portable.weights import to_torch
@@ -44,11 +44,11 @@ class TorchEngine:
         self._skipped = torch.zeros((), device=device)
         self._first_bad = torch.full((), -1.0, device=device)
 
-    def accumulate(self, batch: Batch, weight: Tensor, *, last: bool) -> Tensor:
+    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast():
                 loss = token_loss(self._sharded.forward, batch)
-            loss = loss * weight
+            loss = loss / valid.clamp(min=1)
             (loss * self._sharded.loss_scale).backward()
         return loss.detach()
 
@@ -78,12 +78,12 @@ class TorchEngine:
         return Health(int(skipped), int(first) if first >= 0 else None)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
         with self._sharded.autocast():
             loss = token_loss(self._sharded.forward, batch)
         self.model.train()
-        return loss, count_valid(batch["labels"])
+        return loss
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:

@@ -4,8 +4,9 @@ A :class:`Backend` is a machine: it starts the process group or runtime, places 
 prepares a model. What :meth:`Backend.prepare` returns, an :class:`Engine`, is the model in training. The loop
 in :mod:`portable.loop` calls these and nothing else, so it never learns who answers.
 
-Vocabulary: a *rank* is one process of the run; the *world size* is their number. The *global batch* is the
-sequences of one optimizer step over all ranks, a *micro-batch* what a rank takes through the model at a time.
+Vocabulary: a *rank* is one process of the run; the *world size* is their number. A rank drives one device,
+or, on XLA, all devices of its host as if they were one large one. The *global batch* is the sequences of one
+optimizer step over all ranks, a *micro-batch* what a rank takes through the model at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -71,13 +72,13 @@ class Engine(Protocol):
             background: return once the state is copied to host memory, and write while training goes on.
         """
 
-    def accumulate(self, batch: Batch, weight: Tensor, *, last: bool) -> Tensor:
+    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         """Forward and backward of one micro-batch.
 
         Args:
             batch: placed by :meth:`Backend.place`.
-            weight: fp32 scalar on the device by which the summed token losses are multiplied: one over the
-                valid tokens of the global batch.
+            valid: valid tokens of the global batch, a scalar on the device from :meth:`Backend.total`, by
+                which the summed token losses are divided.
             last: whether the optimizer steps after this micro-batch, so that gradients must be reduced now.
 
         Returns:
@@ -99,8 +100,8 @@ class Engine(Protocol):
     def health(self) -> Health:
         """Read the device's counter of masked updates. Waits for the device: call it when logging."""
 
-    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Summed token loss and number of valid tokens of this rank's micro-batch, on the device."""
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Summed token loss of this rank's micro-batch, an fp32 scalar on the device, not yet read."""
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         """Continue ``prompt``, int64 ``[1, length]``; all ranks call it together."""
@@ -113,6 +114,10 @@ class Backend(Protocol):
     rank: int
     world_size: int
     device: torch.device
+
+    @property
+    def devices_per_rank(self) -> int:
+        """Devices that this rank drives."""
 
     def check(self, config: RunConfig) -> None:
         """Raise :class:`UserError` for a setting that this backend has no use for, before any work."""
@@ -135,8 +140,17 @@ class Backend(Protocol):
     def place(self, batch: Batch) -> Batch:
         """Move a micro-batch to the device without waiting for the copy."""
 
+    def total(self, count: int) -> Tensor:
+        """Sum a number of this rank's host over all ranks: an int64 scalar on the device.
+
+        Does not wait for the device.
+        """
+
     def sum(self, value: Tensor) -> Tensor:
         """Sum a small device tensor over all ranks, without reading it."""
+
+    def read(self, values: Sequence[Tensor]) -> list[float]:
+        """Wait for the device and bring scalars to the host. The loop reads in no other way."""
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank. Talks over the host, so the device is not waited for."""
@@ -148,7 +162,10 @@ class Backend(Protocol):
         """Bytes in use now and at the peak, on this rank's device (resident host memory on CPU)."""
 
     def peak_flops(self, precision: str) -> float | None:
-        """FLOP/s that the device's data sheet gives for ``precision`` (dense), or None where unknown."""
+        """FLOP/s that one device's data sheet gives for ``precision`` (dense), or None where unknown."""
+
+    def figures(self) -> dict[str, float]:
+        """What else this backend counts, by name: recorded in ``metrics.jsonl`` with every logged step."""
 
 
 class BackendRoom(Protocol):

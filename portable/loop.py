@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from contextlib import contextmanager
@@ -91,16 +92,16 @@ def train_step(
     Nothing in here waits for the device.
 
     The loss is the mean over all valid tokens of the global batch, whatever their spread over micro-batches
-    and ranks: their number is counted first, on the device, and every micro-batch's summed loss is divided
-    by it.
+    and ranks: their number is counted first, while the batches are still on the host, and every micro-batch's
+    summed loss is divided by it.
     """
-    batches = [backend.place(next(micro_batches)) for _ in range(plan.accumulation_steps)]
-    valid = backend.sum(torch.stack([count_valid(batch["labels"]) for batch in batches]).sum())
-    weight = 1.0 / valid.clamp(min=1).float()
+    batches = [next(micro_batches) for _ in range(plan.accumulation_steps)]
+    valid = backend.total(sum(count_valid(batch["labels"]) for batch in batches))
     losses = []
     for index, batch in enumerate(batches):
         backend.seed(plan.dropout_seed(first_sample, index))
-        losses.append(engine.accumulate(batch, weight, last=index == plan.accumulation_steps - 1))
+        last = index == plan.accumulation_steps - 1
+        losses.append(engine.accumulate(backend.place(batch), valid, last=last))
     loss = backend.sum(torch.stack(losses).sum())
     grad_norm = engine.update(learning_rate, max_grad_norm, loss)
     return StepResult(loss, grad_norm)
@@ -164,7 +165,7 @@ def train(
             if log_due or save_due:
                 _stop_if_not_finite(engine, first_step, events)
             if log_due:
-                loss, grad_norm = torch.stack([result.loss, result.grad_norm]).tolist()
+                loss, grad_norm = backend.read([result.loss, result.grad_norm])
                 events.on_log(progress, loss, grad_norm, learning_rate)
             paused = time.perf_counter()
             if save_due and progress.step > saved:
@@ -180,13 +181,12 @@ def train(
 
 def evaluate(backend: Backend, engine: Engine, batches: Iterable[Batch]) -> float:
     """Mean loss over all valid tokens of the evaluation batches of all ranks."""
-    total = torch.zeros((), device=backend.device)
-    valid = torch.zeros((), device=backend.device)
+    losses, valid = [], 0
     for batch in batches:
-        loss, count = engine.evaluate(backend.place(batch))
-        total += loss
-        valid += count
-    return float(backend.sum(total) / backend.sum(valid).clamp(min=1))
+        valid += count_valid(batch["labels"])
+        losses.append(backend.sum(engine.evaluate(backend.place(batch))))
+    *sums, tokens = backend.read([*losses, backend.total(valid)])
+    return math.fsum(sums) / max(tokens, 1)
 
 
 @contextmanager

@@ -37,6 +37,6 @@ def token_loss(model: nn.Module, batch: Batch) -> Tensor:
     )
 
 
-def count_valid(labels: Tensor) -> Tensor:
-    """Positions that have a label, an int64 scalar on the labels' device."""
-    return torch.count_nonzero(labels != IGNORED)
+def count_valid(labels: Tensor) -> int:
+    """Positions that have a label; ``labels`` are on the host."""
+    return int(torch.count_nonzero(labels != IGNORED))

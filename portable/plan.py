@@ -25,11 +25,12 @@ class BatchPlan:
     """How the global batch is cut over ranks and micro-batches.
 
     Rank ``r`` takes the ``r``-th of ``world_size`` equal, contiguous parts of each global batch, and goes
-    through its part in ``accumulation_steps`` micro-batches.
+    through its part in ``accumulation_steps`` micro-batches, which its devices share.
     """
 
     global_batch_size: int
     micro_batch_size: int
+    """Sequences that a rank takes at a time: ``train.micro_batch_size`` times its devices."""
     world_size: int
     rank: int
     seed: int
@@ -52,7 +53,7 @@ class BatchPlan:
         return int.from_bytes(digest, "little") >> 1
 
 
-def plan_batches(config: RunConfig, *, world_size: int, rank: int) -> BatchPlan:
+def plan_batches(config: RunConfig, *, world_size: int, rank: int, devices_per_rank: int = 1) -> BatchPlan:
     """Derive the accumulation from the global batch.
 
     A micro-batch size that was left at its default is lowered until it divides; one that was chosen must.
@@ -61,23 +62,25 @@ def plan_batches(config: RunConfig, *, world_size: int, rank: int) -> BatchPlan:
         UserError: if the global batch cannot be divided, with sizes that can.
     """
     total = config.train.global_batch_size
-    if total % world_size:
-        lower, upper = total - total % world_size, total + -total % world_size
+    devices = world_size * devices_per_rank
+    unit = "rank" if devices_per_rank == 1 else "device"
+    if total % devices:
+        lower, upper = total - total % devices, total + -total % devices
         choices = " or ".join(str(n) for n in (lower, upper) if n)
         raise UserError(
-            f"train.global_batch_size: {total} sequences cannot be divided among {world_size} ranks; "
-            f"set it to {choices}, or start another number of ranks"
+            f"train.global_batch_size: {total} sequences cannot be divided among {devices} {unit}s; "
+            f"set it to {choices}, or use another number of {unit}s"
         )
-    share = total // world_size
+    share = total // devices
     micro = config.train.micro_batch_size
     assert micro != "auto"  # a backend has replaced or refused it
     fitting = largest_divisor(share, micro)
     if config.is_set("train.micro_batch_size") and fitting != micro:
         raise UserError(
-            f"train.micro_batch_size: a rank's share of the global batch is {share} sequences, which "
+            f"train.micro_batch_size: a {unit}'s share of the global batch is {share} sequences, which "
             f"micro-batches of {micro} do not divide; use {fitting} or another divisor of {share}"
         )
-    return BatchPlan(total, fitting, world_size, rank, config.seed)
+    return BatchPlan(total, fitting * devices_per_rank, world_size, rank, config.seed)
 
 
 def total_steps(config: RunConfig, samples: int) -> int:

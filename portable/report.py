@@ -51,7 +51,7 @@ class Reporter(Events):
         self._tokens_per_sample = tokens_per_sample
         self._flops_per_token = flops_per_token
         peak = backend.peak_flops(precision)
-        self._peak_flops = None if peak is None else peak * backend.world_size
+        self._peak_flops = None if peak is None else peak * backend.world_size * backend.devices_per_rank
         self._checkpoints = checkpoints
         self._save = save
         self._samples = progress.samples
@@ -99,6 +99,7 @@ class Reporter(Events):
             "tokens_per_second": tokens_per_second,
             "samples_per_second": samples_per_second,
             "memory": memory,
+            **self._backend.figures(),
         }
         if self._peak_flops is not None:
             values["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops

@@ -101,7 +101,12 @@ class Prepared:
         self.parameters = parameter_count(self.model)
         self.flops_per_token = flops_per_token(self.model, self.model_config, config.data.seq_len)
         models.check_vocabulary(self.model, self.data.vocab_size)
-        self.plan = plan_batches(config, world_size=backend.world_size, rank=backend.rank)
+        self.plan = plan_batches(
+            config,
+            world_size=backend.world_size,
+            rank=backend.rank,
+            devices_per_rank=backend.devices_per_rank,
+        )
         self.steps = total_steps(config, len(self.data.train))
         self.until = min(self.steps, config.train.stop_after or self.steps)
         self.schedule = Schedule(
@@ -348,7 +353,8 @@ class Prepared:
             ("data", self.data.description),
             (
                 "ranks",
-                f"{backend.world_size} on {backend.device.type}, {config.strategy}, {config.precision}",
+                f"{_ranks(backend.world_size, backend.devices_per_rank)} on {backend.device.type}, "
+                f"{config.strategy}, {config.precision}",
             ),
             (
                 "batch",
@@ -400,10 +406,17 @@ def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> Non
     The device itself is left alone: a launcher that opened it would hold memory on it all through the run.
     """
     config = _as_begun(config, backend_name)
-    backend_room(backend_name).create(backend_name).check(config)
+    backend = backend_room(backend_name).create(backend_name)
+    backend.check(config)
     check_trackers(config.log.trackers)
     check_same_run(Path(config.output_dir), config)
-    plan_batches(config, world_size=ranks, rank=0)
+    _plan_for(config, backend, ranks)
+
+
+def _plan_for(config: RunConfig, backend: Backend, ranks: int) -> BatchPlan:
+    """The plan of the first of ``ranks`` ranks that this process will start, or of those that it joined."""
+    world_size = max(ranks, backend.world_size)
+    return plan_batches(config, world_size=world_size, rank=0, devices_per_rank=backend.devices_per_rank)
 
 
 def check_same_run(folder: Path, config: RunConfig) -> None:
@@ -501,15 +514,26 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     model = models.build_model(model_config, config.model)
     if data.vocab_size is not None:
         models.check_vocabulary(model, data.vocab_size)
-    plan = plan_batches(config, world_size=ranks, rank=0)
+    plan = _plan_for(config, backend, ranks)
+    devices = _ranks(plan.world_size, backend.devices_per_rank)
+    rows = _plan_rows(config, model, data, plan, devices, CheckpointFolder(folder / "checkpoints", keep=None))
     print(dump_yaml(config))
     print("# What this run will do")
-    print(table(_plan_rows(config, model, data, plan, CheckpointFolder(folder / "checkpoints", keep=None))))
+    print(table(rows))
     return EXIT_DONE
 
 
+def _ranks(world_size: int, devices_per_rank: int) -> str:
+    return str(world_size) if devices_per_rank == 1 else f"{world_size} x {devices_per_rank} devices"
+
+
 def _plan_rows(
-    config: RunConfig, model: PreTrainedModel, data: DataSizes, plan: BatchPlan, checkpoints: CheckpointFolder
+    config: RunConfig,
+    model: PreTrainedModel,
+    data: DataSizes,
+    plan: BatchPlan,
+    devices: str,
+    checkpoints: CheckpointFolder,
 ) -> list[tuple[str, str]]:
     steps = config.train.steps
     if config.train.epochs is not None:
@@ -518,7 +542,7 @@ def _plan_rows(
     return [
         ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),
         ("data", str(data)),
-        ("ranks", f"{plan.world_size} ({config.backend}, {config.strategy}, {config.precision})"),
+        ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
         (
             "batch",
             f"{plan.global_batch_size} sequences a step = {plan.world_size} ranks x "
