@@ -1,4 +1,4 @@
-"""``tpu/scripts``: what they print and run, and a worker's side for real. Needs no TPU and no Google Cloud."""
+"""``tpu/scripts``: what they print and run, and a worker's side for real. Needs no TPU, no Google Cloud."""
 
 from __future__ import annotations
 

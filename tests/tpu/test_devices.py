@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tpu import devices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def no_tpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_SKIP_MDS_QUERY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
+    """A metadata server on this machine; what it was asked with."""
+    flavors: list[str | None] = []
+
+    class Metadata(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            flavors.append(self.headers.get("Metadata-Flavor"))
+            if self.path == "/slow":
+                time.sleep(0.5)
+            self.send_response(404 if self.path == "/missing" else 200)
+            self.end_headers()
+            if self.path == "/tpu-env":
+                self.wfile.write(b"ZONE: 'us-east5-b'\nACCELERATOR_TYPE: 'v6e-4'\nWORKER_ID: '0'\n")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(devices, "METADATA", f"http://127.0.0.1:{server.server_port}/tpu-env")
+    yield flavors
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("accelerator_type", "name"),
+    [
+        ("v2-8", "v2"),
+        ("v3-32", "v3"),
+        ("v4-8", "v4"),
+        ("v5litepod-16", "v5e"),
+        ("v5e-8", "v5e"),
+        ("v5p-8", "v5p"),
+        ("v6e-4", "v6e"),
+        ("tpu7x-8", "tpu7x"),
+    ],
+)
+def test_generations(accelerator_type: str, name: str) -> None:
+    assert devices.generation(accelerator_type) is devices.GENERATIONS[name]
+
+
+@pytest.mark.parametrize("accelerator_type", ["", "v9z-8", "v5-8", "v50-8", "H100"])
+def test_unknown_generations(accelerator_type: str) -> None:
+    assert devices.generation(accelerator_type) is None
+    assert devices.peak_flops(accelerator_type, "bf16") is None
+
+
+def test_peaks_are_of_one_device() -> None:
+    assert devices.peak_flops("v3-8", "bf16") == 61.5e12
+    assert devices.peak_flops("v4-8", "bf16") == 275e12
+    assert devices.peak_flops("v5litepod-8", "bf16") == 197e12
+    assert devices.peak_flops("v6e-8", "fp32") == 153e12
+    assert devices.peak_flops("tpu7x-8", "bf16") == 1153.5e12
+    assert devices.peak_flops("v4-8", "fp16") is None
+
+
+def test_without_a_tpu_nobody_is_asked(
+    asked: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert devices.accelerator_type() is None
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()  # the driver's own file, there without any device
+    assert devices.accelerator_type() is None
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v4-8")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert devices.accelerator_type() is None
+    assert asked == []
+
+
+def test_the_environment_comes_first(asked: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5p-8")
+    assert devices.accelerator_type() == "v5p-8"
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    assert devices.accelerator_type() is None
+    assert asked == []
+
+
+@pytest.mark.parametrize("present", ["accel0", "vfio/3"])
+def test_a_tpu_vm_asks_the_metadata_server(
+    asked: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, present: str
+) -> None:
+    (tmp_path / present).parent.mkdir(exist_ok=True)
+    (tmp_path / present).touch()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert devices.accelerator_type() == "v6e-4"
+    assert asked == ["Google"]
+
+
+@pytest.mark.parametrize("path", ["missing", "empty", "slow"])
+def test_a_metadata_server_that_does_not_say(
+    asked: list[str | None], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setattr(devices, "METADATA", devices.METADATA.replace("tpu-env", path))
+    monkeypatch.setattr(devices, "METADATA_SECONDS", 0.1)
+    assert devices.accelerator_type() is None
+    assert asked == ["Google"]
+
+
+def test_no_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setattr(devices, "METADATA", "http://127.0.0.1:9/tpu-env")
+    assert devices.accelerator_type() is None
+
+
+def test_no_framework_is_imported() -> None:
+    found = "import sys, tpu.devices; print([m for m in ('jax', 'torch', 'torch_xla') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

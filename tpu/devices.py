@@ -1,0 +1,104 @@
+"""What Google's pages say about TPUs, and which one this host has."""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One TPU generation."""
+
+    teraflops: float
+    """Dense bf16 peak of a chip."""
+    hbm: int
+    """Bytes of high-bandwidth memory of a chip."""
+    devices_per_chip: int
+    """Devices that the runtime makes of a chip: its cores, or one of both where they work as a megacore."""
+    chips_per_host: int
+    """Chips of a whole machine. A VM of a v5e or v6e slice may have 1 or 4 of the machine's 8."""
+
+
+# Devices of a chip: two where it has two TensorCores and no megacore (torch_xla._internal.tpu, and
+# https://docs.jax.dev/en/latest/_autosummary/jax.experimental.pallas.tpu.ChipVersion.html).
+GENERATIONS: dict[str, Generation] = {
+    # Google's page gives no figures; these are of
+    # https://github.com/jax-ml/jax/blob/main/jax/_src/pallas/mosaic/tpu_info.py
+    "v2": Generation(46.0, 16 * 10**9, 2, 4),
+    # https://docs.cloud.google.com/tpu/docs/v3
+    "v3": Generation(123.0, 32 * GIB, 2, 4),
+    # https://docs.cloud.google.com/tpu/docs/v4
+    "v4": Generation(275.0, 32 * GIB, 1, 4),
+    # https://docs.cloud.google.com/tpu/docs/v5e
+    "v5e": Generation(197.0, 16 * GIB, 1, 8),
+    # https://docs.cloud.google.com/tpu/docs/v5p
+    "v5p": Generation(459.0, 95 * GIB, 1, 4),
+    # https://docs.cloud.google.com/tpu/docs/v6e
+    "v6e": Generation(918.0, 32 * GIB, 1, 8),
+    # https://docs.cloud.google.com/tpu/docs/tpu7x
+    "tpu7x": Generation(2307.0, 192 * GIB, 2, 4),
+}
+
+# bf16 passes of an fp32 product at the highest precision: https://github.com/jax-ml/jax/issues/2161
+FP32_PASSES = 6
+
+# Where torch_xla reads it too (torch_xla._internal.tpu.get_tpu_env), though without an end to its patience.
+METADATA = "http://169.254.169.254/computeMetadata/v1/instance/attributes/tpu-env"
+METADATA_SECONDS = 2.0
+DEVICE_FILES = Path("/dev")
+
+
+def generation(accelerator_type: str) -> Generation | None:
+    """The generation of an accelerator type such as ``v5litepod-16``, or None for one that is not known."""
+    name = accelerator_type.partition("-")[0]
+    return GENERATIONS.get("v5e" if name == "v5litepod" else name)
+
+
+def peak_flops(accelerator_type: str, precision: str) -> float | None:
+    """Dense peak FLOP/s of one device, as the runtime counts devices, or None where unknown.
+
+    Args:
+        accelerator_type: as :func:`accelerator_type` returns it.
+        precision: ``bf16``; or ``fp32``, whose products take six bf16 passes at the highest precision.
+    """
+    found = generation(accelerator_type)
+    passes = {"bf16": 1, "fp32": FP32_PASSES}.get(precision)
+    if found is None or passes is None:
+        return None
+    return found.teraflops * 1e12 / found.devices_per_chip / passes
+
+
+def accelerator_type() -> str | None:
+    """What the TPU of this host is called, such as ``v5litepod-16``, or None where nothing says so.
+
+    The environment's ``TPU_ACCELERATOR_TYPE`` comes first, then a TPU VM's metadata server, which is asked
+    only where a TPU is in use, and not where ``TPU_SKIP_MDS_QUERY`` forbids it.
+    """
+    if not _uses_tpu():
+        return None
+    named = os.environ.get("TPU_ACCELERATOR_TYPE")
+    if named or os.environ.get("TPU_SKIP_MDS_QUERY"):
+        return named
+    # By its address and past any proxy: it is on the host's own link.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(METADATA, headers={"Metadata-Flavor": "Google"})
+    try:
+        with opener.open(request, timeout=METADATA_SECONDS) as answer:
+            text = answer.read().decode("utf-8", "replace")
+    except OSError:
+        return None
+    line = re.search(r"^ACCELERATOR_TYPE: *['\"]?([\w-]+)", text, re.MULTILINE)
+    return line[1] if line else None
+
+
+def _uses_tpu() -> bool:
+    chosen = os.environ.get("PJRT_DEVICE")
+    if chosen:
+        return chosen == "TPU"
+    return any(any(DEVICE_FILES.glob(pattern)) for pattern in ("accel*", "vfio/[0-9]*"))
