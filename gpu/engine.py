@@ -12,8 +12,9 @@ from converters import Tensor as StoredTensor
 from gpu.saving import Saver
 from portable.backend import Batch, Health
 from portable.loss import token_loss
-from portable.model import state_tensors, tied_names
+from portable.model import state_tensors
 from portable.optim import build_optimizer
+from portable.resume import stored_state
 from portable.weights import to_torch
 
 if TYPE_CHECKING:
@@ -112,30 +113,13 @@ class TorchEngine:
                 _fill(tensor, weights[name])
 
     def load(self, checkpoint: Checkpoint) -> None:
-        from converters import CheckpointError
-
-        weights: dict[str, ReadableTensor] = dict(checkpoint.tensors)
-        for name, others in tied_names(self.model).items():
-            alias = next((other for other in others if other in weights), None)
-            if name not in weights and alias is not None:
-                weights[name] = weights[alias]
-        missing = state_tensors(self.model).keys() - weights.keys()
-        if missing:
-            raise CheckpointError(f"{checkpoint.root}: holds no {min(missing)}; it belongs to another model")
-        self.load_weights(weights)
-        if checkpoint.optimizer is None:
-            raise CheckpointError(f"{checkpoint.root}: holds no optimizer state to go on from")
-        optimized = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}
-        for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            stored = checkpoint.optimizer.state.get(name)
-            if stored is None and name in optimized:
-                continue  # no gradient has reached it, or the optimizer keeps nothing for it
-            if stored is None:
-                raise CheckpointError(f"{checkpoint.root}: holds no optimizer state of {name}")
+        stored = stored_state(checkpoint, self.model)
+        self.load_weights(stored.weights)
+        parameters = dict(self.model.named_parameters())
+        for name, values in stored.optimizer.items():
+            parameter = parameters[name]
             self._optimizer.state[parameter] = {
-                key: self._optimizer_value(value, parameter) for key, value in stored.items()
+                key: self._optimizer_value(value, parameter) for key, value in values.items()
             }
 
     def _optimizer_value(self, value: StoredTensor | float | bool, parameter: Tensor) -> Any:
