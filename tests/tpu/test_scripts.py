@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -124,7 +125,8 @@ def test_a_single_host(tmp_path: Path) -> None:
         "'--command=bash portable/worker.sh start --config portable/run.yaml --train.steps 20'",
     ]
     assert printed("status", *VM) == [
-        "gcloud compute tpus tpu-vm describe llama --zone=us-west4-a '--format=value(state)'",
+        "gcloud compute tpus tpu-vm describe llama --zone=us-west4-a '--format=value(state)' "
+        "--verbosity=error",
         f"{ssh} --worker=all '--command=bash portable/worker.sh status'",
     ]
     assert printed("logs", *VM) == [
@@ -178,10 +180,11 @@ def test_a_spot_pod(tmp_path: Path) -> None:
     assert printed("keep", *POD, *made, *installed, "--output-dir", "/mnt/runs/a") == [
         describe,
         request,
-        delete,
-        request,
         f"{ssh} --worker=0 '--command=if [ -f portable/worker.sh ]; then bash portable/worker.sh state; "
         "else echo not-installed; fi'",
+        f"gcloud compute tpus tpu-vm describe pod {where} '--format=value(state)' --verbosity=error",
+        delete,
+        request,
         *install,
         *train,
     ]
@@ -301,7 +304,8 @@ def test_keep_goes_through_a_preemption(gcloud: Path) -> None:
         *("NOT_FOUND", "WAITING_FOR_RESOURCES"),
         *("ACTIVE", "not-installed", "ACTIVE", "running"),
         *("ACTIVE", "ended-75", "SUSPENDING", "SUSPENDED", "PROVISIONING"),
-        *("ACTIVE", "UNREACHABLE", "ACTIVE", "not-installed"),
+        *("ACTIVE", "UNREACHABLE", "READY", "ACTIVE", "not-installed"),
+        *("ACTIVE", "UNREACHABLE", "PREEMPTED", "ACTIVE", "not-installed"),
         *("ACTIVE", "lost", "ACTIVE", "running", "ACTIVE", "ended-0"),
     )
     result = cloud(*KEEP, path=gcloud)
@@ -311,7 +315,8 @@ def test_keep_goes_through_a_preemption(gcloud: Path) -> None:
         *("describe", "create", "describe"),
         *("describe", "state", "install", "start", "describe", "state"),
         *("describe", "state", "describe", "describe", "delete", "create", "describe"),
-        *("describe", "state", "describe", "state", "install", "start"),
+        *("describe", "state", "describe", "describe", "state", "install", "start"),
+        *("describe", "state", "describe", "delete", "create", "describe", "state", "install", "start"),
         *("describe", "state", "install", "start", "describe", "state", "describe", "state"),
     ]
 
@@ -325,10 +330,10 @@ def test_keep_ends_with_a_run_that_ends_by_itself(gcloud: Path, code: int) -> No
 
 
 def test_keep_does_not_try_for_ever(gcloud: Path) -> None:
-    play(gcloud, *("ACTIVE", "UNREACHABLE") * 10)
+    play(gcloud, *("ACTIVE", "UNREACHABLE", "READY") * 10)
     result = cloud(*KEEP, path=gcloud)
     assert result.returncode == 1
-    assert "error: pod: 10 attempts in a row have failed; the last state was UNREACHABLE" in result.stderr
+    assert "error: pod: 10 attempts in a row have failed; the last state was READY" in result.stderr
 
 
 def test_create_waits_until_active(gcloud: Path) -> None:
@@ -339,6 +344,20 @@ def test_create_waits_until_active(gcloud: Path) -> None:
     result = cloud(*create, path=gcloud)
     assert result.returncode == 1
     assert result.stderr.endswith("error: --name: pod is FAILED; delete it and create it again\n")
+
+
+def test_the_commands_of_the_page_are_taken(tmp_path: Path) -> None:
+    page = (SCRIPTS.parents[1] / "docs" / "tpu.md").read_text()
+    lines = re.findall(r"^\$cloud .*$", page, re.MULTILINE)
+    assert {line.split()[1] for line in lines} == {*COMMANDS} - {"stop"}
+    (tmp_path / "run.yaml").touch()
+    (tmp_path / "mount.sh").touch()
+    shown = [re.sub(r"^(\$cloud [a-z]+)", r"\1 --print", line) for line in lines]
+    script = [f"cloud={shlex.quote(f'bash {SCRIPTS}/cloud.sh')}", f"at={shlex.quote(' '.join(VM))}", *shown]
+    result = subprocess.run(
+        ["bash", "-ec", "\n".join(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 class Worker:

@@ -72,6 +72,11 @@ describe_queue() {
     --verbosity=error
 }
 
+# READY, PREEMPTED ...
+describe_vm() {
+  run gcloud compute tpus tpu-vm describe "$name" "${where[@]}" '--format=value(state)' --verbosity=error
+}
+
 # ACTIVE, WAITING_FOR_RESOURCES, SUSPENDED ...; ABSENT where there is none.
 queue_state() {
   local answer
@@ -138,11 +143,7 @@ train_it() {
 }
 
 status_it() {
-  if [[ $queued ]]; then
-    describe_queue
-  else
-    run gcloud compute tpus tpu-vm describe "$name" "${where[@]}" '--format=value(state)'
-  fi
+  if [[ $queued ]]; then describe_queue; else describe_vm; fi
   on_worker all 'bash portable/worker.sh status'
 }
 
@@ -200,12 +201,15 @@ keep_it() {
   # A worker is often out of reach for some minutes around a preemption; a mistake is so for ever.
   while ((failures < 10)); do
     state=$(queue_state) || state=UNKNOWN
-    if [[ $state == ACTIVE ]]; then state=$(worker_state) || state=UNREACHABLE; fi
+    if [[ $state == ACTIVE ]]; then
+      # A machine that does not answer may be preempted already while its queued resource is still ACTIVE.
+      state=$(worker_state) || state=$(describe_vm) || state=UNKNOWN
+    fi
     if [[ $state != "$before" ]]; then say "$name: $state"; fi
     case $state in
-      UNKNOWN | UNREACHABLE) false ;;
+      UNKNOWN | READY) false ;;
       ABSENT) request_queue ;;
-      SUSPENDED | FAILED) delete_tpu && request_queue ;;
+      SUSPENDED | FAILED | PREEMPTED | TERMINATED) delete_tpu && request_queue ;;
       not-installed | not-started | lost) install_it && train_it ;;
       ended-0)
         say "the run is done; $name is still there, and paid for, until you delete it"
@@ -228,11 +232,13 @@ show_keep() {
   describe_queue
   say 'where there is none:'
   request_queue
-  say 'where it was preempted (SUSPENDED) or refused (FAILED):'
-  delete_tpu
-  request_queue
   say 'where it is ACTIVE:'
   ask_worker
+  say 'where that is not answered:'
+  describe_vm
+  say 'where it was preempted (SUSPENDED, PREEMPTED, TERMINATED) or refused (FAILED):'
+  delete_tpu
+  request_queue
   say 'where nothing runs there (not-installed, not-started, lost):'
   install_it
   train_it
