@@ -1,15 +1,15 @@
-"""One file being written: at the page cache's pace, with the disk kept busy while it grows."""
+"""Files being written: at the page cache's pace, with the disk kept busy while they grow."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-    from types import TracebackType
 
     from converters.storage import FileSpan
 
@@ -17,40 +17,59 @@ if TYPE_CHECKING:
 # cost five times the processor time of these.
 WRITE_BYTES = 256 << 10
 # Written bytes that are handed to the disk together, so that the last fsync has little left to wait for.
-_FLUSH_BYTES = 32 << 20
+FLUSH_BYTES = 32 << 20
 # Bytes the kernel copies in one call, so that the progress bar moves and Ctrl-C is heard.
-_KERNEL_COPY = 32 << 20
+_KERNEL_COPY = 8 << 20
 
 
 class OutputFile:
-    """A new file, written from start to end and durable once the `with` block has ended well.
+    """A new file, written in pieces by any threads; durable once the last piece is done.
+
+    Args:
+        pieces: how many times `finish` will be called.
 
     Raises:
         OSError: the file exists, or cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pieces: int = 1) -> None:
+        self._fd = -1  # set first: __del__ runs even when os.open fails
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-        self._at = 0
-        self._flushed = 0
+        self._left = pieces
+        self._lock = threading.Lock()
 
-    def __enter__(self) -> OutputFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._fd)
-        finally:
+    def __del__(self) -> None:
+        if self._fd >= 0:
             os.close(self._fd)
+
+    def piece(self, at: int) -> Piece:
+        """A piece of the file, to be written from byte `at` on."""
+        return Piece(self, self._fd, at)
+
+    def finish(self) -> None:
+        """One piece is done; after the last the file is durable and closed."""
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Piece:
+    """A run of bytes of an `OutputFile`, written from its start to its end by one thread."""
+
+    def __init__(self, file: OutputFile, fd: int, at: int) -> None:
+        self.file = file  # keeps the descriptor open
+        self._fd = fd
+        self._at = self._flushed = at
 
     def write(self, data: memoryview | bytes) -> None:
         """Append `data`."""
         left = memoryview(data)
         while left:
-            count = os.write(self._fd, left[:WRITE_BYTES])
+            count = os.pwrite(self._fd, left[:WRITE_BYTES], self._at)
             left = left[count:]
             self._advance(count)
 
@@ -67,12 +86,13 @@ class OutputFile:
         while done < span.nbytes:
             want = min(span.nbytes - done, _KERNEL_COPY)
             try:
-                count = os.copy_file_range(descriptor.fd, self._fd, want, offset_src=span.offset + done)
+                count = os.copy_file_range(
+                    descriptor.fd, self._fd, want, offset_src=span.offset + done, offset_dst=self._at
+                )
             except OSError:
                 count = 0  # across filesystems, or an old kernel
             if count == 0:
-                os.ftruncate(self._fd, start)
-                os.lseek(self._fd, start, os.SEEK_SET)
+                # Whoever writes the bytes instead starts over; what is there already is overwritten.
                 self._at, self._flushed = start, min(start, self._flushed)
                 progress(-done)
                 return False
@@ -81,12 +101,29 @@ class OutputFile:
             progress(count)
         return True
 
+    def finish(self) -> None:
+        """Tell the file that this piece is done."""
+        self._flush()
+        self.file.finish()
+
     def _advance(self, count: int) -> None:
         self._at += count
-        if self._at - self._flushed >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
+        if self._at - self._flushed >= FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        count = self._at - self._flushed
+        if count and hasattr(os, "posix_fadvise"):  # not on macOS; a count of 0 would mean the whole file
             # For pages that are dirty this starts their way to the disk and waits for nothing.
-            os.posix_fadvise(self._fd, self._flushed, self._at - self._flushed, os.POSIX_FADV_DONTNEED)
-            self._flushed = self._at
+            os.posix_fadvise(self._fd, self._flushed, count, os.POSIX_FADV_DONTNEED)
+        self._flushed = self._at
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small new file, durably; OSError where it cannot be done."""
+    piece = OutputFile(path).piece(0)
+    piece.write(data)
+    piece.finish()
 
 
 def copy_file(source: Path, target: Path) -> None:

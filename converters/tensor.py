@@ -55,10 +55,11 @@ class Box:
 
     @property
     def view(self) -> View:
-        if self._view is None:
+        view = self._view  # another thread may forget it in between
+        if view is None:
             assert self._locate is not None
-            self._view = self._locate()
-        return self._view
+            view = self._view = self._locate()
+        return view
 
     def release(self) -> None:
         """Forget what the function found; it is asked again at the next read."""

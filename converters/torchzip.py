@@ -7,6 +7,7 @@ A file may be a whole `.pt`, or one item of a `.distcp` file, which is a complet
 from __future__ import annotations
 
 import struct
+import threading
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ class TorchZip:
     """
 
     def __init__(self, file: SourceFile, offset: int = 0, length: int | None = None, what: str = "") -> None:
+        self.lock = threading.Lock()
         self.file = file
         self.offset = offset
         self.length = file.nbytes - offset if length is None else length
@@ -223,9 +225,11 @@ class Storage:
 
     @property
     def span(self) -> FileSpan:
-        if self._span is None:
-            self._span = self.zip.span(f"data/{self.key}")
-        return self._span
+        # One span for all its tensors, whichever thread asks first: it collects what has been read so far.
+        with self.zip.lock:
+            if self._span is None:
+                self._span = self.zip.span(f"data/{self.key}")
+            return self._span
 
 
 class StoredTensor:

@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from isal import isal_zlib
 
 from converters.casting import BLOCK_BYTES, cast_blocks, cast_dtype, parse_dtype
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
-from converters.outfile import OutputFile, copy_file
+from converters.outfile import FLUSH_BYTES, OutputFile, copy_file, write_file
 from converters.output import check_output, new_folder
+from converters.parallel import in_parallel, threads
 from converters.storage import Memory
 from converters.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from converters.checkpoint import Checkpoint, Scalar
+    from converters.outfile import Piece
+    from converters.parallel import Job, Progress
     from converters.storage import Touched
-
-Bar = Any  # a tqdm bar; its class is imported late
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class PlannedFile:
 
     @property
     def nbytes(self) -> int:
-        return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
+        return sum(map(_nbytes, self.parts))
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,11 @@ class Plan:
     def buffer(self) -> int:
         """Peak bytes of tensor data in memory."""
         casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
-        return BLOCK_BYTES * (3 if casts else 1)
+        return BLOCK_BYTES * (3 if casts else 1) * threads()
+
+
+def _nbytes(part: Part) -> int:
+    return len(part) if isinstance(part, bytes) else part.nbytes
 
 
 def model_entries(checkpoint: Checkpoint, dtype: str) -> list[Entry]:
@@ -159,17 +165,15 @@ def carry_out(
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=target.name, disable=None if progress else True)
     with bar, new_folder(target, needed=plan.nbytes, overwrite=overwrite) as folder:
         touched: Touched = set()
-        for file in plan.files:
-            _write_file(folder / file.name, file, touched, bar)
+        in_parallel(_write_jobs(folder, plan, touched), bar.update)
         for span in touched:
             span.verify()
         for name, data in plan.documents.items():
-            with OutputFile(folder / name) as document:
-                document.write(data)
+            write_file(folder / name, data)
         for name, path in plan.companions.items():
             copy_file(path, folder / name)
         if verify:
-            _verify(folder, plan, bar)
+            in_parallel(_verify_jobs(folder, plan), bar.update)
     return plan
 
 
@@ -181,24 +185,48 @@ def _scalar(name: str, value: Scalar) -> Tensor:
     return Tensor.contiguous(name, "F64", (), Memory(struct.pack("<d", value)))
 
 
-def _write_file(path: Path, file: PlannedFile, touched: Touched, bar: Bar) -> None:
-    with OutputFile(path) as out:
-        crc = 0
-        for i, part in enumerate(file.parts):
-            if isinstance(part, Entry):
-                summed = i + 1 < len(file.parts) and isinstance(file.parts[i + 1], Trailer)
-                crc = _write_entry(out, part, touched, bar, summed=summed)
-            else:
-                data = part if isinstance(part, bytes) else part.make(crc)
-                out.write(data)
-                bar.update(len(data))
+def _write_jobs(folder: Path, plan: Plan, touched: Touched) -> Iterator[Job]:
+    """The plan in runs of about `FLUSH_BYTES`, in order; each file is made when its first run is drawn."""
+    for file in plan.files:
+        runs = list(_runs(file.parts))
+        out = OutputFile(folder / file.name, pieces=len(runs))
+        at = 0
+        for nbytes, run in runs:
+            yield partial(_write_run, out.piece(at), run, touched)
+            at += nbytes
 
 
-def _write_entry(out: OutputFile, entry: Entry, touched: Touched, bar: Bar, *, summed: bool) -> int:
+def _runs(parts: Iterable[Part]) -> Iterator[tuple[int, list[Part]]]:
+    """(bytes, parts) of each run; a trailer stays with its tensor."""
+    run: list[Part] = []
+    size = 0
+    for part in parts:
+        if size >= FLUSH_BYTES and not isinstance(part, Trailer):
+            yield size, run
+            run, size = [], 0
+        run.append(part)
+        size += _nbytes(part)
+    yield size, run
+
+
+def _write_run(piece: Piece, run: list[Part], touched: Touched, progress: Progress) -> None:
+    crc = 0
+    for i, part in enumerate(run):
+        if isinstance(part, Entry):
+            summed = i + 1 < len(run) and isinstance(run[i + 1], Trailer)
+            crc = _write_entry(piece, part, touched, progress, summed=summed)
+        else:
+            data = part if isinstance(part, bytes) else part.make(crc)
+            piece.write(data)
+            progress(len(data))
+    piece.finish()
+
+
+def _write_entry(piece: Piece, entry: Entry, touched: Touched, progress: Progress, *, summed: bool) -> int:
     """Stream one tensor; its CRC32 where `summed`."""
     if not summed and entry.dtype == entry.tensor.dtype:
         span = entry.tensor.whole_span()
-        if span is not None and out.copy(span, bar.update):
+        if span is not None and piece.copy(span, progress):
             return 0
     crc = 0
     spans: Touched = set()
@@ -206,8 +234,8 @@ def _write_entry(out: OutputFile, entry: Entry, touched: Touched, bar: Bar, *, s
         data = block.view("u1").data
         if summed:
             crc = isal_zlib.crc32(data, crc)
-        out.write(data)
-        bar.update(len(data))
+        piece.write(data)
+        progress(len(data))
     for span in spans:
         # A file of its own can be settled at once; what several tensors share waits for the last of them.
         if span.read_through:
@@ -219,7 +247,7 @@ def _write_entry(out: OutputFile, entry: Entry, touched: Touched, bar: Bar, *, s
     return crc
 
 
-def _verify(folder: Path, plan: Plan, bar: Bar) -> None:
+def _verify_jobs(folder: Path, plan: Plan) -> Iterator[Job]:
     """Compare the written files with the source, tensor by tensor."""
     copies = plan.reopen(folder)
     for file in plan.files:
@@ -227,12 +255,16 @@ def _verify(folder: Path, plan: Plan, bar: Bar) -> None:
             copy = copies.get(entry.name)
             if copy is None or copy.shape != entry.tensor.shape or copy.dtype != entry.dtype:
                 raise CheckpointError(f"{file.name}: {entry.name!r} did not come out as planned")
-            touched: Touched = set()
-            step = BLOCK_BYTES // itemsize(entry.tensor.dtype) * itemsize(entry.dtype)
-            ours = cast_blocks(entry.tensor, entry.dtype, set())
-            for left, right in zip(ours, copy.blocks(step, touched), strict=True):
-                if left.tobytes() != right.tobytes():
-                    raise CheckpointError(f"{file.name}: {entry.name!r} is not what was written")
-            for span in touched:
-                span.verify()
-            bar.update(entry.nbytes)
+            yield partial(_compare, file.name, entry, copy)
+
+
+def _compare(file: str, entry: Entry, copy: Tensor, progress: Progress) -> None:
+    touched: Touched = set()
+    step = BLOCK_BYTES // itemsize(entry.tensor.dtype) * itemsize(entry.dtype)
+    ours = cast_blocks(entry.tensor, entry.dtype, set())
+    for left, right in zip(ours, copy.blocks(step, touched), strict=True):
+        if left.tobytes() != right.tobytes():
+            raise CheckpointError(f"{file}: {entry.name!r} is not what was written")
+        progress(left.nbytes)
+    for span in touched:
+        span.verify()

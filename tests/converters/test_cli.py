@@ -6,14 +6,17 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import safetensors.torch
 import torch
 
+from benchmarks.convert import sparse_checkpoint
 from converters.cli import main
 from tests.converters.compare import bits
 from tests.converters.test_dcp import load
@@ -145,20 +148,38 @@ def test_failure_leaves_everything_as_it_was(
         (out / "mine").write_text("old")
     before = sorted(tmp_path.rglob("*"))
     written = [0]
-    real = os.write
+    real = os.pwrite
 
-    def write(fd: int, data: Any) -> int:
+    def write(fd: int, data: Any, at: int) -> int:
         written[0] += len(data)
         if written[0] > 3000:
             raise error
-        return real(fd, data)
+        return real(fd, data, at)
 
-    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "pwrite", write)
     code = main([str(run), str(out), "--optimizer"] + ["--overwrite"] * overwrite)
     said = capsys.readouterr().err
     assert code == (2 if isinstance(error, OSError) else 130)
     assert ("No space left" in said) == isinstance(error, OSError)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    sparse_checkpoint(tmp_path / "in", gigabytes=8)
+    argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    child = subprocess.Popen([sys.executable, "-m", "converters.cli", *argv], stderr=subprocess.PIPE)
+    try:
+        while not any(path.stat().st_size > 1 << 20 for path in tmp_path.glob(".out.tmp-*/*.safetensors")):
+            assert child.poll() is None
+            time.sleep(0.005)
+        child.send_signal(number)
+        said = child.communicate(timeout=30)[1]
+    finally:
+        child.kill()
+    assert child.returncode == 128 + number
+    assert b"Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_damage_is_found_before_out_appears(

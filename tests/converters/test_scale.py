@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-CALLS = ("open", "stat", "preadv", "write", "copy_file_range", "fsync")
+CALLS = ("open", "stat", "preadv", "pwrite", "copy_file_range", "fsync")
 ROWS, WIDTH, CUTS = 2, 8, 2
 CHECKPOINT = "torch.distributed.checkpoint"
 

@@ -1,0 +1,88 @@
+"""Jobs on threads: each once, all ended by the first error and by Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from converters import CheckpointError, parallel
+from converters.parallel import in_parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from converters.parallel import Job, Progress
+
+
+@pytest.fixture(autouse=True)
+def several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "threads", lambda: 3)
+
+
+def count_to(number: int, progress: Progress) -> None:
+    for _ in range(number):
+        progress(1)
+
+
+def forever(progress: Progress) -> None:
+    while True:
+        progress(0)
+        time.sleep(0.001)
+
+
+def test_every_job_runs_once_and_every_byte_counts() -> None:
+    told: list[int] = []
+    in_parallel((partial(count_to, n) for n in range(100)), told.append)
+    assert sum(told) == sum(range(100))
+
+
+def test_no_jobs() -> None:
+    in_parallel(iter(()), lambda _: None)
+
+
+def test_jobs_are_drawn_as_they_are_needed() -> None:
+    ahead = []
+
+    def jobs() -> Iterator[Job]:
+        for number in range(50):
+            started = len(ended)
+            ahead.append(number - started)
+            yield lambda _: ended.append(1)
+
+    ended: list[int] = []
+    in_parallel(jobs(), lambda _: None)
+    assert max(ahead) <= 3
+
+
+@pytest.mark.parametrize("where", ["in a job", "while drawing"])
+def test_the_first_error_ends_all(where: str) -> None:
+    def fails(progress: Progress) -> None:
+        raise CheckpointError("damaged")
+
+    def jobs() -> Iterator[Job]:
+        yield forever
+        yield forever
+        if where == "in a job":
+            yield fails
+        raise CheckpointError("damaged")
+
+    before = threading.active_count()
+    with pytest.raises(CheckpointError, match="damaged"):
+        in_parallel(jobs(), lambda _: None)
+    assert threading.active_count() == before
+
+
+def test_ctrl_c_ends_all() -> None:
+    before = threading.active_count()
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel(iter([forever] * 5), lambda _: None)
+    timer.join()
+    assert threading.active_count() == before
