@@ -62,6 +62,17 @@ def test_same_names_and_logits_as_save_pretrained(tmp_path: Path, kind: str, tie
         assert torch.equal(model(tokens, **more).logits, loaded.eval()(tokens, **more).logits)
 
 
+def test_what_the_trainer_saves_on_xla(written_xla: Path, tmp_path: Path) -> None:
+    reference = torch.load(written_xla / "llama.ref.pt")
+    assert main([str(written_xla / "llama"), str(tmp_path / "out"), "--verify", "--quiet"]) == 0
+    loaded, report = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    state = loaded.state_dict()
+    assert state.keys() == reference.keys()
+    assert all(torch.equal(state[name], value) for name, value in reference.items())
+
+
 def transformers_safe_open(path: Path) -> Any:
     import safetensors
 
