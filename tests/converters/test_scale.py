@@ -15,6 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from converters import Tensor, open_checkpoint, write_safetensors
 from converters.storage import Memory
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 CALLS = ("open", "stat", "preadv", "pwrite", "copy_file_range", "fsync")
 ROWS, WIDTH, CUTS = 2, 8, 2
+Written = tuple[int, bytes]  # how many pieces a checkpoint has, and the bytes of its last tensor
 CHECKPOINT = "torch.distributed.checkpoint"
 
 
-def dcp(folder: Path, files: int, tensors: int) -> None:
+def dcp(folder: Path, files: int, tensors: int) -> Written:
     """Each tensor is cut along its rows and dealt out to the rank files, as FSDP2 does."""
     shape = (ROWS, WIDTH)
     data = bytes(range(ROWS * WIDTH * 4))
@@ -68,6 +70,61 @@ def dcp(folder: Path, files: int, tensors: int) -> None:
     paths = {key: ("model", key.removeprefix("model.")) for key in described}
     tables = {"state_dict_metadata": described, "planner_data": paths, "storage_data": stored}
     (folder / ".metadata").write_bytes(pickle(made("metadata", "Metadata", tables)))
+    return tensors * CUTS, data * CUTS
+
+
+def zero3(folder: Path, ranks: int, tensors: int) -> Written:
+    """Every rank has its part of every tensor, one element here, in one flat run; tables of all names."""
+    shapes = {f"layers.{i}.weight": torch.Size((ranks,)) for i in range(tensors)}
+    common = {"ds_version": "0.19.8", "ds_config": {"zero_optimization": {"stage": 3}}}
+    model = {
+        "module": {name: torch.empty(0) for name in shapes},
+        "buffer_names": [],
+        "param_shapes": [shapes],
+        "dp_world_size": ranks,
+        "global_steps": 2,
+        **common,
+    }
+    for rank in range(ranks):
+        torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        masters = torch.arange(tensors) * 0.5 + rank
+        moments = {what: masters.clone() for what in ("exp_avg", "exp_avg_sq")}
+        group = {"lr": 0.1, "params": [0]}
+        state = {
+            "zero_stage": 3,
+            "partition_count": ranks,
+            "fp32_flat_groups": [masters],
+            "optimizer_state_dict": {
+                "state": {0: {"step": torch.tensor(2.0), **moments}},
+                "param_groups": [group],
+            },
+        }
+        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state, **common}, path)
+    return ranks * tensors, (torch.arange(ranks) + (tensors - 1) * 0.5).numpy().tobytes()
+
+
+def xla(folder: Path, ranks: int, tensors: int) -> Written:
+    """Every rank has its part of every tensor, one element here, in a storage of its own."""
+    names = {
+        f"_fsdp_shard_FSDP_SHARD_SEPARATOR_layers_FSDP_SHARD_SEPARATOR_{i}_FSDP_SHARD_SEPARATOR_weight": (
+            f"layers.{i}.weight"
+        )
+        for i in range(tensors)
+    }
+    described = {key: {"_orig_name": name, "_orig_size": [ranks]} for key, name in names.items()}
+    for rank in range(ranks):
+        metadata = {
+            "shard_info": {"": described},
+            "flatten_info": {},
+            "buffer_info": {},
+            "world_size": ranks,
+            "rank": rank,
+        }
+        model = {key: torch.tensor([i * 0.5 + rank]) for i, key in enumerate(names)}
+        path = folder / f"rank{rank}-of-{ranks}-pytorch_model.bin"
+        torch.save({"model": model, "shard_metadata": metadata}, path)
+    return ranks * tensors, (torch.arange(ranks) + (tensors - 1) * 0.5).numpy().tobytes()
 
 
 def made(module: str, name: str, state: Any) -> Made:
@@ -116,39 +173,61 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def test_dcp_grows_linearly(tmp_path: Path, calls: Counter[str]) -> None:
-    grows_linearly(tmp_path, calls, dcp, files=250, tensors=1250, per_piece=8)
+# The maker, two numbers of (files, tensors), and the system calls that a piece may take.
+GROWING = {
+    "dcp": (dcp, (250, 1250), (1000, 5000), 8),
+    "zero3": (zero3, (32, 100), (128, 100), 4),
+    "xla": (xla, (32, 100), (128, 100), 4),
+}
+THOUSANDS = {
+    "dcp": (dcp, (1000, 10_000), (4000, 40_000), 8),
+    "zero3": (zero3, (512, 200), (2048, 200), 4),
+    "xla": (xla, (512, 200), (2048, 200), 4),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_work_grows_linearly(tmp_path: Path, calls: Counter[str], kind: str) -> None:
+    grows_linearly(tmp_path, calls, *GROWING[kind])
 
 
 @pytest.mark.slow
-def test_dcp_of_thousands_of_ranks(tmp_path: Path, calls: Counter[str]) -> None:
-    grows_linearly(tmp_path, calls, dcp, files=1000, tensors=10_000, per_piece=8)
+@pytest.mark.parametrize("kind", THOUSANDS)
+def test_thousands_of_ranks(tmp_path: Path, calls: Counter[str], kind: str) -> None:
+    grows_linearly(tmp_path, calls, *THOUSANDS[kind])
 
 
 def grows_linearly(
     folder: Path,
     calls: Counter[str],
-    make: Callable[[Path, int, int], None],
-    *,
-    files: int,
-    tensors: int,
+    make: Callable[[Path, int, int], Written],
+    small: tuple[int, int],
+    large: tuple[int, int],
     per_piece: int,
 ) -> None:
     """Convert two sizes, the second four times the first."""
     spent, counted = [], []
-    for times in (1, 4):
-        source, out = folder / f"in{times}", folder / f"out{times}"
+    for files, tensors in (small, large):
+        source, out = folder / f"in{files}", folder / f"out{files}"
         source.mkdir()
-        make(source, files * times, tensors * times)
+        pieces, last = make(source, files, tensors)
         calls.clear()
         start = time.process_time()
-        write_safetensors(open_checkpoint(source), out, progress=False)
-        spent.append(time.process_time() - start)
+        checkpoint = open_checkpoint(source)
+        assert len(checkpoint.tensors) == tensors
+        planned = time.process_time()
+        write_safetensors(checkpoint, out, progress=False)
+        ended = time.process_time()
+        spent.append(ended - start)
         counted.append(calls.copy())
-        assert sum(calls.values()) < per_piece * tensors * times * CUTS
+        print(
+            f"{files} files, {tensors} tensors, {pieces} pieces: {planned - start:.2f} s to open, "
+            f"{ended - planned:.2f} s to write, {sum(calls.values()) / pieces:.1f} system calls a piece"
+        )
+        assert sum(calls.values()) < per_piece * pieces
         assert calls["fsync"] < 10
-        values = open_checkpoint(out).tensors[f"layers.{tensors * times - 1}.weight"].read()
-        assert values.tobytes() == bytes(range(ROWS * WIDTH * 4)) * CUTS
+        values = open_checkpoint(out).tensors[f"layers.{tensors - 1}.weight"].read()
+        assert values.tobytes() == last
     for name in CALLS:
         assert counted[1][name] <= 4.5 * counted[0][name] + 10, name
     assert spent[1] < 9 * spent[0]  # 4 where the work is linear, 16 where it is quadratic
