@@ -241,6 +241,36 @@ def four_ranks(rank: int, world: int, out: Path) -> None:
     train(out, "hpz-4", 3, "bf16", zero_optimization={"zero_hpz_partition_size": 2})
 
 
+class Bulky(Odd):
+    """DeepSpeed takes sub-groups of 1 MiB a rank and more to NVMe, and keeps the smaller ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bulk = nn.Linear(1, 600_001, bias=False)
+        self.more = nn.Linear(6, 100_003)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(tokens)
+        wide: torch.Tensor = self.bulk(self.narrow(hidden)).float().mean() + self.more(hidden).float().mean()
+        return wide + super().forward(tokens)
+
+
+def on_nvme(rank: int, world: int, out: Path) -> None:
+    """Masters and moments in swap files; needs libaio and a compiler."""
+    start(rank, world)
+    swap = {"device": "nvme", "nvme_path": str(out / "nvme"), "buffer_count": 4, "pin_memory": False}
+    train(
+        out,
+        "nvme-2",
+        3,
+        "bf16",
+        split=True,
+        model=Bulky(),
+        zero_optimization={"offload_optimizer": swap, "sub_group_size": 650_000},
+        zero_force_ds_cpu_optimizer=False,
+    )
+
+
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """A few random sequences, the same in every process."""
 
@@ -339,6 +369,8 @@ def main() -> None:
     if len(sys.argv) < 3 or "w" in sys.argv[2]:
         launch(2, out, accelerate)
         launch(2, out, trainer)
+    if "n" in sys.argv[2:]:
+        launch(2, out, on_nvme)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def llama(out: Path, world: int = 3) -> None:
         if rank == 0:
             torch.save(model.state_dict(), out / "llama.ref.pt")
             model.config.save_pretrained(folder)
-        every = {
+        every: dict[str, Any] = {
             "sharding_groups": [list(range(world))],
             "sharding_rank": rank,
             "sharding_world_size": world,
