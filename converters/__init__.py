@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.dcp_writer import write_dcp
     from converters.errors import CheckpointError
+    from converters.formats.dcp_seal import seal_dcp
     from converters.opening import open_checkpoint
     from converters.safetensors_writer import write_safetensors
     from converters.tensor import Tensor
@@ -25,6 +26,7 @@ __all__ = [
     "OptimizerState",
     "Tensor",
     "open_checkpoint",
+    "seal_dcp",
     "write_dcp",
     "write_safetensors",
 ]
@@ -37,6 +39,7 @@ _HOMES = {
     "OptimizerState": "checkpoint",
     "Tensor": "tensor",
     "open_checkpoint": "opening",
+    "seal_dcp": "formats.dcp_seal",
     "write_dcp": "dcp_writer",
     "write_safetensors": "safetensors_writer",
 }

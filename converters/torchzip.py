@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from isal import isal_zlib
+
 from converters.dtypes import FROM_STORAGE, FROM_TORCH, itemsize
 from converters.errors import CheckpointError
 from converters.pickles import Global, Instance, Standin, unpickle
@@ -43,6 +45,9 @@ class Member:
 class TorchZip:
     """The directory of one torch.save zip at [offset, offset + length) of `file`.
 
+    Attributes:
+        checksum: CRC32 of the directory, which holds the CRC32s of all members.
+
     Raises:
         CheckpointError: not a zip, compressed, encrypted, truncated, with members that overlap or come twice.
     """
@@ -58,7 +63,7 @@ class TorchZip:
         # One read gets the end records and, for small zips, the whole directory.
         self._tail_at = max(0, self.length - 4096)
         self._tail = file.read(offset + self._tail_at, self.length - self._tail_at)
-        self.members, self._directory = self._read_directory()
+        self.members, self._directory, self.checksum = self._read_directory()
         roots = {name.split("/", 1)[0] for name in self.members}
         if len(roots) != 1:
             raise CheckpointError(f"{self.where}: a zip, but not one that torch.save wrote")
@@ -78,7 +83,7 @@ class TorchZip:
             return self._tail[at - self._tail_at : at - self._tail_at + count]
         return self.file.read(self.offset + at, count)
 
-    def _read_directory(self) -> tuple[dict[str, Member], int]:
+    def _read_directory(self) -> tuple[dict[str, Member], int, int]:
         end_at = self.length - _END.size
         if end_at < 0 or self._bytes(end_at, 4) != b"PK\5\6":
             raise self._not_a_zip()
@@ -130,7 +135,7 @@ class TorchZip:
         members = {name: Member(name, at, n, crc if recorded else None) for name, at, n, crc in found}
         if len(members) != len(found):
             raise self._fail("the zip holds two records of one name")
-        return members, start
+        return members, start, isal_zlib.crc32(raw)
 
     def _wide(self, extra: bytes, packed: int, nbytes: int, header: int) -> tuple[int, int, int]:
         """The 64-bit values of the zip64 extra field, for those that did not fit 32."""

@@ -26,6 +26,7 @@ from converters.formats.dcp_metadata import (
     read_metadata,
 )
 from converters.formats.dcp_optimizer import build_optimizer
+from converters.formats.dcp_seal import SEAL
 from converters.formats.torch_save import in_order
 from converters.naming import assign_roles, paths_without_nesting, plain_names
 from converters.storage import Folder, Memory
@@ -149,7 +150,7 @@ class _Locator:
         self.sizes = sizes
 
     def __call__(self) -> View:
-        archive = _archive(self.entry, self.item)
+        archive = open_item(self.entry, self.item)
         stored = archive.load()
         if not isinstance(stored, StoredTensor):
             raise CheckpointError(f"{archive.where}: not a plain tensor")
@@ -161,16 +162,20 @@ class _Locator:
         return stored.view()
 
 
-def _archive(entry: Entry, item: Item) -> TorchZip:
+def open_item(entry: Entry, item: Item) -> TorchZip:
+    """The zip that an item is; CheckpointError where it is damaged, or not the one that was sealed."""
     file = entry.folder.file(item.file)
-    return TorchZip(file, item.offset, item.length, what=f"item {entry.key!r}")
+    archive = TorchZip(file, item.offset, item.length, what=f"item {entry.key!r}")
+    if item.checksum is not None and archive.checksum != item.checksum:
+        raise CheckpointError(f"{archive.where}: damaged, or of another save than {SEAL}")
+    return archive
 
 
 def _value(entry: Entry) -> Any:
     """The value of one key: numbers for a tensor, else the plain pickled value."""
     if entry.dtype is not None:
         return _tensor(entry, entry.key).read().tolist()
-    return _archive(entry, entry.items[None]).load()
+    return open_item(entry, entry.items[None]).load()
 
 
 def _state(entry: Entry, name: str) -> Tensor | Scalar | None:

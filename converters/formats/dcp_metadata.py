@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import FROM_TORCH
 from converters.errors import CheckpointError
+from converters.formats.dcp_seal import read_seal
 from converters.pickles import Global, Instance, unpickle
 from converters.torchzip import TORCH_STANDINS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from converters.formats.dcp_seal import Seal
     from converters.naming import Path as KeyPath
     from converters.storage import Folder
 
@@ -34,11 +36,15 @@ _FILE = re.compile(r"(?:__\d+)?\.metadata")
 
 @dataclass(frozen=True)
 class Item:
-    """Where one chunk or pickled value lies: a torch.save zip at [offset, offset + length) of a file."""
+    """Where one chunk or pickled value lies: a torch.save zip at [offset, offset + length) of a file.
+
+    `checksum` is that of its directory, where the save was sealed.
+    """
 
     file: str
     offset: int
     length: int
+    checksum: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,20 +90,23 @@ def read_metadata(folder: Folder) -> dict[str, Entry]:
             leaves the folder, or two items that share bytes.
     """
     merged: dict[str, Entry] = {}
+    seal = read_seal(folder)
     for name in metadata_files(folder.path):
-        for key, entry in _read_file(folder, name).items():
+        for key, entry in _read_file(folder, name, seal).items():
             merged[key] = _merge(merged[key], entry) if key in merged else entry
     return merged
 
 
-def _read_file(folder: Folder, name: str) -> dict[str, Entry]:
+def _read_file(folder: Folder, name: str, seal: Seal | None) -> dict[str, Entry]:
     file = folder.file(name)
     where = str(file.path)
     data = file.read(0, file.nbytes)
+    if seal is not None:
+        seal.check_metadata(name, data)
     root = unpickle(data, where=where, standins=TORCH_STANDINS, prefixes=(_CLASSES,))
     fields = _fields(root, "Metadata", where)
     described = _table(fields, "state_dict_metadata", where)
-    items = _items(folder, _table(fields, "storage_data", where), where)
+    items = _items(folder, _table(fields, "storage_data", where), where, seal)
     if "planner_data" not in fields:
         raise CheckpointError(f"{where}: damaged, or not DCP metadata (no planner_data)")
     planned = fields["planner_data"]
@@ -162,7 +171,9 @@ def _path(path: Any, key: str, where: str) -> KeyPath:
     raise CheckpointError(f"{where}: damaged, the path of {key!r} does not match it")
 
 
-def _items(folder: Folder, stored: dict[Any, Any], where: str) -> dict[str, dict[Dims | None, Item]]:
+def _items(
+    folder: Folder, stored: dict[Any, Any], where: str, seal: Seal | None
+) -> dict[str, dict[Dims | None, Item]]:
     """Key -> chunk offsets (None for a value) -> where it lies; no two may share a byte."""
     items: dict[str, dict[Dims | None, Item]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}
@@ -182,7 +193,7 @@ def _items(folder: Folder, stored: dict[Any, Any], where: str) -> dict[str, dict
             )
         if chunk in items.setdefault(key, {}):
             raise CheckpointError(f"{where}: {key!r} is stored twice")
-        items[key][chunk] = Item(name, offset, length)
+        items[key][chunk] = Item(name, offset, length, seal.item(name, offset) if seal else None)
         spans.setdefault(name, []).append((offset, offset + length, key))
     for name, taken in spans.items():
         taken.sort()

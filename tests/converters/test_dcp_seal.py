@@ -1,0 +1,98 @@
+"""A sealed DCP folder: what DCP's own records cannot tell is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from converters import CheckpointError, open_checkpoint, seal_dcp
+from converters.formats.dcp_seal import SEAL
+from tests.converters.test_mutations import everything
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two runs of one model: the same layout to the byte, other values."""
+    for name in ("one", "other"):
+        state = {"model": {"w": torch.randn(64, 3), "b": torch.randn(5)}, "step": 3}
+        dcp_save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    return [tmp_path / "one", tmp_path / "other"]
+
+
+def swap(left: Path, right: Path) -> None:
+    away = left.with_name("away")
+    left.rename(away)
+    right.rename(left)
+    away.rename(right)
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        everything(open_checkpoint(folder))
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fsdp3-ours", "fsdp2-accelerate/pytorch_model_fsdp_0"])
+def test_a_sealed_folder_reads_the_same(written: Path, tmp_path: Path, name: str) -> None:
+    step = tmp_path / "step"
+    shutil.copytree(written / name, step)
+    good = everything(open_checkpoint(step))
+    seal_dcp(step)
+    assert everything(open_checkpoint(step)) == good
+    (step / SEAL).unlink()
+    assert everything(open_checkpoint(step)) == good
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_file_of_another_run_is_refused(runs: list[Path], name: str) -> None:
+    before = [everything(open_checkpoint(run)) for run in runs]
+    (runs[1] / ".metadata").write_bytes((runs[1] / ".metadata").read_bytes().replace(b"1.0.0", b"1.0.1"))
+    swap(runs[0] / name, runs[1] / name)
+    if name != ".metadata":  # without a seal nothing tells
+        assert [everything(open_checkpoint(run)) for run in runs] == before[::-1]
+    swap(runs[0] / name, runs[1] / name)
+    for run in runs:
+        seal_dcp(run)
+    swap(runs[0] / name, runs[1] / name)
+    for run in runs:
+        assert "of another save" in refused(run) and name in refused(run)
+
+
+def test_a_damaged_seal_is_refused(runs: list[Path]) -> None:
+    (run, _) = runs
+    good = everything(open_checkpoint(run))
+    seal_dcp(run)
+    text = (run / SEAL).read_bytes()
+    for at in range(len(text) - 1):
+        (run / SEAL).write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+        try:
+            assert everything(open_checkpoint(run)) == good
+        except CheckpointError as error:
+            assert str(run) in str(error)
+    for other in ("", "[]", "{}", '{"version": 1}', '{"version": 1, "metadata": {}, "items": {"a": 3}}'):
+        (run / SEAL).write_text(other)
+        refused(run)
+    told = json.loads(text)
+    del told["items"]["__0_0.distcp"]
+    (run / SEAL).write_text(json.dumps(told))
+    assert "no item" in refused(run)
+
+
+def test_only_what_is_whole_is_sealed(runs: list[Path], tmp_path: Path) -> None:
+    (runs[0] / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="__0_0"):
+        seal_dcp(runs[0])
+    with pytest.raises(CheckpointError, match="no DCP metadata"):
+        seal_dcp(tmp_path)
+    seal_dcp(runs[1])
+    with pytest.raises(FileExistsError):
+        seal_dcp(runs[1])
