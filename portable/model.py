@@ -22,7 +22,7 @@ from portable.errors import UserError, one_line
 from portable.weights import InMemoryTensor, ReadableTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -102,10 +102,23 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
         except Exception as second:
             raise UserError(_unbuildable(config, place, second)) from second
     model.tie_weights()
+    _leave_tokens_unread(model)
     model.config.use_cache = False  # keys and values of past tokens are of no use in training
     if settings.attention != "flash_attention_2":  # which computes nothing on the meta device
         _check_forward(model, place)
     return model
+
+
+def _leave_tokens_unread(model: PreTrainedModel) -> None:
+    """Keep models from looking for padding in every batch, to warn of a missing mask: on an accelerator that
+    waits for the device. The data comes with a mask wherever it is padded."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.__dict__["warn_if_padding_and_no_attention_mask"] = _no_warning
+
+
+def _no_warning(*_: Any) -> None:
+    pass
 
 
 def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str) -> PreTrainedModel:
@@ -179,18 +192,36 @@ def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Allocate the model on ``device``: parameters uninitialised, buffers copied, tied weights still tied."""
-    allocated: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
+
+    def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
+
+    replace_tensors(model, parameter, lambda _, buffer: buffer.to(device))
+
+
+def replace_tensors(
+    model: nn.Module,
+    parameter: Callable[[str, nn.Parameter], nn.Parameter],
+    buffer: Callable[[str, torch.Tensor], torch.Tensor],
+) -> None:
+    """Put others in the place of the model's parameters and buffers; tied weights stay tied.
+
+    Args:
+        parameter: from the first name of a parameter, and the parameter, what to put in its place. Called
+            once for a tied one. buffer: the same for a buffer.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        dotted = f"{prefix}." if prefix else ""
+        for name, old in module._parameters.items():
+            if old is None:
                 continue
-            if id(parameter) not in allocated:
-                empty = torch.empty_like(parameter, device=device)
-                allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            module._parameters[name] = allocated[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+            if id(old) not in replaced:
+                replaced[id(old)] = parameter(dotted + name, old)
+            module._parameters[name] = replaced[id(old)]
+        for name, value in module._buffers.items():
+            if value is not None:
+                module._buffers[name] = buffer(dotted + name, value)
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:

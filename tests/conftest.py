@@ -10,6 +10,7 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 
 from tests.ranks import RankPool
 from tests.runs import write_corpus
+from tests.xla import XlaPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 def ranks() -> Iterator[RankPool]:
     """Processes that run functions as ranks of a process group."""
     pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def xla() -> Iterator[XlaPool]:
+    """Processes with virtual XLA devices."""
+    pytest.importorskip("torch_xla")
+    pool = XlaPool()
     yield pool
     pool.close()
 

@@ -23,7 +23,8 @@ class RankError(AssertionError):
     """A rank's traceback."""
 
 
-def _serve(connection: Connection) -> None:
+def serve(connection: Connection) -> None:
+    """Run tasks (environment variables, function, arguments) from ``connection``, one after another."""
     os.environ["USE_TORCH_XLA"] = "0"
     import torch
 
@@ -55,7 +56,7 @@ class RankPool:
         self._processes = []
         for _ in range(MOST_RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             self._connections.append(ours)
             self._processes.append(process)

@@ -80,7 +80,7 @@ def accelerator_type() -> str | None:
     The environment's ``TPU_ACCELERATOR_TYPE`` comes first, then a TPU VM's metadata server, which is asked
     only where a TPU is in use, and not where ``TPU_SKIP_MDS_QUERY`` forbids it.
     """
-    if not _uses_tpu():
+    if not uses_tpu():
         return None
     named = os.environ.get("TPU_ACCELERATOR_TYPE")
     if named or os.environ.get("TPU_SKIP_MDS_QUERY"):
@@ -97,7 +97,8 @@ def accelerator_type() -> str | None:
     return line[1] if line else None
 
 
-def _uses_tpu() -> bool:
+def uses_tpu() -> bool:
+    """Whether the runtime would drive a TPU on this host: what ``PJRT_DEVICE`` says, else what is there."""
     chosen = os.environ.get("PJRT_DEVICE")
     if chosen:
         return chosen == "TPU"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+XLA_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 
@@ -43,6 +44,8 @@ def settle(config: RunConfig) -> None:
     steps = config.train.steps
     if steps is not None and not config.is_set("train.warmup_steps"):
         _default(config, "train", warmup_steps=min(train.warmup_steps, steps // 10))
+    if config.backend == "xla" and config.precision == "auto" and config.xla.compute_dtype is not None:
+        config.__dict__["precision"] = XLA_PRECISIONS.get(config.xla.compute_dtype, "auto")
     if train.micro_batch_size != "auto" and not config.is_set("train.micro_batch_size"):
         divisor = largest_divisor(train.global_batch_size, train.micro_batch_size)
         _default(config, "train", micro_batch_size=divisor)
@@ -249,9 +252,17 @@ def _wrap_policy(config: RunConfig) -> Iterator[ConflictError]:
 
 
 def _xla(config: RunConfig) -> Iterator[ConflictError]:
-    recompute = config.memory.activation_checkpointing
     # On other backends the xla section lies idle, so that one file serves all of them.
-    if config.backend == "xla" and config.xla.xla_fsdp_grad_ckpt is False and recompute != "none":
+    if config.backend != "xla":
+        return
+    computed = config.xla.compute_dtype
+    if computed is not None and config.precision not in ("auto", XLA_PRECISIONS[computed]):
+        yield ConflictError(
+            ("xla.compute_dtype", "precision"),
+            f"xla.compute_dtype {computed} contradicts precision {config.precision}; remove one of the two",
+        )
+    recompute = config.memory.activation_checkpointing
+    if config.xla.xla_fsdp_grad_ckpt is False and recompute != "none":
         yield ConflictError(
             ("xla.xla_fsdp_grad_ckpt", "memory.activation_checkpointing"),
             f"xla.xla_fsdp_grad_ckpt false contradicts memory.activation_checkpointing {recompute}; remove "

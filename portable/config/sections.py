@@ -403,6 +403,18 @@ class XlaConfig(Section):
         description="Recompute every unit's activations in the backward pass, as "
         "memory.activation_checkpointing: full does.",
     )
+    sharding: dict[str, Annotated[int, Field(ge=0)] | None] | None = Field(
+        default=None,
+        description="Which dim of a parameter is cut over the devices, where the built-in choice does not "
+        "fit: regular expressions, searched for in parameter names, and a dim each, or null to keep the "
+        "parameter whole. The first that is found counts.",
+    )
+    compilation_cache: str = Field(
+        default="auto",
+        min_length=1,
+        description="Folder that keeps compiled graphs for the next start, or none. auto: on a TPU a folder "
+        "in the user's cache; on virtual devices none, as their graphs cannot be kept.",
+    )
 
 
 class CheckpointConfig(Section):

@@ -1,0 +1,94 @@
+"""What a config may ask of XLA, and why not the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpu.optim import NAMES as OPTIMIZERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.config import RunConfig
+
+STRATEGIES = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")
+PRECISIONS = ("fp32", "bf16")
+
+
+def unusable(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """For each setting that XLA may have no use for: whether it is in use, and the reason."""
+    yield (
+        config.strategy not in STRATEGIES,
+        f"strategy: {config.strategy} does not run on xla; use one of {', '.join(STRATEGIES)}",
+    )
+    yield (
+        config.precision not in (*PRECISIONS, "auto"),
+        f"precision: {config.precision} does not run on xla; use bf16 or fp32",
+    )
+    yield (
+        config.train.optimizer not in OPTIMIZERS,
+        f"train.optimizer: {config.train.optimizer} needs kernels that xla lacks; use one of "
+        f"{', '.join(OPTIMIZERS)}",
+    )
+    yield (
+        config.train.micro_batch_size == "auto",
+        "train.micro_batch_size: auto would compile a graph for each size it tries on xla; give a number",
+    )
+    for name in ("offload_optimizer", "offload_params"):
+        value = getattr(config.memory, name)
+        yield value != "none", f"memory.{name}: xla keeps everything on its devices; set it to none"
+    yield (
+        config.memory.activation_checkpointing == "selective",
+        "memory.activation_checkpointing: selective names operations of eager torch, and xla compiles whole "
+        "layers; use full, or none and leave the choice to the compiler",
+    )
+    yield (
+        config.deepspeed.config is not None,
+        "deepspeed.config: DeepSpeed does not run on xla; remove it",
+    )
+    for name, value in config.fsdp:
+        yield (
+            value is not None and name != "shard_group_size",
+            f"fsdp.{name}: under SPMD the compiler decides when parameters are gathered; remove it",
+        )
+    yield from _xla_fsdp_settings(config)
+
+
+def _xla_fsdp_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """The names of xla_fsdp_settings that SPMD has no use for. A value that asks for what happens is fine."""
+    xla = config.xla
+    yield (
+        xla.compute_dtype == "float16" or xla.buffer_dtype == "float16",
+        "xla: float16 is not a type that TPUs compute in; use bfloat16",
+    )
+    yield (
+        xla.fp32_reduce_scatter is True and config.precision != "fp32",
+        "xla.fp32_reduce_scatter: under SPMD gradients are summed in the type that they are computed in; "
+        "use precision fp32, or remove it",
+    )
+    gathered_once = config.strategy in GATHERED_ONCE
+    yield (
+        xla.reshard_after_forward is gathered_once,
+        f"xla.reshard_after_forward: {str(xla.reshard_after_forward).lower()} contradicts strategy "
+        f"{config.strategy}; use strategy {_counterpart(config.strategy)}, or remove it",
+    )
+    for name, value, reason in (
+        ("disable_reshard_on_root", True, "under SPMD no module is the root of a tree of units"),
+        ("flatten_parameters", True, "under SPMD every parameter is cut along a dim and keeps its shape"),
+        ("pin_layout_in_collective_ops", True, "under SPMD the compiler places the collectives itself"),
+        ("execute_sharding_on_init", False, "parameters are always cut as they are made"),
+        ("optimization_barrier_in_forward", True, "under SPMD the compiler schedules the gathers itself"),
+    ):
+        yield getattr(xla, name) is value, f"xla.{name}: {reason}; remove it"
+    yield (
+        xla.auto_wrap_policy in ("size_based_wrap", "no_wrap"),
+        f"xla.auto_wrap_policy: {xla.auto_wrap_policy} has no use under SPMD, where nothing is wrapped and "
+        "each transformer layer is recomputed by itself; remove it",
+    )
+
+
+def _counterpart(strategy: str) -> str:
+    pairs = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
+    other = {b: a for a, b in pairs.items()}
+    return {**pairs, **other}.get(strategy, "full_shard")

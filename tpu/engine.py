@@ -1,0 +1,297 @@
+"""A model in training under SPMD: what the loop asks for is recorded, compiled once, and run as one graph."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from portable.backend import Batch, Health
+from portable.loss import token_loss
+from portable.model import replace_tensors, state_tensors, transformer_layers
+from portable.resume import stored_state
+from tpu.checks import GATHERED_ONCE
+from tpu.layout import constrain
+from tpu.optim import Optimizer
+from tpu.recompute import recompute
+from tpu.runtime import xla, xs
+from tpu.saving import Saver, Staged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from converters import Checkpoint
+    from portable.backend import SaveHandle
+    from portable.config import RunConfig
+    from portable.weights import ReadableTensor
+    from tpu.graphs import Graphs
+    from tpu.layout import Layout, Spec
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class XlaEngine:
+    """Implements :class:`portable.backend.Engine`; see there for the contracts.
+
+    With one micro-batch a step, the whole step is one graph. With more, the micro-batch is one graph, which
+    adds to gradients that stay on the devices, and the update another: the time to compile does not grow
+    with the number of micro-batches.
+    """
+
+    def __init__(self, model: nn.Module, config: RunConfig, layout: Layout, graphs: Graphs) -> None:
+        self.model = model
+        self._layout = layout
+        self._graphs = graphs
+        self._compute = DTYPES[config.precision]
+        buffers = config.xla.buffer_dtype
+        self._buffer_dtype = None if buffers is None else DTYPES[buffers]
+        self._gather_once = config.strategy in GATHERED_ONCE
+        self._place(model)
+        self._constrain_activations(model)
+        for _, layer in transformer_layers(model):
+            if recomputes(config):
+                recompute(layer)
+            if config.xla.optimization_barrier_in_backward:
+                xs.apply_backward_optimization_barrier(layer)
+        self._step = _Step(model)
+        self._parameters = dict(model.named_parameters())
+        self._optimizer = Optimizer(config.train, self._parameters, layout)
+        self._rate = config.train.learning_rate
+        self._accumulated: dict[str, Tensor] | None = None
+        self._saver = Saver()
+        # The device's own account: updates so far, updates masked, and the first of those (or -1).
+        self._account = layout.whole(torch.tensor([0.0, 0.0, -1.0]))
+
+    # -- setting up --------------------------------------------------------------------------------------
+
+    def _place(self, model: nn.Module) -> None:
+        """Allocate the meta-device model: every device its own shards, the host no more than one of them."""
+        layout = self._layout
+
+        def parameter(name: str, meta: nn.Parameter) -> nn.Parameter:
+            placed = layout.zeros(meta.shape, meta.dtype, layout.parameter(name, meta.shape))
+            return nn.Parameter(placed, requires_grad=meta.requires_grad)
+
+        def buffer(name: str, value: Tensor) -> Tensor:
+            return layout.whole(value) if value.dim() else value.to(layout.device)
+
+        replace_tensors(model, parameter, buffer)
+
+    def _constrain_activations(self, model: nn.Module) -> None:
+        """Keep what flows between layers cut along the batch, as the parameters' cuts would not have it."""
+        for _, layer in transformer_layers(model):
+            layer.register_forward_hook(self._constrain_output)
+        embeddings: Any = model.get_input_embeddings
+        embeddings().register_forward_hook(self._constrain_output)
+
+    def _constrain_output(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._along_batch(output[0]), *output[1:])
+        return self._along_batch(output)
+
+    def _along_batch(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+            return tensor
+        sharding = self._layout.sharding(self._layout.batch(tensor.dim()))
+        return constrain(tensor, sharding, sharding)
+
+    # -- the step ----------------------------------------------------------------------------------------
+
+    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
+        several = not last or self._accumulated is not None
+        if several and self._accumulated is None:
+            self._accumulated = self._zero_gradients()
+
+        def passes() -> Tensor:
+            loss = token_loss(self.model, batch) / valid.reshape(()).clamp(min=1)
+            loss.backward()
+            return loss.detach()
+
+        loss = self._computing(passes)
+        if several:
+            self._graphs.run("micro-batch", [loss, *self._gradients().values()])
+        return loss
+
+    def _zero_gradients(self) -> dict[str, Tensor]:
+        gradients = {}
+        for name, parameter in self._trained():
+            spec = self._layout.parameter(name, parameter.shape)
+            gradients[name] = parameter.grad = self._layout.zeros(parameter.shape, parameter.dtype, spec)
+        return gradients
+
+    def _spec(self, name: str, tensor: Tensor) -> Spec:
+        if isinstance(tensor, nn.Parameter):
+            return self._layout.parameter(name, tensor.shape)
+        return self._layout.replicated(tensor.dim())
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self._parameters.items() if p.requires_grad)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._trained() if p.grad is not None}
+
+    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+        self._rate = learning_rate
+        # A vector: as a scalar, a rate of exactly 0 or 1 would become a constant, and the graph another one.
+        rate = self._layout.whole(torch.tensor([learning_rate])).reshape(())
+        with torch.no_grad():
+            gradients = self._gradients()
+            for name, gradient in gradients.items():
+                spec = self._layout.parameter(name, gradient.shape)
+                xla._xla_mark_sharding(gradient, self._layout.sharding(spec))
+            norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
+            if max_norm > 0:
+                scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+                scaled = {name: gradient * scale for name, gradient in gradients.items()}
+            else:
+                scaled = gradients
+            allowed = self._count(torch.isfinite(norm) & torch.isfinite(loss))
+            self._optimizer.step(scaled, rate, allowed)
+            for name, parameter in self._trained():
+                if self._accumulated is None:
+                    parameter.grad = None
+                elif name in gradients:
+                    gradients[name].zero_()
+        del scaled, gradients
+        self._graphs.run("step" if self._accumulated is None else "update", [loss, norm, self._account])
+        return norm
+
+    def _count(self, finite: Tensor) -> Tensor:
+        """Enter an update into the account; whether it may be made."""
+        updates, skipped, first = self._account.unbind()
+        masked = (skipped > 0) | ~finite
+        first = torch.where(masked & (first < 0), updates, first)
+        self._account.copy_(torch.stack([updates + 1, skipped + masked.float(), first]))
+        return ~masked
+
+    def _computing(self, function: Callable[[], Tensor]) -> Tensor:
+        """Call ``function`` with the model's tensors in the compute type; gradients reach the masters.
+
+        Where the strategy gathers parameters once, for the forward and the backward pass, they are whole in
+        the copies as well.
+        """
+        copies = dict(self._copies())
+        if not copies:
+            return function()
+        result: Tensor = torch.func.functional_call(self._step, copies, (function,))
+        return result
+
+    def _copies(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            copy: Tensor = parameter
+            if parameter.is_floating_point() and parameter.dtype != self._compute:
+                copy = parameter.to(self._compute)
+            if self._gather_once:
+                whole = self._layout.sharding(self._layout.replicated(parameter.dim()))
+                cut = self._layout.sharding(self._layout.parameter(name, parameter.shape))
+                copy = constrain(copy, whole, cut)
+            if copy is not parameter:
+                yield f"model.{name}", copy
+        if self._buffer_dtype is not None:
+            for name, buffer in self.model.named_buffers():
+                if buffer.is_floating_point():
+                    yield f"model.{name}", buffer.to(self._buffer_dtype)
+
+    def health(self) -> Health:
+        _, skipped, first = xla._xla_get_cpu_tensors([self._account])[0].tolist()
+        return Health(int(skipped), int(first) if first >= 0 else None)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        self.model.eval()
+        loss = self._computing(partial(token_loss, self.model, batch))
+        self.model.train()
+        self._graphs.run("evaluation", [loss])
+        return loss
+
+    @torch.no_grad()
+    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+        """See the protocol. Every token is drawn by the same graph, over the full length: one compilation."""
+        self.model.eval()
+        start = prompt.shape[1]
+        padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))
+        # A row for each device, all the same: the activations are cut along the batch.
+        tokens = self._layout.whole(padded.repeat(self._layout.devices, 1))
+        draws = torch.Generator().manual_seed(seed)
+        for position in range(start, start + max_new_tokens):
+            noise = -torch.log(-torch.log(torch.rand(1, 50, generator=draws).clamp(1e-9, 1 - 1e-7)))
+            tokens = self._extended(tokens, self._layout.whole(torch.tensor([position])), noise)
+            self._graphs.run("sampled token", [tokens])
+        self.model.train()
+        result: Tensor = xla._xla_get_cpu_tensors([tokens])[0][:1]
+        return result
+
+    def _extended(self, tokens: Tensor, position: Tensor, noise: Tensor) -> Tensor:
+        """``tokens`` with a token drawn at ``position``: temperature 0.8 among the 50 likeliest."""
+        logits = self._computing(lambda: self.model(input_ids=tokens, use_cache=False).logits)
+        before = logits.index_select(1, position - 1).squeeze(1).float()
+        likeliest = torch.topk(before, min(noise.shape[1], before.shape[1]))
+        chosen = (likeliest.values / 0.8 + self._layout.whole(noise)[:, : likeliest.values.shape[1]]).argmax(
+            dim=1, keepdim=True
+        )
+        drawn = likeliest.indices.gather(1, chosen)
+        here = torch.arange(tokens.shape[1], device=tokens.device)[None, :] == position
+        extended = torch.where(here, drawn, tokens)
+        xla._xla_mark_sharding(extended, self._layout.sharding(self._layout.replicated(2)))
+        return extended
+
+    # -- weights and checkpoints -------------------------------------------------------------------------
+
+    def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
+        for name, tensor in state_tensors(self.model).items():
+            if name in weights:
+                self._layout.fill(tensor, self._spec(name, tensor), weights[name])
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        stored = stored_state(checkpoint, self.model)
+        self.load_weights(stored.weights)
+        self._optimizer.load(stored.optimizer)
+
+    def save(self, folder: Path, *, background: bool) -> SaveHandle:
+        state: dict[str, Any] = {
+            f"model.{name}": staged for name, staged in self._staged(state_tensors(self.model)).items()
+        }
+        for name, tensors in self._optimizer.tensors().items():
+            for key, staged in self._staged(tensors).items():
+                state[f"optim.state.{name}.{key}"] = staged
+        for name, count in self._optimizer.steps().items():
+            state[f"optim.state.{name}.step"] = count
+        for index, group in enumerate(self._optimizer.groups(self._rate)):
+            for key, value in group.items():
+                state[f"optim.param_groups.{index}.{key}"] = value
+        return self._saver.save(state, folder, background=background)
+
+    def _staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Staged]:
+        if not tensors:
+            return {}
+        shards = self._layout.local_shards(list(tensors.values()))
+        return {
+            name: Staged(tensor.shape, tensor.dtype, parts)
+            for (name, tensor), parts in zip(tensors.items(), shards, strict=True)
+        }
+
+
+class _Step(nn.Module):
+    """The model as a part of what is called, so that its tensors can be replaced around any call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], Tensor]) -> Tensor:
+        return function()
+
+
+def recomputes(config: RunConfig) -> bool:
+    """Whether activations are recomputed, by either of the names that the setting has."""
+    return config.memory.activation_checkpointing == "full" or config.xla.xla_fsdp_grad_ckpt is True

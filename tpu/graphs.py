@@ -1,0 +1,80 @@
+"""The compiled graphs of a run: run them, count them, and say what brought about one too many."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TYPE_CHECKING
+
+from tpu.runtime import torch_xla, xla, xla_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+MOST_TEXT = 16 << 20  # characters of a graph worth comparing
+
+
+class Graphs:
+    """Runs what was recorded, one graph of each kind; a further one of the same kind is reported.
+
+    Args:
+        report: gets the line about a graph that was not expected.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._known: dict[str, dict[bytes, str]] = {}
+
+    def run(self, kind: str, results: Sequence[Tensor]) -> None:
+        """Start everything recorded so far, without waiting for it.
+
+        Args:
+            kind: what the graph computes, as a person would call it.
+            results: tensors that the graph computes, by which it is recognised.
+        """
+        known = self._known.setdefault(kind, {})
+        fingerprint = xla._get_graph_hash(list(results))
+        if fingerprint not in known:
+            text = xla._get_xla_tensors_text(list(results))[:MOST_TEXT]
+            if known:
+                self._report(
+                    f"xla: graph {len(known) + 1} of the {kind} is compiled, where one should do: "
+                    f"{difference(next(reversed(known.values())), text)}"
+                )
+            known[fingerprint] = text
+        torch_xla.sync()
+
+
+def difference(before: str, after: str) -> str:
+    """The first line in which two graphs differ, for a person: a shape, a value, or an operation."""
+    old, new = ([_normal(line) for line in text.splitlines()] for text in (before, after))
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False) if len(old) < 4000 else None
+    if matcher is None:
+        pairs = ((a, b) for a, b in zip(old, new, strict=False) if a != b)
+        found = next(pairs, None)
+        return f"{found[0]} became {found[1]}" if found else "operations were added or removed"
+    for tag, a, b, c, d in matcher.get_opcodes():
+        if tag != "equal":
+            was, now = " ".join(old[a:b][:1]), " ".join(new[c:d][:1])
+            return f"{was or 'nothing'} became {now or 'nothing'}"
+    return "the same operations in another order"
+
+
+def _normal(line: str) -> str:
+    """Without the numbers of the lines, which shift with every operation more."""
+    return re.sub(r"%\d+", "%", line).strip()
+
+
+def counted() -> dict[str, float]:
+    """Graphs compiled, and transfers from the device, by this process so far."""
+    return {
+        "graphs_compiled": _samples("CompileTime"),
+        "transfers_from_device": _samples("TransferFromDeviceTime"),
+    }
+
+
+def _samples(metric: str) -> int:
+    data = xla_metrics.metric_data(metric)
+    return int(data[0]) if data else 0

@@ -1,0 +1,228 @@
+"""Where every tensor lies: the mesh of devices, and the dim of each parameter that is cut over it.
+
+Under SPMD a tensor is one logical tensor, whatever its spread: the program is written for one device, and
+the compiler puts the collectives in. What it needs to be told is how parameters, batches and activations lie;
+the rest follows.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from portable.errors import UserError
+from portable.weights import to_torch
+from tpu.runtime import xla, xr, xs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from portable.config import RunConfig
+    from portable.weights import ReadableTensor
+
+REPLICA, FSDP = "replica", "fsdp"
+HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+
+# Lookup tables are cut along the hidden dim, so that looking a token up needs no other device's rows.
+_TABLES = re.compile(
+    r"(^|\.)(embed_tokens|embed_positions|embed_in|embeddings|(word|position|token_type)_embeddings"
+    r"|wte|wpe|shared|relative_attention_bias)\.weight$"
+)
+
+Spec = tuple[str | tuple[str, ...] | None, ...]
+"""For each dim of a tensor the mesh axes that it is cut over, or None."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a tensor that this host holds: where it begins in each dim, and its values on the CPU."""
+
+    offset: tuple[int, ...]
+    data: Tensor
+
+
+class Layout:
+    """The mesh, and what lies where on it.
+
+    Args:
+        config: strategy, ``fsdp.shard_group_size``, ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
+        devices: of the whole run.
+
+    Raises:
+        UserError: if the devices cannot be divided into groups of the wanted size, or a pattern of
+            ``xla.sharding`` is no regular expression.
+    """
+
+    def __init__(self, config: RunConfig, devices: int) -> None:
+        order = _device_order(devices)
+        self.device = torch.device("xla:0")
+        self.devices = devices
+        self.group = _group_size(config, devices)
+        self._sharded = config.strategy != "no_shard"
+        self._first_dim = bool(config.xla.shard_param_on_dim_0)
+        self._rules = [(_compiled(p), p, dim) for p, dim in (config.xla.sharding or {}).items()]
+        if self.group == devices:
+            self.mesh = xs.Mesh(order, (devices,), (FSDP,))
+            self._batch_axes: tuple[str, ...] = (FSDP,)
+        else:
+            self.mesh = xs.Mesh(order, (devices // self.group, self.group), (REPLICA, FSDP))
+            self._batch_axes = (REPLICA, FSDP)
+
+    # -- what lies where ---------------------------------------------------------------------------------
+
+    def parameter(self, name: str, shape: Sequence[int]) -> Spec:
+        """How a parameter lies: cut along one dim over the fsdp axis, or whole on every device.
+
+        Raises:
+            UserError: if ``xla.sharding`` names a dim that the parameter lacks or that does not divide.
+        """
+        dim = self._chosen_dim(name, shape) if self._sharded else None
+        return tuple(FSDP if d == dim else None for d in range(len(shape)))
+
+    def _chosen_dim(self, name: str, shape: Sequence[int]) -> int | None:
+        for pattern, text, dim in self._rules:
+            if pattern.search(name):
+                if dim is not None and (dim >= len(shape) or shape[dim] % self.group):
+                    raise UserError(
+                        f"xla.sharding: {text!r} wants dim {dim} of {name} cut into {self.group}, and its "
+                        f"shape is {list(shape)}; choose another dim, or null to keep it whole"
+                    )
+                return dim
+        divisible = [d for d, size in enumerate(shape) if size and size % self.group == 0]
+        # A vector is too small to be worth a collective.
+        if not divisible or len(shape) < 2:
+            return None
+        if self._first_dim and 0 in divisible:
+            return 0
+        if _TABLES.search(name) and len(shape) - 1 in divisible:
+            return len(shape) - 1
+        return max(divisible, key=lambda d: shape[d])
+
+    def batch(self, dims: int) -> Spec:
+        """How batches and activations lie: cut along their first dim over all devices."""
+        return (self._batch_axes, *(None,) * (dims - 1))
+
+    def replicated(self, dims: int) -> Spec:
+        """Whole on every device."""
+        return (None,) * dims
+
+    def sharding(self, spec: Spec) -> Any:
+        """The bindings' form of ``spec``."""
+        return self.mesh.get_op_sharding(spec)
+
+    # -- tensors -----------------------------------------------------------------------------------------
+
+    def place_batch(self, tensor: Tensor) -> Tensor:
+        """Send this host's part of a batch; the result is the whole one, over the devices of all hosts."""
+        spec = xs.ShardingSpec(self.mesh, self.batch(tensor.dim()), minibatch=xr.process_count() > 1)
+        placed: Tensor = xla._xla_tensors_from_aten([tensor], [str(self.device)], [spec.xla_spec(tensor)])[0]
+        return placed
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+        """A tensor of zeros. The host allocates one shard of it, and every device its own."""
+        cut = [size // self.group if axis == FSDP else size for size, axis in zip(shape, spec, strict=True)]
+        return self._assembled([torch.zeros(cut, dtype=dtype)] * self._local_devices, spec, shape)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor of at least one dim, copied to every device."""
+        return self._assembled([tensor] * self._local_devices, self.replicated(tensor.dim()), tensor.shape)
+
+    def _assembled(self, shards: list[Tensor], spec: Spec, shape: Sequence[int]) -> Tensor:
+        tensor: Tensor = xla._global_tensor_from_cpu_shards(shards, self.sharding(spec), torch.Size(shape))
+        return tensor
+
+    @cached_property
+    def _local_devices(self) -> int:
+        return int(xr.addressable_runtime_device_count())
+
+    def fill(self, tensor: Tensor, spec: Spec, source: ReadableTensor) -> None:
+        """Put into ``tensor``, which lies as ``spec`` says, what this host's devices hold of ``source``."""
+        read: dict[tuple[tuple[int, int], ...], Tensor] = {}
+        shards = []
+        for _, index in xla._get_local_shard_replica_and_indices([tensor])[0]:
+            slices = _slices(index, tensor.shape)
+            key = tuple((s.start, s.stop) for s in slices)
+            if key not in read:
+                read[key] = to_torch(source.read(slices)).to(tensor.dtype)
+            shards.append(read[key])
+        tensor.data = self._assembled(shards, spec, tensor.shape)
+
+    def local_shards(self, tensors: Sequence[Tensor]) -> list[list[Shard]]:
+        """What this host saves of each tensor: its shards, each kept by one device of the run, copied out."""
+        places = xla._get_local_shard_replica_and_indices(list(tensors))
+        copies = xla._get_local_shards(list(tensors))
+        found = []
+        for tensor, parts, data in zip(tensors, places, copies, strict=True):
+            shards = []
+            for (replica, index), (values, _) in zip(parts, data, strict=True):
+                if replica == 0:
+                    slices = _slices(index, tensor.shape)
+                    shards.append(Shard(tuple(s.start for s in slices), values))
+            found.append(shards)
+        return found
+
+
+def constrain(tensor: Tensor, sharding: Any, gradient: Any) -> Tensor:
+    """Tell the compiler how ``tensor`` lies, and how its gradient does."""
+    constrained: Tensor = _Constrain.apply(tensor, sharding, gradient)  # type: ignore[no-untyped-call]
+    return constrained
+
+
+class _Constrain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sharding: Any, gradient: Any) -> Tensor:
+        ctx.gradient = gradient
+        return _marked(tensor, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _marked(gradients[0], ctx.gradient), None, None
+
+
+def _marked(tensor: Tensor, sharding: Any) -> Tensor:
+    # An annotation changes what it is put on, and a clone would bring the one of a placed tensor along. The
+    # compiler drops the product.
+    copy = tensor * 1
+    xla._xla_mark_sharding(copy, sharding)
+    return copy
+
+
+def _slices(index: Any, shape: Sequence[int]) -> tuple[slice, ...]:
+    if index is Ellipsis:
+        return tuple(slice(0, size) for size in shape)
+    return tuple(slice(s.start, s.stop) for s in index)
+
+
+def _device_order(devices: int) -> Any:
+    """Device ids, slice by slice: neighbours on a fast interconnect are neighbours in the mesh."""
+    attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
+    slices = [int(a.get("slice_index", 0)) for a in attributes] or [0] * devices
+    return np.array(sorted(range(devices), key=lambda d: (slices[d], d)))
+
+
+def _group_size(config: RunConfig, devices: int) -> int:
+    if config.strategy not in HYBRID:
+        return devices
+    attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
+    slices = len({int(a.get("slice_index", 0)) for a in attributes}) or 1
+    size = config.fsdp.shard_group_size or devices // slices
+    if size > devices or devices % size:
+        raise UserError(
+            f"fsdp.shard_group_size: {devices} devices cannot be divided into groups of {size}; use a "
+            f"divisor of {devices}"
+        )
+    return size
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"xla.sharding: {pattern!r} is no regular expression ({error})") from error

@@ -1,0 +1,244 @@
+"""Optimizers as formulas over lazy tensors: the whole update becomes part of the compiled step.
+
+The names, hyperparameters and state are those of torch's classes, so that a run moves between machines. What
+torch's own code does with a step count or a learning rate (read it on the host, or bake it into the graph)
+would cost a transfer or a compilation a step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from converters import CheckpointError
+from converters import Tensor as StoredTensor
+from portable.optim import parameter_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+    from portable.config import TrainConfig
+    from tpu.layout import Layout, Spec
+
+State = dict[str, torch.Tensor]
+NAMES = ("adamw", "adafactor", "sgd")
+
+
+class Rule(Protocol):
+    """How one parameter moves. Everything is fp32; ``step`` counts from 1 and, like the rate, is a device
+    scalar."""
+
+    counts_steps: bool
+
+    def initial(self, parameter: Tensor, spec: Spec) -> dict[str, tuple[tuple[int, ...], Spec]]:
+        """Shape and place of each state tensor; they begin as zeros."""
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: State, step: Tensor, rate: Tensor, decay: float
+    ) -> tuple[Tensor, State]:
+        """The new parameter and state."""
+
+
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW``."""
+
+    counts_steps = True
+
+    def __init__(self, betas: tuple[float, float], eps: float) -> None:
+        self._betas, self._eps = betas, eps
+
+    def initial(self, parameter: Tensor, spec: Spec) -> dict[str, tuple[tuple[int, ...], Spec]]:
+        return {name: (tuple(parameter.shape), spec) for name in ("exp_avg", "exp_avg_sq")}
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: State, step: Tensor, rate: Tensor, decay: float
+    ) -> tuple[Tensor, State]:
+        beta1, beta2 = self._betas
+        first = state["exp_avg"].lerp(gradient, 1 - beta1)
+        second = state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
+        root = (second / _bias_correction(beta2, step)).sqrt() + self._eps
+        decayed = parameter * (1 - rate * decay)
+        moved = decayed - rate / _bias_correction(beta1, step) * (first / root)
+        return moved, {"exp_avg": first, "exp_avg_sq": second}
+
+
+def _bias_correction(beta: float, step: Tensor) -> Tensor:
+    """``1 - beta ** step``, without the cancellation that costs fp32 four digits at beta 0.999."""
+    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
+
+
+class Sgd:
+    """SGD with momentum, as ``torch.optim.SGD``: the decay is added to the gradient."""
+
+    counts_steps = False
+
+    def __init__(self, momentum: float) -> None:
+        self._momentum = momentum
+
+    def initial(self, parameter: Tensor, spec: Spec) -> dict[str, tuple[tuple[int, ...], Spec]]:
+        return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: State, step: Tensor, rate: Tensor, decay: float
+    ) -> tuple[Tensor, State]:
+        gradient = gradient + parameter * decay
+        if not self._momentum:
+            return parameter - rate * gradient, {}
+        buffer = state["momentum_buffer"] * self._momentum + gradient
+        return parameter - rate * buffer, {"momentum_buffer": buffer}
+
+
+class Adafactor:
+    """Adafactor (Shazeer and Stern, 2018), as ``torch.optim.Adafactor`` with its defaults.
+
+    A tensor is one logical tensor under SPMD, so that means over rows, columns and all elements are right on
+    any number of devices.
+    """
+
+    counts_steps = True
+    beta2_decay, eps1, eps2, clip = -0.8, torch.finfo(torch.float32).eps, 1e-3, 1.0
+
+    def initial(self, parameter: Tensor, spec: Spec) -> dict[str, tuple[tuple[int, ...], Spec]]:
+        shape = tuple(parameter.shape)
+        if len(shape) < 2:
+            return {"variance": (shape, spec)}
+        rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+        return {
+            "row_var": (rows, (*spec[:-1], None)),
+            "col_var": (columns, (*spec[:-2], None, spec[-1])),
+        }
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: State, step: Tensor, rate: Tensor, decay: float
+    ) -> tuple[Tensor, State]:
+        fresh = step**self.beta2_decay
+        size = torch.maximum(_root_mean_square(parameter), torch.full_like(step, self.eps2))
+        rate_now = size * torch.minimum(rate, step**-0.5)
+        squares = gradient * gradient
+        if parameter.dim() < 2:
+            variance = state["variance"] + fresh * (squares - state["variance"])
+            new = {"variance": variance}
+        else:
+            rows, columns = state["row_var"], state["col_var"]
+            rows = rows + fresh * (squares.mean(dim=-1, keepdim=True) - rows)
+            columns = columns + fresh * (squares.mean(dim=-2, keepdim=True) - columns)
+            variance = rows * columns / rows.mean(dim=-2, keepdim=True).clamp(min=self.eps1)
+            new = {"row_var": rows, "col_var": columns}
+        change = gradient * variance.clamp(min=self.eps1**2).rsqrt()
+        clipped = change / (_root_mean_square(change) / self.clip).clamp(min=1.0)
+        return parameter * (1 - rate * decay) - rate_now * clipped, new
+
+
+def _root_mean_square(tensor: Tensor) -> Tensor:
+    return tensor.square().mean().sqrt()
+
+
+def build_rule(settings: TrainConfig) -> Rule:
+    """The rule that ``train.optimizer`` names."""
+    beta1, beta2 = settings.betas
+    if settings.optimizer == "adamw":
+        return AdamW((beta1, beta2), settings.eps)
+    if settings.optimizer == "adafactor":
+        return Adafactor()
+    assert settings.optimizer == "sgd", settings.optimizer
+    return Sgd(beta1)
+
+
+class Optimizer:
+    """A rule applied to all parameters, with state that lies where they lie.
+
+    The step counts of all parameters are one fp32 vector ``[parameters]`` on the device: a scalar of value 0
+    or 1 would become a constant of the graph, and another value then another graph.
+    """
+
+    def __init__(self, settings: TrainConfig, parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._rule = build_rule(settings)
+        self._names = list(trained)
+        self._parameters = trained
+        self._layout = layout
+        self._groups = _torch_groups(settings, trained)
+        self._decay = {name: group["weight_decay"] for group in self._groups for name in group["params"]}
+        self._steps = layout.whole(torch.zeros(len(trained)))
+        self._state: dict[str, State] = {}
+        self._places: dict[str, dict[str, tuple[tuple[int, ...], Spec]]] = {}
+        for name, parameter in trained.items():
+            spec = layout.parameter(name, parameter.shape)
+            places = self._places[name] = self._rule.initial(parameter, spec)
+            self._state[name] = {
+                key: layout.zeros(shape, torch.float32, place) for key, (shape, place) in places.items()
+            }
+
+    def step(self, gradients: Mapping[str, Tensor], rate: Tensor, allowed: Tensor) -> None:
+        """Move every parameter that has a gradient, where ``allowed`` (a device truth value) is true.
+
+        Args:
+            gradients: by parameter name. rate: the learning rate, an fp32 scalar on the device.
+        """
+        with torch.no_grad():
+            counted = self._steps + 1
+            if len(gradients) < len(self._names):
+                reached = torch.tensor([float(name in gradients) for name in self._names])
+                counted = self._steps + reached.to(self._steps.device)
+            for index, name in enumerate(self._names):
+                if name not in gradients:
+                    continue
+                parameter, state = self._parameters[name], self._state[name]
+                moved, new = self._rule.update(
+                    parameter, gradients[name].float(), state, counted[index], rate, self._decay[name]
+                )
+                parameter.copy_(torch.where(allowed, moved, parameter))
+                for key, value in new.items():
+                    state[key].copy_(torch.where(allowed, value, state[key]))
+            self._steps.copy_(torch.where(allowed, counted, self._steps))
+
+    def tensors(self) -> dict[str, State]:
+        """The state of every parameter, by name, without the step counts."""
+        return self._state
+
+    def steps(self) -> dict[str, Tensor]:
+        """The step counts, fp32 scalars on the CPU by parameter name; empty where the rule has none."""
+        if not self._rule.counts_steps:
+            return {}
+        (shards,) = self._layout.local_shards([self._steps]) or [[]]
+        counts = shards[0].data if shards else torch.zeros(len(self._names))
+        return {name: counts[index].clone() for index, name in enumerate(self._names)}
+
+    def groups(self, rate: float) -> list[dict[str, Any]]:
+        """Parameter groups with their hyperparameters, in the form of torch's optimizers."""
+        return [{**group, "lr": rate} for group in self._groups]
+
+    def load(self, stored: Mapping[str, Mapping[str, StoredTensor | float | bool]]) -> None:
+        """Fill in the state that a checkpoint holds; parameters that it lacks stay at zero."""
+        steps = torch.zeros(len(self._names))
+        for index, name in enumerate(self._names):
+            values = dict(stored.get(name, {}))
+            step = values.pop("step", 0.0)
+            steps[index] = float(step.read()) if isinstance(step, StoredTensor) else float(step)
+            if not values and name not in stored:
+                continue
+            for key, tensor in self._state[name].items():
+                value = values.get(key)
+                if not isinstance(value, StoredTensor) or value.shape != tuple(tensor.shape):
+                    raise CheckpointError(f"{key} of {name} is missing, or not of shape {list(tensor.shape)}")
+                self._layout.fill(tensor, self._places[name][key][1], value)
+        self._steps = self._layout.whole(steps)
+
+
+def _torch_groups(settings: TrainConfig, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    names = {id(parameter): name for name, parameter in trained.items()}
+    groups = parameter_groups(trained, settings.weight_decay)
+    beta1, beta2 = settings.betas
+    rate = settings.learning_rate
+    optimizer: torch.optim.Optimizer
+    if settings.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=rate, betas=(beta1, beta2), eps=settings.eps)
+    elif settings.optimizer == "adafactor":
+        optimizer = torch.optim.Adafactor(groups, lr=rate)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=rate, momentum=beta1)
+    return [{**g, "params": [names[id(p)] for p in g["params"]]} for g in optimizer.param_groups]

@@ -1,0 +1,31 @@
+"""Where transformers looks at values while the model is only being recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def let_models_be_traced() -> None:
+    """Have transformers leave the values of padding masks alone.
+
+    To save a mask that would change nothing, it asks whether all of it is true: on a lazy tensor that stops
+    the recording, runs what there is, and waits. It does not ask where it believes a graph is being traced,
+    and one is.
+    """
+    from transformers import masking_utils, modeling_attn_mask_utils
+
+    modules: tuple[Any, ...] = (masking_utils, modeling_attn_mask_utils)
+    for module in modules:
+        if not hasattr(module.is_tracing, "knows_xla"):
+            module.is_tracing = _also_on_xla(module.is_tracing)
+
+
+def _also_on_xla(is_tracing: Any) -> Any:
+    def asked(tensor: Any = None) -> bool:
+        recorded = isinstance(tensor, torch.Tensor) and tensor.device.type == "xla"
+        return recorded or bool(is_tracing(tensor))
+
+    asked.knows_xla = True  # type: ignore[attr-defined]
+    return asked

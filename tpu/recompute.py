@@ -1,0 +1,99 @@
+"""Gradient checkpointing for XLA: a layer's activations are computed again in the backward pass.
+
+torch's own checkpointing would be undone by the compiler, which sees that the second computation equals the
+first and keeps the first one's results. Barriers keep it from seeing that. They also hold the second
+computation back until the gradient of the layer's output is there, and make it gather sharded weights anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tpu.runtime import xla
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+
+def recompute(layer: nn.Module) -> None:
+    """Have ``layer`` keep its inputs alone for the backward pass, whatever its forward takes and returns."""
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        # Without the tensors: what outlives the step would come out of the compiled graph as a result of it.
+        given, tensors = _taken_apart(leaves)
+        returned: Any = None
+
+        def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
+            nonlocal returned
+            args, kwargs = tree_unflatten(_put_together(given, tensors), structure)
+            results, structure_out = tree_flatten(forward(*args, **kwargs))
+            others, outputs = _taken_apart(results)
+            returned = others, structure_out
+            return tuple(outputs)
+
+        outputs: Any = _Recompute.apply(compute, layer, *tensors)  # type: ignore[no-untyped-call]
+        others, structure_out = returned
+        return tree_unflatten(_put_together(others, outputs), structure_out)
+
+    layer.forward = recomputed
+
+
+_TENSOR = object()
+
+
+def _taken_apart(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors
+
+
+def _put_together(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    rest = iter(tensors)
+    return [next(rest) if leaf is _TENSOR else leaf for leaf in others]
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Callable[..., tuple[Tensor, ...]], layer: nn.Module, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.compute, ctx.layer = compute, layer
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        ctx.seed = xla._xla_get_rng_seed(_DEVICE)
+        return compute(*inputs)  # without a graph: autograd records none inside of a function
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        inputs = [tensor.detach() for tensor in ctx.saved_tensors]
+        arrived = [gradient for gradient in gradients if gradient is not None]
+        weights = [*ctx.layer.parameters(), *ctx.layer.buffers()]
+        # In place on the lazy values: the saved inputs, too, are used behind the barrier only from here on.
+        xla._xla_optimization_barrier_([*inputs, *arrived, *weights])
+        for tensor, saved in zip(inputs, ctx.saved_tensors, strict=True):
+            tensor.requires_grad_(saved.requires_grad)
+        after = xla._xla_get_rng_seed(_DEVICE)
+        xla._xla_set_rng_seed(ctx.seed, _DEVICE)  # the dropout of the first time
+        with torch.enable_grad():
+            outputs = ctx.compute(*inputs)
+        xla._xla_set_rng_seed(after, _DEVICE)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        return None, None, *(tensor.grad for tensor in inputs)
+
+
+_DEVICE = "xla:0"

@@ -1,0 +1,77 @@
+"""torch_xla, brought up: on a TPU where there is one, else on virtual devices that share the CPU.
+
+Import torch_xla from here alone: what it reads from the environment must be there before its first import.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import UserError, one_line
+from tpu import devices
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+INSTALL = "pip install 'portable-trainer[xla]' (on a TPU VM: 'portable-trainer[tpu]')"
+
+
+def _import() -> Any:
+    """Import torch_xla.
+
+    Raises:
+        UserError: if it is missing, or built for another torch.
+    """
+    try:
+        ours, wanted = metadata.version("torch"), metadata.version("torch_xla")
+    except metadata.PackageNotFoundError:
+        raise UserError(f"backend: xla needs the package torch_xla; install it with: {INSTALL}") from None
+    if _release(ours) != _release(wanted):
+        raise UserError(
+            f"backend: xla needs torch and torch_xla of one release, and here are torch {ours} and torch_xla "
+            f"{wanted}; install a pair with: {INSTALL}"
+        )
+    os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.uses_tpu() else "CPU")
+    # Its compiler announces, at every graph, that GSPMD will one day give way to another partitioner.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        import torch_xla
+        import torch_xla.debug.metrics
+        import torch_xla.distributed.spmd.xla_sharding
+        import torch_xla.runtime
+    except ImportError as error:
+        reason = f"torch_xla cannot be imported ({one_line(error)})"
+        raise UserError(f"backend: xla: {reason}; install a pair that fits with: {INSTALL}") from error
+    return torch_xla
+
+
+def _release(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+torch_xla: Any = _import()
+xr: Any = torch_xla.runtime
+xs: Any = torch_xla.distributed.spmd.xla_sharding
+xla_metrics: Any = torch_xla.debug.metrics
+xla: Any = torch_xla._XLAC
+"""The bindings under torch_xla: sharded transfers, seeds, barriers and metrics have no other names."""
+
+
+def start() -> None:
+    """Bring the runtime up in SPMD mode, where all devices are one."""
+    if not xr.is_spmd():
+        xr.use_spmd()
+
+
+def keep_graphs(folder: Path) -> None:
+    """Keep compiled graphs in ``folder`` for later runs; before the first one is compiled."""
+    if not xla._xla_computation_cache_is_initialized():
+        folder.mkdir(parents=True, exist_ok=True)
+        xr.initialize_cache(str(folder))
+
+
+def on_tpu() -> bool:
+    """Whether the runtime drives TPUs, and not virtual devices."""
+    return str(xr.device_type()) == "TPU"
