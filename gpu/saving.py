@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +10,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from gpu.quiet import native_stdout_closed
+from portable.quiet import quiet_checkpoint_warnings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.backend import SaveHandle
 
-# torch's own use of its TypedStorage, and its word that a single process saves alone. For the whole process,
-# since a save in the background warns from another thread.
-for _message in ("TypedStorage is deprecated", "torch.distributed is disabled"):
-    warnings.filterwarnings("ignore", message=_message)
+quiet_checkpoint_warnings()
 
 
 class Saver:

@@ -102,18 +102,21 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
         except Exception as second:
             raise UserError(_unbuildable(config, place, second)) from second
     model.tie_weights()
-    _leave_tokens_unread(model)
-    model.config.use_cache = False  # keys and values of past tokens are of no use in training
+    _prepare_for_training(model)
     if settings.attention != "flash_attention_2":  # which computes nothing on the meta device
         _check_forward(model, place)
     return model
 
 
-def _leave_tokens_unread(model: PreTrainedModel) -> None:
-    """Keep models from looking for padding in every batch, to warn of a missing mask: on an accelerator that
-    waits for the device. The data comes with a mask wherever it is padded."""
+def _prepare_for_training(model: PreTrainedModel) -> None:
+    from transformers import PreTrainedModel
+
     for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+        if isinstance(module, PreTrainedModel):
+            # Keys and values of past tokens are of no use. Encoders and decoders have configs of their own.
+            module.config.use_cache = False
+            # It looks for padding in every batch, to warn of a missing mask: on an accelerator that waits for
+            # the device. The data comes with a mask wherever it is padded.
             module.__dict__["warn_if_padding_and_no_attention_mask"] = _no_warning
 
 

@@ -258,17 +258,15 @@ class XlaEngine:
         self._optimizer.load(stored.optimizer)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        state: dict[str, Any] = {
-            f"model.{name}": staged for name, staged in self._staged(state_tensors(self.model)).items()
+        steps = self._optimizer.steps()
+        moments = {
+            name: {**self._staged(tensors), **({"step": steps[name]} if name in steps else {})}
+            for name, tensors in self._optimizer.tensors().items()
         }
-        for name, tensors in self._optimizer.tensors().items():
-            for key, staged in self._staged(tensors).items():
-                state[f"optim.state.{name}.{key}"] = staged
-        for name, count in self._optimizer.steps().items():
-            state[f"optim.state.{name}.step"] = count
-        for index, group in enumerate(self._optimizer.groups(self._rate)):
-            for key, value in group.items():
-                state[f"optim.param_groups.{index}.{key}"] = value
+        state = {
+            "model": self._staged(state_tensors(self.model)),
+            "optim": {"state": moments, "param_groups": self._optimizer.groups(self._rate)},
+        }
         return self._saver.save(state, folder, background=background)
 
     def _staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Staged]:

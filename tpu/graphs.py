@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from tpu.runtime import torch_xla, xla, xla_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -41,10 +42,20 @@ class Graphs:
             if known:
                 self._report(
                     f"xla: graph {len(known) + 1} of the {kind} is compiled, where one should do: "
-                    f"{difference(next(reversed(known.values())), text)}"
+                    f"{difference(_nearest(text, known.values()), text)}"
                 )
             known[fingerprint] = text
         torch_xla.sync()
+
+
+def _nearest(text: str, known: Iterable[str]) -> str:
+    lines = Counter(_normal(line) for line in text.splitlines())
+
+    def distance(other: str) -> int:
+        others = Counter(_normal(line) for line in other.splitlines())
+        return (lines - others).total() + (others - lines).total()
+
+    return min(known, key=distance)
 
 
 def difference(before: str, after: str) -> str:
@@ -57,8 +68,10 @@ def difference(before: str, after: str) -> str:
         return f"{found[0]} became {found[1]}" if found else "operations were added or removed"
     for tag, a, b, c, d in matcher.get_opcodes():
         if tag != "equal":
-            was, now = " ".join(old[a:b][:1]), " ".join(new[c:d][:1])
-            return f"{was or 'nothing'} became {now or 'nothing'}"
+            was, now = " ".join(old[a:b][:1]) or "nothing", " ".join(new[c:d][:1]) or "nothing"
+            baked = "device_data" in was and "Constant" in now
+            why = " (a scalar on the host that is now exactly 0 or 1)" if baked else ""
+            return f"{was} became {now}{why}"
     return "the same operations in another order"
 
 

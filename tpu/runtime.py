@@ -34,8 +34,6 @@ def _import() -> Any:
             f"{wanted}; install a pair with: {INSTALL}"
         )
     os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.uses_tpu() else "CPU")
-    # Its compiler announces, at every graph, that GSPMD will one day give way to another partitioner.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         import torch_xla
         import torch_xla.debug.metrics

@@ -18,11 +18,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from portable.quiet import quiet_checkpoint_warnings
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.backend import SaveHandle
     from tpu.layout import Shard
+
+
+quiet_checkpoint_warnings()
 
 
 @dataclass(frozen=True)

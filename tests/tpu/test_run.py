@@ -1,0 +1,423 @@
+"""Whole runs on virtual XLA devices: moving between numbers of devices, checkpoints, conversion, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from converters import open_checkpoint
+from portable.backend import backend_room
+from portable.errors import UserError
+from portable.loop import train_step
+from portable.metrics import read_metrics
+from portable.run import Prepared, resolve, train_leg
+from tests.runs import TINY_MODEL, configured, flags, tiny
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+    from tests.xla import XlaPool
+
+ROOT = Path(__file__).parents[2]
+BATCH: dict[str, Any] = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
+
+
+def leg(config: RunConfig) -> int:
+    return train_leg(config.backend, config)
+
+
+def on_xla(xla: XlaPool, devices: int, folder: Path, corpus: Path, **settings: Any) -> int:
+    code: int = xla.run(devices, leg, configured(folder, corpus, backend="xla", **{**BATCH, **settings}))
+    return code
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [row for row in read_metrics(folder) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, xla: XlaPool) -> Path:
+    """A run of eight steps on four devices that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert on_xla(xla, 4, folder, corpus, train__eval_every=4) == 0
+    return folder
+
+
+def test_is_the_run_that_the_cpu_makes(finished: Path, tmp_path: Path, corpus: Path) -> None:
+    assert train_leg("cpu", configured(tmp_path, corpus, **BATCH, train__eval_every=4)) == 0
+    assert losses(finished) == pytest.approx(losses(tmp_path), rel=1e-6)
+    ours, theirs = (
+        [row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row]
+        for folder in (finished, tmp_path)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_counts_graphs_and_transfers_in_the_metrics(finished: Path) -> None:
+    rows = [row for row in read_metrics(finished) if "loss" in row]
+    compiled = [row["graphs_compiled"] - rows[0]["graphs_compiled"] for row in rows]
+    # Nothing more to compile, but for the evaluation after step 4.
+    assert compiled == [0] * 4 + [1] * 4
+    read = [row["transfers_from_device"] for row in rows]
+    # Two reads a logged step: loss and norm, and the account of masked updates.
+    assert [b - a for a, b in itertools.pairwise(read[:4])] == [2, 2, 2]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(
+    finished: Path, tmp_path: Path, corpus: Path, xla: XlaPool
+) -> None:
+    settings = {"train__eval_every": 4, "checkpoint__async": False}
+    assert on_xla(xla, 4, tmp_path / "run", corpus, train__stop_after=3, **settings) == 0
+    assert on_xla(xla, 4, tmp_path / "run", corpus, **settings) == 0
+    assert losses(tmp_path / "run") == losses(finished)
+    assert weights(tmp_path / "run") == weights(finished)
+
+
+def test_moves_from_four_devices_to_two_to_one_to_the_cpu_and_back(
+    finished: Path, tmp_path: Path, corpus: Path, xla: XlaPool
+) -> None:
+    folder = tmp_path / "run"
+    for devices, stop_after in ((4, 2), (2, 4), (1, 5)):
+        assert on_xla(xla, devices, folder, corpus, train__stop_after=stop_after) == 0
+    assert train_leg("cpu", configured(folder, corpus, **BATCH, train__stop_after=7)) == 0
+    assert on_xla(xla, 4, folder, corpus, strategy="hybrid_shard", fsdp__shard_group_size=2) == 0
+    assert losses(folder) == pytest.approx(losses(finished), rel=1e-6)
+
+
+def test_checkpoints_have_the_keys_of_fsdp(finished: Path, tmp_path: Path, corpus: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    assert train_leg("cpu", configured(tmp_path, corpus, **BATCH, train__stop_after=4)) == 0
+    metadata = [
+        FileSystemReader(folder / "checkpoints" / "step-000004").read_metadata()
+        for folder in (finished, tmp_path)
+    ]
+    ours, theirs = (set(data.state_dict_metadata) for data in metadata)
+    # The CPU's optimizer is torch's own, which also keeps how it was built.
+    assert ours == theirs
+    stored: Any = metadata[0].state_dict_metadata["model.model.embed_tokens.weight"]
+    assert [list(chunk.sizes) for chunk in stored.chunks] == [[384, 12]] * 4  # a shard of each device
+
+
+def live_logits(config: RunConfig, tokens: list[list[int]]) -> Any:
+    """Go on from the checkpoint in ``config``'s folder, and compute with the model as it stands there."""
+    backend = backend_room("xla").create("xla")
+    run = Prepared(resolve(config, backend), backend)
+    engine, _ = run.engine(Path(config.output_dir) / "checkpoints" / "step-000008")
+    batch = backend.place({"input_ids": torch.tensor(tokens)})
+    with torch.no_grad():
+        return engine.model(**batch).logits.cpu().numpy()
+
+
+def test_a_converted_checkpoint_computes_what_the_live_model_does(
+    finished: Path, tmp_path: Path, corpus: Path, xla: XlaPool
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    command = [sys.executable, "-m", "converters.cli", str(finished / "checkpoints" / "step-000008")]
+    subprocess.run([*command, str(tmp_path / "out"), "--optimizer"], check=True, cwd=ROOT)
+    tokens = [[(7 * i + j) % 384 for j in range(16)] for i in range(4)]
+    live = xla.run(2, live_logits, configured(finished, corpus, backend="xla", **BATCH), tokens)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, info = load(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with torch.no_grad():
+        converted = model(input_ids=torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(live, converted, rtol=1e-5, atol=1e-5)
+    names = set(open_checkpoint(tmp_path / "out").tensors)
+    assert "lm_head.weight" not in names
+    state = json.loads((tmp_path / "out" / "optimizer.json").read_text())
+    assert {name for group in state["param_groups"] for name in group["params"]} == names
+
+
+def adafactor_beside_torchs(config: RunConfig, steps: int) -> tuple[list[float], list[float]]:
+    """Losses on XLA, and of torch's Adafactor in a plain loop from the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    from portable.data import TrainLoader
+
+    backend = backend_room("xla").create("xla")
+    config = resolve(config, backend)
+    run = Prepared(config, backend)
+    engine, _ = run.engine(None)
+    model = AutoModelForCausalLM.from_config(run.model_config, attn_implementation="sdpa")
+    model.load_state_dict({name: tensor.cpu() for name, tensor in engine.model.state_dict().items()})
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.train.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.Adafactor(groups, lr=0.1)
+    size = config.train.global_batch_size
+    loader = iter(
+        TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
+    )
+    batches = iter(run.train_loader(0))
+    ours, theirs = [], []
+    for step in range(steps):
+        rate = run.schedule(step)
+        result = train_step(
+            backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=rate, max_grad_norm=1.0
+        )
+        ours += backend.read([result.loss])
+        batch: dict[str, Any] = next(loader)
+        labels = batch.pop("labels")
+        loss = torch.nn.functional.cross_entropy(
+            model(**batch, use_cache=False).logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs.append(float(loss.detach()))
+    loader.close()
+    batches.close()
+    return ours, theirs
+
+
+def test_adafactor_is_torchs(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    settings = {"train__optimizer": "adafactor", "train__learning_rate": 0.03, "train__steps": 20}
+    config = configured(tmp_path, corpus, backend="xla", **{**BATCH, **settings})
+    ours, theirs = xla.run(4, adafactor_beside_torchs, config, 20)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert ours[-1] < ours[0] - 0.3
+
+
+def test_adafactor_resumes(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    settings = {"train__optimizer": "adafactor"}
+    assert on_xla(xla, 4, tmp_path / "whole", corpus, **settings) == 0
+    assert on_xla(xla, 4, tmp_path / "run", corpus, **settings, train__stop_after=4) == 0
+    assert on_xla(xla, 2, tmp_path / "run", corpus, **settings) == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+
+
+def poisoned_steps(config: RunConfig) -> tuple[Any, Any, bool]:
+    """Four steps, the third with a weight of infinity in the way; health before and after, and whether the
+    weights stayed."""
+    backend = backend_room("xla").create("xla")
+    run = Prepared(resolve(config, backend), backend)
+    engine, _ = run.engine(None)
+    batches = iter(run.train_loader(0))
+
+    def step(rate: float) -> None:
+        train_step(
+            backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=rate, max_grad_norm=1.0
+        )
+
+    step(1e-3)
+    step(1e-3)
+    healthy = engine.health()
+    norm: Any = engine.model.get_submodule("model.norm")
+    norm.weight.data.fill_(float("inf"))
+    layer: Any = engine.model.get_submodule("model.layers.0.mlp.up_proj")
+    before = layer.weight.detach().cpu().clone()
+    step(1e-3)
+    step(1e-3)
+    after = layer.weight.detach().cpu()
+    batches.close()
+    return healthy, engine.health(), bool(torch.equal(before, after))
+
+
+def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    config = configured(tmp_path, corpus, backend="xla", **BATCH)
+    healthy, sick, same = xla.run(4, poisoned_steps, config)
+    assert (healthy.skipped_updates, healthy.first_bad_update) == (0, None)
+    assert (sick.skipped_updates, sick.first_bad_update) == (2, 2)
+    assert same
+
+
+def reports_of_odd_steps(config: RunConfig) -> list[str]:
+    """What is said when the shape of a batch changes, and when a scalar becomes a constant of the step."""
+    from tpu.graphs import Graphs
+
+    backend = backend_room("xla").create("xla")
+    run = Prepared(resolve(config, backend), backend)
+    engine: Any = run.engine(None)[0]
+    said: list[str] = []
+    engine._graphs = Graphs(said.append)
+
+    def step(length: int, scale: float) -> None:
+        tokens = torch.ones(8, length, dtype=torch.int64)
+        batch = backend.place({"input_ids": tokens, "labels": tokens})
+        loss = engine.accumulate(batch, backend.total(8), last=True)
+        engine.update(1e-3, 1.0, loss * scale)
+
+    for length, scale in ((16, 2.0), (16, 2.0), (12, 2.0), (16, 1.0)):
+        step(length, scale)
+    return said
+
+
+def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    config = configured(tmp_path, corpus, backend="xla", **BATCH)
+    shape, value = xla.run(4, reports_of_odd_steps, config)
+    assert "graph 2 of the step" in shape and "8,16" in shape and "8,12" in shape
+    assert "graph 3 of the step" in value and "a scalar on the host that is now exactly 0 or 1" in value
+
+
+def graph_of_a_step(config: RunConfig) -> str:
+    backend = backend_room("xla").create("xla")
+    run = Prepared(resolve(config, backend), backend)
+    engine: Any = run.engine(None)[0]
+    batches = iter(run.train_loader(0))
+    train_step(backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-3, max_grad_norm=1.0)
+    batches.close()
+    (text,) = engine._graphs._known["step"].values()
+    return str(text)
+
+
+def test_recomputation_is_in_the_graph_behind_barriers(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    plain, again = (
+        xla.run(4, graph_of_a_step, configured(tmp_path, corpus, backend="xla", **BATCH, **settings))
+        for settings in ({}, {"memory__activation_checkpointing": "full"})
+    )
+    layers = TINY_MODEL["num_hidden_layers"]
+    assert plain.count("optimization_barrier") == 0
+    assert again.count("optimization_barrier") > 0
+    # Of the seven matrix products of a Llama layer all come again but the last, whose result no one needs.
+    assert again.count("aten::mm") - plain.count("aten::mm") == 6 * layers
+
+
+def run_cli(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import sys; from portable.cli import main; sys.exit(main())", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", **environment},
+        timeout=240,
+    )
+
+
+def test_the_command_line_never_imports_jax_and_says_where_it_runs(tmp_path: Path, corpus: Path) -> None:
+    settings = tiny(tmp_path / "run", corpus, backend="xla", train__global_batch_size=8, train__steps=2)
+    arguments = flags(settings)
+    program = (
+        "import sys; from portable.cli import main; code = main(sys.argv[1:]); "
+        "print('jax' in sys.modules, 'jaxlib' in sys.modules, 'torch_xla' in sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={
+            **{k: v for k, v in os.environ.items() if k != "USE_TORCH_XLA"},
+            "PJRT_DEVICE": "CPU",
+            "CPU_NUM_DEVICES": "4",
+        },
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "False", "True"]
+    assert "no TPU here; running on 4 virtual devices of the CPU" in done.stderr
+    assert "1 x 4 devices on xla" in done.stderr
+    assert "Warning" not in done.stderr
+    assert "--- the model goes on" in done.stderr
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line]
+    return line
+
+
+def test_without_torch_xla_there_is_one_line_with_the_install_command(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib import metadata\n"
+        "found = metadata.version\n"
+        "def version(name):\n"
+        "    if name.replace('-', '_') == 'torch_xla':\n"
+        "        raise metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "metadata.version = version\n"
+    )
+    line = refusal(run_cli(["--backend", "xla"], PYTHONPATH=str(tmp_path)))
+    assert line.startswith("error: backend: xla needs the package torch_xla")
+    assert "pip install 'portable-trainer[xla]'" in line
+
+
+def test_another_release_of_torch_is_refused_with_the_install_command(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib import metadata\n"
+        "found = metadata.version\n"
+        "metadata.version = lambda name: '2.13.0' if name == 'torch' else found(name)\n"
+    )
+    line = refusal(run_cli(["--backend", "xla"], PYTHONPATH=str(tmp_path)))
+    assert "torch 2.13.0 and torch_xla 2.9" in line and "pip install 'portable-trainer[xla]'" in line
+
+
+REFUSED = [
+    ({"strategy": "zero2"}, "strategy zero2 is DeepSpeed's"),
+    ({"precision": "fp16"}, "precision: fp16 does not run on xla"),
+    ({"train__optimizer": "adamw_8bit"}, "train.optimizer: adamw_8bit needs kernels"),
+    ({"train__micro_batch_size": "auto"}, "train.micro_batch_size: auto would compile"),
+    ({"train__global_batch_size": 6}, "6 sequences cannot be divided among 4 devices"),
+    ({"memory__offload_optimizer": "cpu"}, "memory.offload_optimizer: xla keeps everything"),
+    ({"memory__activation_checkpointing": "selective"}, "memory.activation_checkpointing: selective"),
+    ({"fsdp__backward_prefetch": "backward_pre"}, "fsdp.backward_prefetch: under SPMD"),
+    (
+        {"strategy": "hybrid_shard", "fsdp__shard_group_size": 3},
+        "4 devices cannot be divided into groups of 3",
+    ),
+    ({"xla__flatten_parameters": True}, "xla.flatten_parameters: under SPMD"),
+    ({"xla__reshard_after_forward": False}, "use strategy shard_grad_op"),
+    ({"xla__execute_sharding_on_init": False}, "xla.execute_sharding_on_init: parameters are always cut"),
+    ({"xla__pin_layout_in_collective_ops": True}, "xla.pin_layout_in_collective_ops: under SPMD"),
+    ({"xla__disable_reshard_on_root": True}, "xla.disable_reshard_on_root: under SPMD"),
+    ({"xla__optimization_barrier_in_forward": True}, "xla.optimization_barrier_in_forward: under SPMD"),
+    ({"xla__auto_wrap_policy": "size_based_wrap"}, "xla.auto_wrap_policy: size_based_wrap"),
+    ({"xla__compute_dtype": "bfloat16", "precision": "fp32"}, "xla.compute_dtype bfloat16 contradicts"),
+    ({"xla__sharding": {"(": 0}}, "xla.sharding: '(' is no regular expression"),
+    ({"precision": "bf16", "xla__fp32_reduce_scatter": True}, "xla.fp32_reduce_scatter: under SPMD"),
+]
+
+
+def check(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
+    from portable.run import check_output_folder
+
+    batch = {"train__global_batch_size": 8}
+    try:
+        check_output_folder("xla", configured(folder, corpus, backend="xla", **{**batch, **settings}), 1)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_what_xla_has_no_use_for_is_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path, corpus: Path, xla: XlaPool
+) -> None:
+    assert message in xla.run(4, check, tmp_path / "run", corpus, settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rule_that_does_not_fit_is_refused(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    from tests.ranks import RankError
+
+    config = configured(tmp_path, corpus, backend="xla", **BATCH, xla__sharding={"norm": 0, "k_proj": 5})
+    with pytest.raises(RankError, match=r"'k_proj' wants dim 5 of .*k_proj.* null to keep it whole"):
+        xla.run(4, leg, config)
+
+
+def test_a_launcher_is_refused(tmp_path: Path, corpus: Path) -> None:
+    arguments = flags(tiny(tmp_path, corpus, backend="xla"))
+    line = refusal(run_cli(arguments, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"))
+    assert "xla runs one process a host" in line
