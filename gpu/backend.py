@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from gpu import devices
-from gpu.engine import TorchEngine
+from gpu import devices, zero_runtime
 from gpu.quiet import native_stdout_closed
-from gpu.sharding import STRATEGIES, shard
+from gpu.strategies import Machine, engine_room
 from portable.backend import Backend, Engine, require, unsupported
 from portable.host import host_memory
 
@@ -64,48 +63,19 @@ class TorchBackend:
                 torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
 
     def check(self, config: RunConfig) -> None:
-        require(
-            config.strategy in STRATEGIES,
-            f"strategy: {config.strategy} is not part of this version; use one of {', '.join(STRATEGIES)}",
-        )
-        on_cpu = self.name == "cpu"
         unsupported(
             [
                 (
-                    config.train.optimizer not in ("adamw", "sgd"),
-                    f"train.optimizer: {config.train.optimizer} is not part of this version; "
-                    "use adamw or sgd",
-                ),
-                (
-                    config.precision == "fp16",
-                    "precision: fp16 needs a loss scaler, which is not part of this version; use bf16",
-                ),
-                (
-                    on_cpu and config.precision == "tf32",
+                    self.name == "cpu" and config.precision == "tf32",
                     "precision: tf32 is a mode of NVIDIA's tensor cores; use fp32 or bf16 on cpu",
-                ),
-                (
-                    config.memory.offload_optimizer != "none",
-                    "memory.offload_optimizer: not part of this version; set it to none",
-                ),
-                (
-                    config.memory.offload_params != "none",
-                    "memory.offload_params: not part of this version; set it to none",
-                ),
-                (
-                    config.deepspeed.config is not None,
-                    "deepspeed.config: DeepSpeed is not part of this version",
                 ),
                 (
                     config.train.micro_batch_size == "auto",
                     "train.micro_batch_size: auto is not part of this version; give a number",
                 ),
-                (
-                    any(value is not None for value in config.fsdp.model_dump().values()),
-                    "fsdp: its settings are not part of this version; layers are found by themselves",
-                ),
             ]
         )
+        engine_room(config.strategy).check(config, self.device.type)
 
     def start(self) -> None:
         if self.name == "cuda":
@@ -116,6 +86,7 @@ class TorchBackend:
                 dist.init_process_group(transport, timeout=COLLECTIVE_TIMEOUT)
 
     def stop(self) -> None:
+        zero_runtime.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -129,8 +100,8 @@ class TorchBackend:
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
-        sharded = shard(model, config, self.device, self.world_size)
-        return TorchEngine(sharded, config, self.device)
+        machine = Machine(self.device, self.rank, self.world_size)
+        return engine_room(config.strategy).prepare(model, config, machine)
 
     def seed(self, value: int) -> None:
         # torch.manual_seed would also look at every other kind of device, at a cost of 0.2 ms a call.

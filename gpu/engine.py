@@ -9,8 +9,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from converters import Tensor as StoredTensor
+from gpu.generation import continue_text
 from gpu.saving import Saver
-from portable.backend import Batch, Health
+from gpu.sharding import shard
+from portable.backend import Batch, Health, unsupported
 from portable.loss import token_loss
 from portable.model import state_tensors
 from portable.optim import build_optimizer
@@ -25,9 +27,46 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from gpu.sharding import ShardedModel
-    from portable.backend import SaveHandle
+    from gpu.strategies import Machine
+    from portable.backend import Engine, SaveHandle
     from portable.config import RunConfig
     from portable.weights import ReadableTensor
+
+
+def check(config: RunConfig, device_type: str) -> None:
+    """Raise UserError for a setting that DDP and FSDP2 have no use for."""
+    unsupported(
+        [
+            (
+                config.train.optimizer not in ("adamw", "sgd"),
+                f"train.optimizer: {config.train.optimizer} is not part of this version; use adamw or sgd",
+            ),
+            (
+                config.precision == "fp16",
+                "precision: fp16 needs a loss scaler, which this version has under zero1, zero2 and zero3 "
+                "only; use bf16",
+            ),
+            (
+                config.memory.offload_optimizer != "none",
+                f"memory.offload_optimizer: not part of this version under {config.strategy}; use zero1, "
+                "zero2 or zero3, or set it to none",
+            ),
+            (
+                config.memory.offload_params != "none",
+                f"memory.offload_params: not part of this version under {config.strategy}; use zero3, or "
+                "set it to none",
+            ),
+            (
+                any(value is not None for value in config.fsdp.model_dump().values()),
+                "fsdp: its settings are not part of this version; layers are found by themselves",
+            ),
+        ]
+    )
+
+
+def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> Engine:
+    """Spread a model from the meta device over the ranks; the weights are still unset."""
+    return TorchEngine(shard(model, config, machine.device, machine.world_size), config, machine.device)
 
 
 class TorchEngine:
@@ -86,24 +125,14 @@ class TorchEngine:
         self.model.train()
         return loss
 
-    @torch.no_grad()
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         self.model.eval()
-        torch.manual_seed(seed)  # the same on all ranks, so that all continue alike
-        generate: Any = self.model.generate
-        # Its shapes change with every token: nothing to compile for.
-        with self._sharded.autocast(), torch.compiler.set_stance("force_eager"):
-            tokens: Tensor = generate(
-                prompt.to(self._device),
-                attention_mask=torch.ones_like(prompt, device=self._device),
-                max_new_tokens=max_new_tokens,
-                do_sample=True,
-                temperature=0.8,
-                top_k=50,
-                use_cache=True,
+        with self._sharded.autocast():
+            tokens = continue_text(
+                self.model, prompt, self._device, max_new_tokens=max_new_tokens, seed=seed, in_step=False
             )
         self.model.train()
-        return tokens.cpu()
+        return tokens
 
     # -- weights and checkpoints -------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from portable.errors import UserError, one_line
+from gpu.recompute import checkpoint_activations
 from portable.model import materialize, transformer_layers
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-STRATEGIES = ("no_shard", "full_shard", "shard_grad_op")
 COMPUTE_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -65,7 +64,7 @@ def shard(model: nn.Module, config: RunConfig, device: torch.device, world_size:
     global batch. On one rank there is nothing to spread, and the model stays as it is.
     """
     layers = [layer for _, layer in transformer_layers(model)]
-    _checkpoint_activations(model, config)
+    checkpoint_activations(model, config.memory.activation_checkpointing)
     if config.compile:
         for layer in layers:
             layer.compile()
@@ -101,32 +100,3 @@ def _replicate(model: nn.Module, device: torch.device) -> DistributedDataParalle
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank fills in the same weights itself
     )
-
-
-def _checkpoint_activations(model: nn.Module, config: RunConfig) -> None:
-    kind = config.memory.activation_checkpointing
-    if kind == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False}
-    if kind == "selective":
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-        aten = torch.ops.aten
-        kept = [
-            aten.mm.default,
-            aten.addmm.default,
-            aten.bmm.default,
-            aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_efficient_attention.default,
-            aten._scaled_dot_product_cudnn_attention.default,
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
-        ]
-        options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
-    # transformers renamed it; the options are the first argument of both.
-    enable: Any = (
-        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    )
-    try:
-        enable(options)
-    except ValueError as error:
-        raise UserError(f"memory.activation_checkpointing: {one_line(error)}") from error

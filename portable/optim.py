@@ -8,30 +8,44 @@ import torch
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
     from portable.config import TrainConfig
 
 
-def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices decay, vectors (biases and the scales of norms) do not."""
+def parameter_groups(
+    parameters: Mapping[str, nn.Parameter],
+    weight_decay: float,
+    ndim: Callable[[nn.Parameter], int] = torch.Tensor.dim,
+) -> list[dict[str, Any]]:
+    """Two groups: matrices decay, vectors (biases and the scales of norms) do not.
+
+    Args:
+        parameters: by name.
+        weight_decay: of the matrices.
+        ndim: tells the dimensions of a parameter where it does not show them itself.
+    """
     trained = [p for p in parameters.values() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if ndim(p) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if ndim(p) < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(settings: TrainConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    settings: TrainConfig,
+    parameters: Mapping[str, nn.Parameter],
+    ndim: Callable[[nn.Parameter], int] = torch.Tensor.dim,
+) -> torch.optim.Optimizer:
     """The optimizer that ``train.optimizer`` names, in its fused form.
 
     The fused kernels take the whole step in one launch, and leave everything as it is when a device-side flag
     (``found_inf``) says that the gradients are not finite.
     """
-    groups = parameter_groups(parameters, settings.weight_decay)
+    groups = parameter_groups(parameters, settings.weight_decay, ndim)
     beta1, beta2 = settings.betas
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(

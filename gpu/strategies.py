@@ -1,0 +1,55 @@
+"""Which engine trains a model under which ``strategy``."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from portable.backend import require
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from portable.backend import Engine
+    from portable.config import RunConfig
+
+# Imported only when chosen: DeepSpeed takes seconds to import, and need not be installed.
+_ROOMS = {
+    "no_shard": "gpu.engine",
+    "full_shard": "gpu.engine",
+    "shard_grad_op": "gpu.engine",
+    "zero1": "gpu.zero",
+    "zero2": "gpu.zero",
+    "zero3": "gpu.zero",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This process's part of the machine."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+
+
+class EngineRoom(Protocol):
+    """What a module with an engine in it offers."""
+
+    def check(self, config: RunConfig, device_type: str) -> None:
+        """Raise UserError for a setting that the engine has no use for, before any work."""
+
+    def prepare(self, model: nn.Module, config: RunConfig, machine: Machine) -> Engine:
+        """Spread a model from the meta device over the ranks; the weights are still unset."""
+
+
+def engine_room(strategy: str) -> EngineRoom:
+    """The module whose engine trains under ``strategy``."""
+    require(
+        strategy in _ROOMS,
+        f"strategy: {strategy} is not part of this version; use one of {', '.join(_ROOMS)}",
+    )
+    room: Any = importlib.import_module(_ROOMS[strategy])
+    return room  # type: ignore[no-any-return]

@@ -1,0 +1,235 @@
+"""A model in training under DeepSpeed ZeRO."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gpu import zero_runtime
+from gpu.generation import continue_text
+from gpu.quiet import native_stdout_closed
+from gpu.recompute import checkpoint_activations
+from gpu.zero_partitions import FlatPartitions, ShardedPartitions
+from gpu.zero_settings import settings_for
+from portable.backend import Batch, Health, unsupported
+from portable.loss import token_loss
+from portable.model import materialize, state_tensors, transformer_layers
+from portable.optim import build_optimizer
+from portable.plan import plan_batches
+from portable.resume import stored_state
+from portable.weights import to_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from converters import Checkpoint
+    from gpu.strategies import Machine
+    from portable.backend import Engine, SaveHandle
+    from portable.config import RunConfig
+    from portable.weights import ReadableTensor
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+
+
+def check(config: RunConfig, device_type: str) -> None:
+    """Raise UserError for a setting that ZeRO has no use for."""
+    unsupported(
+        [
+            (
+                config.train.optimizer not in ("adamw", "sgd"),
+                f"train.optimizer: {config.train.optimizer} does not work with ZeRO in this version; "
+                "use adamw or sgd",
+            ),
+            (
+                config.compile and config.strategy == "zero3",
+                "compile: true does not go with strategy zero3, whose parameters come and go between the "
+                "operations; use zero2 or full_shard",
+            ),
+        ]
+    )
+    zero_runtime.import_deepspeed(device_type)
+
+
+def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> Engine:
+    """Hand a model from the meta device to DeepSpeed; the weights are still unset."""
+    stage = STAGES[config.strategy]
+    deepspeed = zero_runtime.import_deepspeed(machine.device.type)
+    zero_runtime.start(deepspeed, machine.device)
+    plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
+    settings = settings_for(config, plan, machine.device.type)
+    checkpoint_activations(model, config.memory.activation_checkpointing)
+    if config.compile:
+        for _, layer in transformer_layers(model):
+            layer.compile()
+    if stage == 3:
+        _partition(deepspeed, model, settings, machine.device)
+    else:
+        materialize(model, machine.device)
+    optimizer = build_optimizer(config.train, dict(model.named_parameters()), _ndim)
+    with native_stdout_closed():
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+    return ZeroEngine(engine, stage, config, machine)
+
+
+def _partition(deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device) -> None:
+    """Allocate the meta-device ``model`` parameter by parameter, each cut into its ranks' shares at once.
+
+    No rank ever holds more than its share and one whole parameter.
+    """
+    convert: Any = None
+    partitioned: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in partitioned:
+                whole = nn.Parameter(
+                    torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                )
+                if convert is None:
+                    holder = nn.Module()
+                    holder.register_parameter("first", whole)
+                    convert = deepspeed.zero.Init(module=holder, config_dict_or_path=settings)
+                else:
+                    convert._convert_to_zero_parameters([whole])
+                partitioned[id(parameter)] = whole
+            module._parameters[name] = partitioned[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _ndim(parameter: nn.Parameter) -> int:
+    """Dimensions of a parameter, also of one that ZeRO-3 has cut up and left empty."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+class ZeroEngine:
+    """Implements :class:`portable.backend.Engine`; see there for the contracts."""
+
+    def __init__(self, engine: Any, stage: int, config: RunConfig, machine: Machine) -> None:
+        self.model: nn.Module = engine.module
+        self._engine = engine
+        self._sharded = stage == 3
+        self._device = machine.device
+        # DeepSpeed averages gradients over the ranks; the loss is already divided by the global batch.
+        self._loss_scale = float(machine.world_size)
+        names: dict[nn.Parameter, str] = {p: name for name, p in self.model.named_parameters()}
+        self._partitions: FlatPartitions | ShardedPartitions
+        if self._sharded:
+            self._partitions = ShardedPartitions(engine.optimizer, names, machine.rank)
+        else:
+            self._partitions = FlatPartitions(engine.optimizer, names, engine.optimizer.bit16_groups)
+        self._updates = 0
+        self._skipped = 0
+        self._first_bad: int | None = None
+
+    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
+        self._partitions.refresh()
+        self._engine.set_gradient_accumulation_boundary(last)
+        loss = token_loss(self._engine, batch) / valid.clamp(min=1)
+        self._engine.backward(loss * self._loss_scale, scale_wrt_gas=False)
+        return loss.detach()
+
+    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+        optimizer = self._engine.optimizer
+        # DeepSpeed waits for the norm in every step, to see whether it overflowed: so the loss may be read.
+        norm: Any = math.nan
+        if self._skipped == 0 and math.isfinite(loss.item()):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.clip_grad = max_norm
+            self._engine.step()
+            norm = self._engine.get_global_grad_norm()
+            applied = self._engine.was_step_applied()
+        else:
+            optimizer.zero_grad(set_to_none=True)
+            applied = False
+        if not applied:
+            self._skipped += 1
+            if self._first_bad is None:
+                self._first_bad = self._updates
+        self._updates += 1
+        return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
+
+    def health(self) -> Health:
+        return Health(self._skipped, self._first_bad)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        self._partitions.refresh()
+        self._engine.eval()
+        loss = token_loss(self.model, batch)
+        self._engine.train()
+        return loss
+
+    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+        self._partitions.refresh()
+        self._engine.eval()
+        tokens = continue_text(
+            self.model,
+            prompt,
+            self._device,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            in_step=self._sharded,
+        )
+        self._engine.train()
+        return tokens
+
+    # -- weights and checkpoints -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
+        self._partitions.load_weights(weights)
+        for name, tensor in state_tensors(self.model).items():
+            # What no optimizer moves is whole on every rank, or ZeRO-3's share of a frozen parameter.
+            if name in weights and not tensor.requires_grad:
+                if isinstance(self._partitions, ShardedPartitions) and hasattr(tensor, "ds_tensor"):
+                    self._partitions.load_frozen(tensor, weights[name])
+                else:
+                    tensor.copy_(to_torch(weights[name].read()))
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        stored = stored_state(checkpoint, self.model)
+        self.load_weights(stored.weights)
+        self._partitions.load_optimizer(stored.optimizer)
+
+    def save(self, folder: Path, *, background: bool) -> SaveHandle:
+        # In the foreground always: DeepSpeed's files are pickled from the live tensors.
+        self._partitions.refresh()
+        with native_stdout_closed():
+            self._engine.save_checkpoint(str(folder))
+        for path in folder.rglob("*"):
+            if path.is_file() and _is_ours(path.name, self._engine.global_rank):
+                _sync(path)
+        return _Saved()
+
+
+class _Saved:
+    """A checkpoint that was on disk when :meth:`ZeroEngine.save` returned."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+def _is_ours(name: str, rank: int) -> bool:
+    """Whether this rank wrote the file: those of a rank carry its number, the others are rank 0's."""
+    return f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank_" not in name)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,80 @@
+"""DeepSpeed's process-wide state: imported for the right device, started on our process group, put back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from gpu.quiet import native_stdout_closed
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    import torch
+
+REMEDY = "install it with: pip install 'portable-trainer[deepspeed]', or use strategy full_shard"
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """The deepspeed package, told which kind of device it will run on.
+
+    Raises:
+        UserError: if it is not installed, or cannot be imported here.
+    """
+    os.environ["DS_ACCELERATOR"] = device_type
+    # Its logger speaks at INFO of everything it does; our own lines say what the run does.
+    os.environ.setdefault("DS_LOGGING_LEVEL", "error")
+    try:
+        with native_stdout_closed():
+            import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        raise UserError(f"strategy: zero1, zero2 and zero3 need the package deepspeed; {REMEDY}") from error
+    except Exception as error:  # built for another torch, or a CUDA toolkit that it looks for in vain
+        raise UserError(f"strategy: deepspeed cannot be imported ({one_line(error)}); {REMEDY}") from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    _choose_accelerator(device_type)
+    return deepspeed
+
+
+def _choose_accelerator(device_type: str) -> None:
+    """Change its idea of the device where it was imported before, as in a notebook."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if get_accelerator()._name == device_type:
+        return
+    if device_type == "cuda":
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
+    else:
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
+    set_accelerator(Accelerator())
+
+
+def start(deepspeed: Any, device: torch.device) -> None:
+    """Put DeepSpeed on the process group of this run; a single process gets a group of its own."""
+    # What DeepSpeed reads without asking whether it is there.
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ.setdefault(name, "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    # Shared-memory collectives for CPU ranks are C++ that it would compile at its start, for a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():
+        transport = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        with native_stdout_closed():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(transport, store=store, rank=0, world_size=1)
+    with native_stdout_closed():
+        deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
+
+
+def stop() -> None:
+    """Leave the process group, so that another run in this process can start on a new one."""
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is None or deepspeed.comm.comm.cdb is None or not dist.is_initialized():
+        return
+    deepspeed.comm.destroy_process_group()
+    deepspeed.comm.comm.cdb = None

@@ -1,0 +1,112 @@
+"""ZeRO through the one loop: the same losses as without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.gpu.zero_support import renumber
+from tests.runs import TINY_MODEL, configured
+
+pytest.importorskip("deepspeed")
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+
+STAGES = ["zero1", "zero2", "zero3"]
+MODELS = {"tied": TINY_MODEL, "untied": {**TINY_MODEL, "tie_word_embeddings": False}}
+
+
+def zero_losses(config: RunConfig) -> Losses:
+    renumber()
+    return our_losses(config)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, Losses]:
+    folder = tmp_path_factory.mktemp("truth")
+    return {
+        name: our_losses(
+            configured(folder, corpus, strategy="no_shard", model__config=model, train__micro_batch_size=1)
+        )
+        for name, model in MODELS.items()
+    }
+
+
+def zero_config(folder: Path, corpus: Path, **settings: Any) -> RunConfig:
+    return configured(folder, corpus, train__micro_batch_size=1, **settings)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equals_no_shard(
+    world_size: int,
+    strategy: str,
+    model: str,
+    truth: dict[str, Losses],
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
+) -> None:
+    config = zero_config(tmp_path, corpus, strategy=strategy, model__config=MODELS[model])
+    assert_close(ranks.run(world_size, zero_losses, config), truth[model], 1e-5)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_bf16_follows_fp32(
+    strategy: str, truth: dict[str, Losses], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    config = zero_config(tmp_path, corpus, strategy=strategy, precision="bf16")
+    losses = ranks.run(2, zero_losses, config)
+    assert_close(losses, truth["tied"], 1e-2)
+    assert [loss for loss, _ in losses] != [loss for loss, _ in truth["tied"]]  # it did compute in bf16
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_activation_checkpointing_does_not_change_the_loss(
+    strategy: str, kind: str, truth: dict[str, Losses], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    config = zero_config(tmp_path, corpus, strategy=strategy, memory__activation_checkpointing=kind)
+    assert_close(ranks.run(2, zero_losses, config), truth["tied"], 1e-5)
+
+
+OFFLOADS: list[tuple[str, dict[str, str]]] = [
+    ("zero1", {"memory__offload_optimizer": "cpu"}),
+    ("zero2", {"memory__offload_optimizer": "cpu"}),
+    ("zero3", {"memory__offload_optimizer": "cpu"}),
+    ("zero3", {"memory__offload_optimizer": "cpu", "memory__offload_params": "cpu"}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "offload"), OFFLOADS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_cpu_offload_does_not_change_the_loss(
+    world_size: int,
+    strategy: str,
+    offload: dict[str, str],
+    truth: dict[str, Losses],
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
+) -> None:
+    config = zero_config(tmp_path, corpus, strategy=strategy, **offload)
+    assert_close(ranks.run(world_size, zero_losses, config), truth["tied"], 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_sgd_and_padding(strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    settings: dict[str, Any] = {
+        "train__optimizer": "sgd",
+        "train__learning_rate": 0.1,
+        "data__packing": False,
+    }
+    plain = ranks.run(1, our_losses, zero_config(tmp_path, corpus, strategy="no_shard", **settings))
+    config = zero_config(tmp_path, corpus, strategy=strategy, **settings)
+    assert_close(ranks.run(3, zero_losses, config), plain, 1e-5)
