@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from converters import Tensor as StoredTensor
 from gpu import zero_runtime
 from gpu.generation import continue_text
 from gpu.quiet import native_stdout_closed
@@ -203,6 +204,8 @@ class ZeroEngine:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
         self._partitions.load_optimizer(stored.optimizer)
+        # DeepSpeed names its folder inside ours by the steps that it has counted.
+        self._engine.global_steps = _steps_done(checkpoint)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         # In the foreground always: DeepSpeed's files are pickled from the live tensors.
@@ -213,6 +216,13 @@ class ZeroEngine:
             if path.is_file() and _is_ours(path.name, self._engine.global_rank):
                 _sync(path)
         return _Saved()
+
+
+def _steps_done(checkpoint: Checkpoint) -> int:
+    """Optimizer steps behind a checkpoint, as far as it tells."""
+    state: Any = next(iter(checkpoint.optimizer.state.values()), {}) if checkpoint.optimizer else {}
+    step = state.get("step", checkpoint.metadata.get("step", 0))
+    return int(step.read() if isinstance(step, StoredTensor) else step)
 
 
 class _Saved:

@@ -1,0 +1,117 @@
+"""ZeRO runs that stop and go on, on the same ranks and on others; what else reads their checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from converters.cli import main as convert
+from portable.metrics import read_metrics
+from portable.run import train_leg
+from tests.gpu.zero_support import renumber
+from tests.runs import configured
+
+pytest.importorskip("deepspeed")
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+STAGES = ["zero1", "zero2", "zero3"]
+
+
+def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    if str(settings.get("strategy")).startswith("zero"):
+        renumber()
+    return train_leg("cpu", configured(folder, corpus, train__micro_batch_size=1, **settings))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STAGES)
+def test_goes_on_bit_for_bit(
+    strategy: str, precision: str, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings: dict[str, Any] = {"strategy": strategy, "precision": precision}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert ranks.run(2, leg, whole, corpus, settings) == 0
+    assert ranks.run(2, leg, run, corpus, settings | {"train__stop_after": 5}) == 0
+    assert ranks.run(2, leg, run, corpus, settings) == 0
+    assert losses(run) == losses(whole)
+    assert weights(run) == weights(whole)
+    assert (run / "checkpoints" / "step-000008" / "latest").read_text() == "global_step8"
+
+
+def test_moves_between_strategies_and_world_sizes(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert ranks.run(1, leg, whole, corpus, {"strategy": "no_shard"}) == 0
+    legs = [(3, "full_shard"), (2, "zero3"), (3, "zero2"), (1, "zero1"), (3, "zero3"), (2, "shard_grad_op")]
+    for step, (world_size, strategy) in enumerate(legs, 1):
+        settings = {"strategy": strategy, "train__stop_after": step}
+        assert ranks.run(world_size, leg, run, corpus, settings) == 0
+    assert ranks.run(2, leg, run, corpus, {"strategy": "zero1"}) == 0
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def own_tool(folder: Path) -> dict[str, Any]:
+    """What DeepSpeed's own script makes of a checkpoint."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    state = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    return {name: tensor.detach().numpy() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_deepspeeds_own_tool_and_portable_convert_agree(
+    strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings = {"strategy": strategy, "precision": "bf16", "train__stop_after": 2}
+    assert ranks.run(2, leg, tmp_path / "run", corpus, settings) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    theirs = ranks.run(1, own_tool, checkpoint)
+    assert convert([str(tmp_path / "run"), str(tmp_path / "out"), "--optimizer", "--quiet"]) == 0
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    assert ours.keys() <= theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    moments = load_file(tmp_path / "out" / "optimizer.safetensors")
+    assert float(moments["model.norm.weight.step"]) == 2
+    assert all(np.any(moments[f"{name}.exp_avg_sq"]) for name in ours)
+
+
+def test_evaluation_alone_with_offloaded_parameters(
+    tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings: dict[str, Any] = {
+        "strategy": "zero3",
+        "memory__offload_params": "cpu",
+        "memory__offload_optimizer": "cpu",
+    }
+    run = tmp_path / "run"
+    assert ranks.run(2, leg, run, corpus, settings) == 0
+    recorded = [row["eval_loss"] for row in read_metrics(run) if "eval_loss" in row][-1]
+    told = ranks.run(2, evaluation, run, corpus, settings)
+    assert told == pytest.approx(recorded, rel=1e-6)
+
+
+def evaluation(folder: Path, corpus: Path, settings: dict[str, Any]) -> float:
+    """What ``--eval-only`` prints on the first rank."""
+    import contextlib
+    import io
+
+    renumber()
+    printed = io.StringIO()
+    config = configured(folder, corpus, train__micro_batch_size=1, **settings)
+    with contextlib.redirect_stdout(printed):
+        assert train_leg("cpu", config, eval_only=True) == 0
+    words = printed.getvalue().split()
+    return float(words[-1]) if words else 0.0
