@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,8 @@ from tests.runs import configured
 pytest.importorskip("deepspeed")
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.ranks import RankPool
 
 STAGES = ["zero1", "zero2", "zero3"]
@@ -88,9 +89,7 @@ def test_deepspeeds_own_tool_and_portable_convert_agree(
     assert all(np.any(moments[f"{name}.exp_avg_sq"]) for name in ours)
 
 
-def test_evaluation_alone_with_offloaded_parameters(
-    tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
+def test_evaluation_alone_with_offloaded_parameters(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     settings: dict[str, Any] = {
         "strategy": "zero3",
         "memory__offload_params": "cpu",

@@ -47,7 +47,7 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("model folder", {"model.config": None, "model.name_or_path": "no/such/model"}, ["model.name_or_path"]),
     ("resume path", {"checkpoint.resume": "no/such/step"}, ["checkpoint.resume", "no/such/step"]),
     ("optimizer", {"train.optimizer": "adafactor"}, ["train.optimizer", "adamw"]),
-    ("strategy", {"strategy": "zero2"}, ["strategy", "full_shard"]),
+    ("strategy", {"strategy": "hybrid_shard"}, ["strategy", "full_shard"]),
     ("precision", {"precision": "tf32"}, ["precision", "tf32"]),
     ("tracker", {"log.trackers": ["wandb"]}, ["log.trackers", "pip install wandb"]),
 ]
