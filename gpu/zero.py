@@ -43,6 +43,7 @@ def check(config: RunConfig, device_type: str) -> None:
     """Raise UserError for a setting that ZeRO has no use for."""
     unsupported(
         [
+            (config.deepspeed.config is not None, "deepspeed.config: not part of this version"),
             (
                 config.train.optimizer not in ("adamw", "sgd"),
                 f"train.optimizer: {config.train.optimizer} does not work with ZeRO in this version; "
