@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from converters import seal_dcp
 from gpu.quiet import native_stdout_closed
 from portable.quiet import quiet_checkpoint_warnings
 
@@ -36,14 +37,16 @@ class Saver:
         options: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
         if not background:
             save(state, storage_writer=writer, **options)
-            return _Save(None)
+            return _Save(None, folder)
         written: Any = async_save(state, storage_writer=writer, **options)
-        return _Save(written if isinstance(written, Future) else written.upload_completion)
+        return _Save(written if isinstance(written, Future) else written.upload_completion, folder)
 
 
 class _Save:
-    def __init__(self, writing: Future[Any] | None) -> None:
+    def __init__(self, writing: Future[Any] | None, folder: Path) -> None:
         self._writing = writing
+        self._folder = folder
+        self._sealed = False
 
     def done(self) -> bool:
         return self._writing is None or self._writing.done()
@@ -51,3 +54,6 @@ class _Save:
     def wait(self) -> None:
         if self._writing is not None:
             self._writing.result()
+        if not self._sealed and (not dist.is_initialized() or dist.get_rank() == 0):
+            seal_dcp(self._folder)
+        self._sealed = True

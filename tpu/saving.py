@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from converters import seal_dcp
 from portable.quiet import quiet_checkpoint_warnings
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Saver:
         writing = self._writer.submit(self._write, state, folder)
         if not background:
             writing.result()
-        return _Save(writing)
+        return _Save(writing, folder)
 
     def _write(self, state: dict[str, Any], folder: Path) -> None:
         save(
@@ -104,11 +105,16 @@ class Saver:
 
 
 class _Save:
-    def __init__(self, writing: Future[None]) -> None:
+    def __init__(self, writing: Future[None], folder: Path) -> None:
         self._writing = writing
+        self._folder = folder
+        self._sealed = False
 
     def done(self) -> bool:
         return self._writing.done()
 
     def wait(self) -> None:
         self._writing.result()
+        if not self._sealed and (not dist.is_initialized() or dist.get_rank() == 0):
+            seal_dcp(self._folder)
+        self._sealed = True
