@@ -188,6 +188,9 @@ def resolve_backend(name: str) -> str:
     """The backend that ``auto`` stands for on this machine."""
     if name != "auto":
         return name
+    # A light module of the room: whoever has no TPU need not import its libraries to be told so.
+    if importlib.import_module("tpu.devices").uses_tpu():
+        return "xla"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

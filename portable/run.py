@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import shutil
 import sys
 from contextlib import nullcontext
@@ -421,6 +422,11 @@ def _plan_for(config: RunConfig, backend: Backend, ranks: int) -> BatchPlan:
 
 def check_same_run(folder: Path, config: RunConfig) -> None:
     """Raise UserError if ``folder`` holds a run that differs from ``config`` in what makes a run."""
+    if re.match(r"[a-z][a-z0-9+.-]*:/", folder.as_posix()):  # a path drops one of the slashes
+        raise UserError(
+            f"output_dir: {folder} is a URL, which this version cannot write to; mount the storage and give "
+            "the folder's path"
+        )
     try:
         occupied = folder.exists() and not folder.is_dir()
     except (OSError, ValueError) as error:  # too long a name, a part of it that is a file, a NUL

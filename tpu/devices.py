@@ -51,7 +51,11 @@ FP32_PASSES = 6
 # Where torch_xla reads it too (torch_xla._internal.tpu.get_tpu_env), though without an end to its patience.
 METADATA = "http://169.254.169.254/computeMetadata/v1/instance/attributes/tpu-env"
 METADATA_SECONDS = 2.0
-DEVICE_FILES = Path("/dev")
+# How a TPU shows itself to the host (torch_xla._internal.tpu). Files in /dev would not do: other accelerators
+# have the same names there. Nor would the vendor alone: Google makes the virtual machine's network card, too.
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+PCI_VENDOR = "0x1ae0"
+PCI_KINDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
 def generation(accelerator_type: str) -> Generation | None:
@@ -102,4 +106,12 @@ def uses_tpu() -> bool:
     chosen = os.environ.get("PJRT_DEVICE")
     if chosen:
         return chosen == "TPU"
-    return any(any(DEVICE_FILES.glob(pattern)) for pattern in ("accel*", "vfio/[0-9]*"))
+    return any(_is_tpu(device) for device in PCI_DEVICES.glob("*"))
+
+
+def _is_tpu(device: Path) -> bool:
+    try:
+        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
+    except OSError:
+        return False
+    return vendor == PCI_VENDOR and kind in PCI_KINDS

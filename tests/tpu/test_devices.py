@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 def no_tpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_SKIP_MDS_QUERY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(devices, "PCI_DEVICES", tmp_path)
+
+
+def pci_device(folder: Path, vendor: str, kind: str) -> None:
+    device = folder / f"{vendor}:{kind}"
+    device.mkdir()
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "device").write_text(f"{kind}\n")
 
 
 @pytest.fixture
@@ -85,8 +92,9 @@ def test_without_a_tpu_nobody_is_asked(
     asked: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert devices.accelerator_type() is None
-    (tmp_path / "vfio").mkdir()
-    (tmp_path / "vfio" / "vfio").touch()  # the driver's own file, there without any device
+    pci_device(tmp_path, "0x1ae0", "0x0042")  # Google's network card
+    pci_device(tmp_path, "0x8086", "0x0063")  # someone else's device of the same number
+    (tmp_path / "0000:00:09.0").mkdir()
     assert devices.accelerator_type() is None
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v4-8")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
@@ -104,12 +112,11 @@ def test_the_environment_comes_first(asked: list[str | None], monkeypatch: pytes
     assert asked == []
 
 
-@pytest.mark.parametrize("present", ["accel0", "vfio/3"])
+@pytest.mark.parametrize("kind", ["0x0027", "0x0063"])
 def test_a_tpu_vm_asks_the_metadata_server(
-    asked: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, present: str
+    asked: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
-    (tmp_path / present).parent.mkdir(exist_ok=True)
-    (tmp_path / present).touch()
+    pci_device(tmp_path, "0x1ae0", kind)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert devices.accelerator_type() == "v6e-4"
     assert asked == ["Google"]
@@ -130,6 +137,15 @@ def test_no_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setattr(devices, "METADATA", "http://127.0.0.1:9/tpu-env")
     assert devices.accelerator_type() is None
+
+
+def test_auto_takes_a_tpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from portable.backend import resolve_backend
+
+    assert resolve_backend("auto") != "xla"
+    pci_device(tmp_path, "0x1ae0", "0x006f")
+    assert resolve_backend("auto") == "xla"
+    assert resolve_backend("cpu") == "cpu"
 
 
 def test_no_framework_is_imported() -> None:

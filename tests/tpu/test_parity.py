@@ -134,6 +134,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no_shard": {"strategy": "no_shard"},
     "shard_grad_op": {"strategy": "shard_grad_op"},
     "hybrid_shard": {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2},
+    "a barrier in the backward pass": {"xla__optimization_barrier_in_backward": True},
     "first dim, and a rule": {
         "xla__shard_param_on_dim_0": True,
         "xla__sharding": {"mlp": 1, "k_proj|v_proj": None},
@@ -149,6 +150,14 @@ def test_how_it_is_computed_does_not_change_the_loss(
     assert_close(steps, truth["llama"], 1e-6)
     assert steps.figures["graphs_compiled"] <= 2
     assert steps.figures["transfers_from_device"] == 0
+
+
+def test_buffers_in_a_type_of_their_own(
+    truth: dict[str, Steps], tmp_path: Path, corpus: Path, xla: XlaPool
+) -> None:
+    steps = on_xla(xla, 4, tmp_path, corpus, xla__buffer_dtype="bfloat16")
+    assert_close(steps, truth["llama"], 1e-2)
+    assert steps.losses != truth["llama"].losses  # the frequencies of the rotary embedding were rounded
 
 
 def test_recomputation_in_an_encoder_decoder(
