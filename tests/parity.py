@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable.backend import backend_room
 from portable.loop import train_step
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Steps:
-    """Loss and gradient norm of each step, and what the backend counted when they were over."""
+    """Loss and gradient norm of each step, what the backend counted, and the graphs of a compiling engine."""
 
     losses: list[float]
     norms: list[float]
     figures: dict[str, float]
+    graphs: dict[str, int]
 
 
 def take_steps(config: RunConfig, steps: int) -> Steps:
@@ -49,6 +50,7 @@ def take_steps(config: RunConfig, steps: int) -> Steps:
         figures = {name: value - before[name] for name, value in backend.figures().items()}
         losses = backend.read([result.loss for result in results])
         norms = backend.read([result.grad_norm for result in results])
-        return Steps(losses, norms, figures)
+        compiled: Any = getattr(engine, "graphs", None)
+        return Steps(losses, norms, figures, {} if compiled is None else compiled.distinct)
     finally:
         backend.stop()

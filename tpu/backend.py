@@ -66,6 +66,10 @@ class XlaBackend:
 
     def check(self, config: RunConfig) -> None:
         unsupported(unusable(config))
+        require(
+            config.xla.compilation_cache in ("auto", "none") or runtime.on_tpu(),
+            "xla.compilation_cache: graphs for virtual devices cannot be read back; set it to none",
+        )
         Layout(config, self.world_size * self.devices_per_rank)
 
     def start(self) -> None:
@@ -115,8 +119,8 @@ class XlaBackend:
             summed = torch.tensor(count)
             dist.all_reduce(summed)
             count = int(summed)
-        # A vector of one: a scalar of value 0 or 1 would become a constant of the graph.
-        return torch.tensor([count]).to(self.device)
+        assert self._layout is not None  # a model was prepared
+        return self._layout.whole(torch.tensor(count))
 
     def sum(self, value: Tensor) -> Tensor:
         return value  # it is the sum over all devices of all hosts already

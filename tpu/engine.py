@@ -51,7 +51,7 @@ class XlaEngine:
     def __init__(self, model: nn.Module, config: RunConfig, layout: Layout, graphs: Graphs) -> None:
         self.model = model
         self._layout = layout
-        self._graphs = graphs
+        self.graphs = graphs
         self._compute = DTYPES[config.precision]
         buffers = config.xla.buffer_dtype
         self._buffer_dtype = None if buffers is None else DTYPES[buffers]
@@ -83,7 +83,7 @@ class XlaEngine:
             return nn.Parameter(placed, requires_grad=meta.requires_grad)
 
         def buffer(name: str, value: Tensor) -> Tensor:
-            return layout.whole(value) if value.dim() else value.to(layout.device)
+            return layout.whole(value)
 
         replace_tensors(model, parameter, buffer)
 
@@ -113,13 +113,13 @@ class XlaEngine:
             self._accumulated = self._zero_gradients()
 
         def passes() -> Tensor:
-            loss = token_loss(self.model, batch) / valid.reshape(()).clamp(min=1)
+            loss = token_loss(self.model, batch) / valid.clamp(min=1)
             loss.backward()
             return loss.detach()
 
         loss = self._computing(passes)
         if several:
-            self._graphs.run("micro-batch", [loss, *self._gradients().values()])
+            self.graphs.run("micro-batch", [loss, *self._gradients().values()])
         return loss
 
     def _zero_gradients(self) -> dict[str, Tensor]:
@@ -142,8 +142,7 @@ class XlaEngine:
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         self._rate = learning_rate
-        # A vector: as a scalar, a rate of exactly 0 or 1 would become a constant, and the graph another one.
-        rate = self._layout.whole(torch.tensor([learning_rate])).reshape(())
+        rate = self._layout.whole(torch.tensor(learning_rate))
         with torch.no_grad():
             gradients = self._gradients()
             for name, gradient in gradients.items():
@@ -163,7 +162,7 @@ class XlaEngine:
                 elif name in gradients:
                     gradients[name].zero_()
         del scaled, gradients
-        self._graphs.run("step" if self._accumulated is None else "update", [loss, norm, self._account])
+        self.graphs.run("step" if self._accumulated is None else "update", [loss, norm, self._account])
         return norm
 
     def _count(self, finite: Tensor) -> Tensor:
@@ -211,7 +210,7 @@ class XlaEngine:
         self.model.eval()
         loss = self._computing(partial(token_loss, self.model, batch))
         self.model.train()
-        self._graphs.run("evaluation", [loss])
+        self.graphs.run("evaluation", [loss])
         return loss
 
     @torch.no_grad()
@@ -226,7 +225,7 @@ class XlaEngine:
         for position in range(start, start + max_new_tokens):
             noise = -torch.log(-torch.log(torch.rand(1, 50, generator=draws).clamp(1e-9, 1 - 1e-7)))
             tokens = self._extended(tokens, self._layout.whole(torch.tensor([position])), noise)
-            self._graphs.run("sampled token", [tokens])
+            self.graphs.run("sampled token", [tokens])
         self.model.train()
         result: Tensor = xla._xla_get_cpu_tensors([tokens])[0][:1]
         return result

@@ -47,6 +47,11 @@ class Graphs:
             known[fingerprint] = text
         torch_xla.sync()
 
+    @property
+    def distinct(self) -> dict[str, int]:
+        """How many different graphs of each kind there were."""
+        return {kind: len(known) for kind, known in self._known.items()}
+
 
 def _nearest(text: str, known: Iterable[str]) -> str:
     lines = Counter(_normal(line) for line in text.splitlines())

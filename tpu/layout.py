@@ -131,7 +131,10 @@ class Layout:
         return self._assembled([torch.zeros(cut, dtype=dtype)] * self._local_devices, spec, shape)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A CPU tensor of at least one dim, copied to every device."""
+        """A CPU tensor, copied to every device.
+
+        For scalars that change, too: ``tensor.to(device)`` would make a 0 or a 1 a constant of the graph.
+        """
         return self._assembled([tensor] * self._local_devices, self.replicated(tensor.dim()), tensor.shape)
 
     def _assembled(self, shards: list[Tensor], spec: Spec, shape: Sequence[int]) -> Tensor:

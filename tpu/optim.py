@@ -151,8 +151,8 @@ def build_rule(settings: TrainConfig) -> Rule:
 class Optimizer:
     """A rule applied to all parameters, with state that lies where they lie.
 
-    The step counts of all parameters are one fp32 vector ``[parameters]`` on the device: a scalar of value 0
-    or 1 would become a constant of the graph, and another value then another graph.
+    The step counts of all parameters are one fp32 vector ``[parameters]`` on the device, so that they are one
+    argument of the compiled step and not hundreds.
     """
 
     def __init__(self, settings: TrainConfig, parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
@@ -183,7 +183,7 @@ class Optimizer:
             counted = self._steps + 1
             if len(gradients) < len(self._names):
                 reached = torch.tensor([float(name in gradients) for name in self._names])
-                counted = self._steps + reached.to(self._steps.device)
+                counted = self._steps + self._layout.whole(reached)
             for index, name in enumerate(self._names):
                 if name not in gradients:
                     continue

@@ -252,7 +252,7 @@ def reports_of_odd_steps(config: RunConfig) -> list[str]:
     run = Prepared(resolve(config, backend), backend)
     engine: Any = run.engine(None)[0]
     said: list[str] = []
-    engine._graphs = Graphs(said.append)
+    engine.graphs = Graphs(said.append)
 
     def step(length: int, scale: float) -> None:
         tokens = torch.ones(8, length, dtype=torch.int64)
@@ -279,7 +279,7 @@ def graph_of_a_step(config: RunConfig) -> str:
     batches = iter(run.train_loader(0))
     train_step(backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-3, max_grad_norm=1.0)
     batches.close()
-    (text,) = engine._graphs._known["step"].values()
+    (text,) = engine.graphs._known["step"].values()
     return str(text)
 
 
@@ -385,9 +385,28 @@ REFUSED = [
     ({"xla__optimization_barrier_in_forward": True}, "xla.optimization_barrier_in_forward: under SPMD"),
     ({"xla__auto_wrap_policy": "size_based_wrap"}, "xla.auto_wrap_policy: size_based_wrap"),
     ({"xla__compute_dtype": "bfloat16", "precision": "fp32"}, "xla.compute_dtype bfloat16 contradicts"),
+    ({"xla__compilation_cache": "kept"}, "xla.compilation_cache: graphs for virtual devices"),
     ({"xla__sharding": {"(": 0}}, "xla.sharding: '(' is no regular expression"),
     ({"precision": "bf16", "xla__fp32_reduce_scatter": True}, "xla.fp32_reduce_scatter: under SPMD"),
 ]
+
+
+def where_graphs_are_kept() -> list[Path | None]:
+    """For the three kinds of setting, as on a TPU; the runtime itself has none here."""
+    from tpu import backend, runtime
+
+    found: list[Path | None] = [backend._compilation_cache("auto")]
+    on_tpu, runtime.on_tpu = runtime.on_tpu, lambda: True
+    found += [backend._compilation_cache(setting) for setting in ("auto", "none", "/kept/here")]
+    runtime.on_tpu = on_tpu
+    return found
+
+
+def test_graphs_are_kept_on_a_tpu(xla: XlaPool) -> None:
+    here, auto, none, folder = xla.run(4, where_graphs_are_kept)
+    assert here is None and none is None
+    assert auto is not None and auto.parts[-2:] == ("portable-trainer", "xla")
+    assert folder == Path("/kept/here")
 
 
 def check(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
