@@ -62,6 +62,13 @@ class TorchBackend:
             if local_world_size > 1:
                 torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
 
+    def adopt(self, config: RunConfig, ranks: int) -> RunConfig:
+        if config.deepspeed.config is None:
+            return config
+        from gpu import zero  # only here: DeepSpeed takes seconds to import
+
+        return zero.adopt(config, self.device.type, max(ranks, self.world_size))
+
     def check(self, config: RunConfig) -> None:
         unsupported(
             [

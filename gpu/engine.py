@@ -37,7 +37,6 @@ def check(config: RunConfig, device_type: str) -> None:
     """Raise UserError for a setting that DDP and FSDP2 have no use for."""
     unsupported(
         [
-            (config.deepspeed.config is not None, "deepspeed.config: not part of this version"),
             (
                 config.train.optimizer not in ("adamw", "sgd"),
                 f"train.optimizer: {config.train.optimizer} is not part of this version; use adamw or sgd",

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from converters import Tensor as StoredTensor
-from gpu import zero_runtime
+from gpu import deepspeed_json, nvme, zero_runtime
 from gpu.generation import continue_text
 from gpu.quiet import native_stdout_closed
 from gpu.recompute import checkpoint_activations
 from gpu.zero_partitions import FlatPartitions, ShardedPartitions
-from gpu.zero_settings import settings_for
+from gpu.zero_settings import ModelSizes, settings_for
 from portable.backend import Batch, Health, unsupported
 from portable.loss import token_loss
 from portable.model import materialize, state_tensors, transformer_layers
 from portable.optim import build_optimizer
-from portable.plan import plan_batches
+from portable.plan import parameter_count, plan_batches
 from portable.resume import stored_state
 from portable.weights import to_torch
 
@@ -43,7 +43,6 @@ def check(config: RunConfig, device_type: str) -> None:
     """Raise UserError for a setting that ZeRO has no use for."""
     unsupported(
         [
-            (config.deepspeed.config is not None, "deepspeed.config: not part of this version"),
             (
                 config.train.optimizer not in ("adamw", "sgd"),
                 f"train.optimizer: {config.train.optimizer} does not work with ZeRO in this version; "
@@ -56,7 +55,19 @@ def check(config: RunConfig, device_type: str) -> None:
             ),
         ]
     )
-    zero_runtime.import_deepspeed(device_type)
+    deepspeed = zero_runtime.import_deepspeed(device_type)
+    if nvme.in_use(config):
+        nvme.check(config, deepspeed)
+
+
+def adopt(config: RunConfig, device_type: str, world_size: int) -> RunConfig:
+    """The config with what its DeepSpeed JSON says in place of defaults."""
+    if config.deepspeed.config is None:
+        return config
+    zero_runtime.import_deepspeed(device_type)  # which knows the keys
+    document = deepspeed_json.read(config)
+    assert document is not None
+    return deepspeed_json.adopt(config, document, world_size)
 
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> Engine:
@@ -65,7 +76,12 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> Engine:
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
     zero_runtime.start(deepspeed, machine.device)
     plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
-    settings = settings_for(config, plan, machine.device.type)
+    document = deepspeed_json.read(config)
+    if document is not None:
+        deepspeed_json.say_once(document, machine.rank)
+    settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
+    if nvme.in_use(config):
+        _make_room(model, config, machine)
     checkpoint_activations(model, config.memory.activation_checkpointing)
     if config.compile:
         for _, layer in transformer_layers(model):
@@ -80,6 +96,16 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> Engine:
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
     return ZeroEngine(engine, stage, config, machine)
+
+
+def _make_room(model: nn.Module, config: RunConfig, machine: Machine) -> None:
+    """An empty folder for this run's swap files, removed when the run ends."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    compute_bytes = 4 if config.precision in ("fp32", "tf32") else 2
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        nvme.check_room(config, parameter_count(model), compute_bytes, local / machine.world_size)
+        zero_runtime.empty_until_stop(nvme.run_folder(config))
+    torch.distributed.barrier()
 
 
 def _partition(deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device) -> None:
@@ -130,7 +156,7 @@ class ZeroEngine:
         if self._sharded:
             self._partitions = ShardedPartitions(engine.optimizer, names, machine.rank)
         else:
-            self._partitions = FlatPartitions(engine.optimizer, names, engine.optimizer.bit16_groups)
+            self._partitions = FlatPartitions(engine.optimizer, names, machine.rank)
         self._updates = 0
         self._skipped = 0
         self._first_bad: int | None = None

@@ -69,11 +69,16 @@ def read_run(source: ReadableTensor, start: int, stop: int) -> NDArray[Any]:
 class FlatPartitions:
     """ZeRO-1 and 2: one flat partition for each parameter group."""
 
-    def __init__(self, zero_optimizer: Any, names: Mapping[nn.Parameter, str], groups: list[Any]) -> None:
+    def __init__(self, zero_optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> None:
         self._zero = zero_optimizer
         self._base = zero_optimizer.optimizer
         self._flats: list[Tensor] = [group["params"][0] for group in self._base.param_groups]
-        self._fragments = [list(_fragments_of(group, names)) for group in groups]
+        self._fragments = [
+            list(_fragments_of(group, row, rank * flat.numel(), flat.numel(), names))
+            for group, row, flat in zip(
+                zero_optimizer.bit16_groups, zero_optimizer.bit16_groups_flat, self._flats, strict=True
+            )
+        ]
         self._stale = False
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
@@ -156,13 +161,20 @@ class _SwappedIn:
             self._zero._optimizer_states_and_gradient_swap_out(self._index)
 
 
-def _fragments_of(group: list[Any], names: Mapping[nn.Parameter, str]) -> Iterator[Fragment]:
+def _fragments_of(
+    group: list[Any], row: Tensor, first: int, size: int, names: Mapping[nn.Parameter, str]
+) -> Iterator[Fragment]:
+    """What the ``size`` elements from ``first`` on of a group's ``row`` hold of its parameters.
+
+    Told by where the parameters lie in memory: DeepSpeed's own account of it (``_hp_mapping``) is wrong where
+    the row is not in the model's order, as with ``round_robin_gradients``.
+    """
     for parameter in group:
-        mapping = parameter._hp_mapping
-        if mapping is not None:  # none of it lies on this rank
-            start = mapping.lp_fragment_address.start
-            stop = start + mapping.lp_fragment_address.numel
-            yield Fragment(names[parameter], start, stop, mapping.hp_fragment_address.start)
+        begin = (parameter.data_ptr() - row.data_ptr()) // row.element_size()
+        start = max(first - begin, 0)
+        stop = min(first + size - begin, parameter.numel())
+        if stop > start:
+            yield Fragment(names[parameter], start, stop, begin + start - first)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from gpu.quiet import native_stdout_closed
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 REMEDY = "install it with: pip install 'portable-trainer[deepspeed]', or use strategy full_shard"
@@ -37,6 +40,8 @@ def import_deepspeed(device_type: str) -> Any:
     except Exception as error:  # built for another torch, or a CUDA toolkit that it looks for in vain
         raise UserError(f"strategy: deepspeed cannot be imported ({one_line(error)}); {REMEDY}") from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if device_type == "cpu":  # that there is no CUDA is as it should be
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _choose_accelerator(device_type)
     return deepspeed
 
@@ -67,12 +72,27 @@ def start(deepspeed: Any, device: torch.device) -> None:
         with native_stdout_closed():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(transport, store=store, rank=0, world_size=1)
+    # It numbers parameters over a process's life, and names swap files by the numbers: a second run in the
+    # process would leave checkpoints that nobody can tell.
+    deepspeed.zero.Init.param_id = 0
     with native_stdout_closed():
         deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
 
 
+def empty_until_stop(folder: Path) -> None:
+    """Make ``folder`` anew, and remove it when :func:`stop` is called."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _scratch.append(folder)
+
+
+_scratch: list[Path] = []
+
+
 def stop() -> None:
     """Leave the process group, so that another run in this process can start on a new one."""
+    while _scratch:
+        shutil.rmtree(_scratch.pop(), ignore_errors=True)
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is None or deepspeed.comm.comm.cdb is None or not dist.is_initialized():
         return

@@ -1,29 +1,69 @@
-"""The DeepSpeed configuration that a run's own settings come to."""
+"""The DeepSpeed configuration that a run's own settings and its DeepSpeed JSON come to."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpu import deepspeed_json, nvme
+
 if TYPE_CHECKING:
+    from torch import nn
+
     from portable.config import RunConfig
     from portable.plan import BatchPlan
 
+# Swap buffers are laid out in whole blocks: room for the last one, in elements.
+_SWAP_BLOCK = 1 << 18
 
-def settings_for(config: RunConfig, plan: BatchPlan, device_type: str) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What of a model decides on the size of buckets and buffers, in elements."""
+
+    hidden: int
+    largest_parameter: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelSizes:
+        text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        largest = max(parameter.numel() for parameter in model.parameters())
+        return cls(int(getattr(text, "hidden_size", 1024)), largest)
+
+
+def settings_for(
+    config: RunConfig,
+    plan: BatchPlan,
+    sizes: ModelSizes,
+    document: deepspeed_json.Document | None,
+    device_type: str,
+) -> dict[str, Any]:
     """What to give ``deepspeed.initialize`` as its config."""
-    zero: dict[str, Any] = {"stage": int(config.strategy[-1]), "log_trace_cache_warnings": False}
-    pinned = device_type == "cuda"  # page-locked memory is for copies to a GPU
+    settings = _own_settings(config, plan)
+    if document is not None:
+        settings = deepspeed_json.merged(settings, document, sizes.hidden)
+    zero = settings["zero_optimization"]
+    for part in ("offload_optimizer", "offload_param"):
+        if part in zero and device_type == "cpu":
+            zero[part]["pin_memory"] = False  # page-locked memory is for copies to a GPU
+    if zero.get("offload_param", {}).get("device") == "nvme":
+        # Of one parameter's share each: smaller ones fail in the first step, larger ones are memory lost.
+        share = -(-sizes.largest_parameter // plan.world_size)
+        zero["offload_param"]["buffer_size"] = (share // _SWAP_BLOCK + 1) * _SWAP_BLOCK
+    return settings
+
+
+def _own_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     memory = config.memory
-    if memory.offload_optimizer != "none":
-        zero["offload_optimizer"] = {"device": memory.offload_optimizer, "pin_memory": pinned}
-    if memory.offload_params != "none":
-        zero["offload_param"] = {"device": memory.offload_params, "pin_memory": pinned}
-    for key, device in (
+    zero: dict[str, Any] = {"stage": int(config.strategy[-1]), "log_trace_cache_warnings": False}
+    for part, device in (
         ("offload_optimizer", memory.offload_optimizer),
         ("offload_param", memory.offload_params),
     ):
+        if device != "none":
+            zero[part] = {"device": device, "pin_memory": True}
         if device == "nvme":
-            zero[key]["nvme_path"] = memory.nvme_path
+            zero[part]["nvme_path"] = str(nvme.run_folder(config))
     settings: dict[str, Any] = {
         "train_batch_size": plan.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
@@ -35,6 +75,15 @@ def settings_for(config: RunConfig, plan: BatchPlan, device_type: str) -> dict[s
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
     }
+    if nvme.in_use(config):
+        # A queue deep enough for a local NVMe drive, in requests large enough to reach its bandwidth.
+        settings["aio"] = {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        }
     if config.precision in ("bf16", "fp16"):
         settings[config.precision] = {"enabled": True}
         # Gradients are summed over ranks, and over micro-batches where each rank keeps its share, in fp32.

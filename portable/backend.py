@@ -119,6 +119,17 @@ class Backend(Protocol):
     def devices_per_rank(self) -> int:
         """Devices that this rank drives."""
 
+    def adopt(self, config: RunConfig, ranks: int) -> RunConfig:
+        """Put what a file in an engine's own format says (a DeepSpeed JSON) in place of defaults.
+
+        Args:
+            config: as the user gave it.
+            ranks: that this process will start; 1 where it is a rank itself.
+
+        Raises:
+            UserError: where that file contradicts the config.
+        """
+
     def check(self, config: RunConfig) -> None:
         """Raise :class:`UserError` for a setting that this backend has no use for, before any work."""
 

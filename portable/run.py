@@ -374,9 +374,9 @@ def _tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[
     }
 
 
-def resolve(config: RunConfig, backend: Backend) -> RunConfig:
+def resolve(config: RunConfig, backend: Backend, ranks: int = 1) -> RunConfig:
     """Replace what ``auto`` stands for on this machine, and check the config against the backend."""
-    config = _as_begun(config, backend.name)
+    config = _as_begun(backend.adopt(config, ranks), backend.name)
     if config.precision == "auto":
         config = config.replaced({"precision": backend.resolve_precision("auto")})
     backend.check(config)
@@ -406,8 +406,8 @@ def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> Non
 
     The device itself is left alone: a launcher that opened it would hold memory on it all through the run.
     """
-    config = _as_begun(config, backend_name)
     backend = backend_room(backend_name).create(backend_name)
+    config = _as_begun(backend.adopt(config, ranks), backend_name)
     backend.check(config)
     check_trackers(config.log.trackers)
     check_same_run(Path(config.output_dir), config)
@@ -511,7 +511,7 @@ def describe_checkpoint(path: Path) -> int:
 def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     """Print the resolved config and what the run would do; write nothing."""
     backend = backend_room(backend_name).create(backend_name)
-    config = resolve(config, backend)
+    config = resolve(config, backend, ranks)
     folder = Path(config.output_dir)
     check_same_run(folder, config)
     model_config = models.model_config(config.model)

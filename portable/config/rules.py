@@ -182,7 +182,8 @@ def _memory(config: RunConfig) -> Iterator[ConflictError]:
             (on_nvme[0], "memory.nvme_path"),
             f"{on_nvme[0]} nvme needs memory.nvme_path, a folder on a local disk",
         )
-    if memory.nvme_path is not None and not on_nvme:
+    # A DeepSpeed JSON, which only the backend reads, may be what sends something there.
+    if memory.nvme_path is not None and not on_nvme and config.deepspeed.config is None:
         yield ConflictError(
             ("memory.nvme_path",),
             "memory.nvme_path is set and nothing goes there; set memory.offload_optimizer or "

@@ -25,8 +25,7 @@ STAGES = ["zero1", "zero2", "zero3"]
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    if str(settings.get("strategy")).startswith("zero"):
-        renumber()
+    renumber()
     return train_leg("cpu", configured(folder, corpus, train__micro_batch_size=1, **settings))
 
 

@@ -1,0 +1,446 @@
+"""A DeepSpeed JSON as part of a run: read, checked, and reconciled with the run's own settings.
+
+What both can say (batch sizes, precision, optimizer, schedule, clipping, offloading) is taken over into the
+run's config, where a default yields to the JSON and a value that was set must agree with it. All else goes to
+DeepSpeed as it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu.deepspeed_keys import check_keys
+from portable.backend import require
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from portable.config import RunConfig
+
+AUTO = "auto"
+_MOST_BYTES = 1 << 20
+_KEY = "deepspeed.config"
+_SHAPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A DeepSpeed configuration whose keys are known to be right.
+
+    Attributes:
+        values: the configuration.
+        name: the file, or the setting that holds the mapping, as error lines name it.
+        notices: what was changed in it for the installed DeepSpeed, one line each.
+    """
+
+    values: dict[str, Any]
+    name: str
+    notices: tuple[str, ...]
+
+    def get(self, path: str) -> Any:
+        """The value at the dotted ``path``; None where there is none, or where it is ``auto``."""
+        found: Any = self.values
+        for part in path.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return None if found == AUTO else found
+
+
+def read(config: RunConfig) -> Document | None:
+    """The JSON of ``deepspeed.config``, or None.
+
+    Raises:
+        UserError: if it cannot be read, or holds a key that DeepSpeed does not know.
+    """
+    given = config.deepspeed.config
+    if given is None:
+        return None
+    values, name = (deepcopy(given), _KEY) if isinstance(given, dict) else (_load(Path(given)), str(given))
+    notices = _modernise(values)
+    _refuse_removed(values, name)
+    check_keys(values, name)
+    return Document(values, name, tuple(notices))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(one_line(f"{_KEY}: {path} cannot be read: {reason}")) from error
+    require(len(text) <= _MOST_BYTES, f"{_KEY}: {path} is no DeepSpeed JSON: larger than a megabyte")
+    try:
+        values = json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(one_line(f"{path}: not JSON: {error}")) from error
+    require(isinstance(values, dict), f"{path}: a DeepSpeed JSON must be a mapping")
+    found: dict[str, Any] = values
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    require(twice is None, f"{path}: the key {twice} stands there twice")
+    return dict(pairs)
+
+
+def _modernise(values: dict[str, Any]) -> list[str]:
+    """Put what other projects' documentation has in old places where DeepSpeed looks for it today."""
+    notices = []
+    zero = values.get("zero_optimization")
+    if isinstance(zero, dict) and "aio" in zero:
+        aio = zero.pop("aio")
+        values.setdefault("aio", aio)
+        notices.append("aio stands at the top level today, and was moved there from zero_optimization")
+    aio = values.get("aio")
+    if isinstance(aio, dict) and "thread_count" in aio:
+        aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
+        notices.append("aio.thread_count is called aio.intra_op_parallelism today")
+    if "bfloat16" in values:
+        values.setdefault("bf16", values.pop("bfloat16"))
+    return notices
+
+
+def _refuse_removed(values: Mapping[str, Any], name: str) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys
+
+    try:
+        _reject_removed_config_keys(values)
+    except DeepSpeedConfigError as error:
+        raise UserError(f"{name}: {one_line(error)}") from error
+
+
+# -- taken over into the run's config --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """One setting that both files have.
+
+    Attributes:
+        path: its dotted place in the JSON.
+        key: its dotted name in the run's config.
+        convert: the JSON's value as the run's config has it.
+    """
+
+    path: str
+    key: str
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+_SHARED = (
+    _Shared("train_batch_size", "train.global_batch_size"),
+    _Shared("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
+    _Shared("gradient_clipping", "train.max_grad_norm", lambda value: float(value) or None),
+    _Shared("optimizer.params.lr", "train.learning_rate"),
+    _Shared("optimizer.params.betas", "train.betas", tuple),
+    _Shared("optimizer.params.eps", "train.eps"),
+    _Shared("optimizer.params.weight_decay", "train.weight_decay"),
+    _Shared("scheduler.params.warmup_max_lr", "train.learning_rate"),
+    _Shared("scheduler.params.warmup_num_steps", "train.warmup_steps"),
+    _Shared("scheduler.params.total_num_steps", "train.steps"),
+    _Shared("scheduler.params.cos_min_ratio", "train.min_learning_rate_ratio"),
+    _Shared("zero_optimization.offload_optimizer.device", "memory.offload_optimizer"),
+    _Shared("zero_optimization.offload_param.device", "memory.offload_params"),
+)
+
+
+def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
+    """The config with what the JSON says in place of defaults.
+
+    Raises:
+        UserError: where the JSON contradicts a setting of the run, or itself.
+    """
+    found: dict[str, Any] = {}
+
+    def put(key: str, value: Any, path: str) -> None:
+        ours = config.get(key)
+        if config.is_set(key) and ours != AUTO and not _same(ours, value):
+            raise UserError(
+                f"{document.name}: {path} is {_shown(value)} and {key} is {_shown(ours)}; "
+                f"set one of the two, or {path} to auto"
+            )
+        if key in found and not _same(found[key], value):
+            raise UserError(
+                f"{document.name}: {path} says {_shown(value)} for {key}, which it has as "
+                f"{_shown(found[key])} elsewhere; make them agree"
+            )
+        found[key] = value
+
+    put("strategy", _strategy(config, document), "zero_optimization.stage")
+    precision = _precision(document)
+    if precision is not None and not (precision == "fp32" and config.precision == "tf32"):
+        put("precision", precision, f"{'bf16' if precision == 'bf16' else 'fp16'}.enabled")
+    _check_optimizer(document, put)
+    _check_schedule(document, put)
+    for shared in _SHARED:
+        value = document.get(shared.path)
+        if value is not None:
+            try:
+                put(shared.key, shared.convert(value), shared.path)
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{document.name}: {shared.path}: {one_line(error)}") from error
+    _batch(config, document, world_size, put)
+    nvme = next(
+        (
+            path
+            for part in ("offload_optimizer", "offload_param")
+            if (path := document.get(f"zero_optimization.{part}.nvme_path")) is not None
+            and document.get(f"zero_optimization.{part}.device") == "nvme"
+        ),
+        None,
+    )
+    if nvme is not None and not config.is_set("memory.nvme_path"):
+        found["memory.nvme_path"] = str(nvme)
+    recompute = "memory.activation_checkpointing"
+    if document.values.get("activation_checkpointing") and not config.is_set(recompute):
+        found[recompute] = "full"
+    _check_values(document)
+    try:
+        return config.replaced(found)
+    except UserError as error:
+        raise UserError(f"{document.name}: {error}") from error
+
+
+_NEEDED = {
+    "bf16.check_grad_overflow": "an update that is not finite could not be told",
+    "zero_optimization.compute_grad_norm": "the gradient norm could neither be bounded nor shown",
+    "managed_gradient_accumulation": "the run tells where a step ends",
+}
+
+# What puts another engine or another layout in place of the ones that are driven here, with the value that
+# changes nothing.
+_FOREIGN: dict[str, Any] = {
+    "zero_optimization.zenflow": None,
+    "zero_optimization.offload_optimizer.super_offload": False,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
+    "tensor_parallel": None,
+    "expert_parallel": None,
+    "hybrid_engine.enabled": False,
+    "compile.deepcompile": False,
+    "fp16.fp16_master_weights_and_grads": False,
+    "bf16.bf16_master_weights_and_grads": False,
+}
+
+
+def _check_values(document: Document) -> None:
+    """Raise UserError for a value that DeepSpeed would not take, or a switch that the run depends on."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    for path, reason in _NEEDED.items():
+        require(document.get(path) is not False, f"{document.name}: {path} false: {reason}; remove it")
+    for path, harmless in _FOREIGN.items():
+        value = document.get(path)
+        require(
+            value in (None, False, harmless),
+            f"{document.name}: {path} is not part of this version; remove it",
+        )
+    if document.get("zero_optimization.stage") == 1 and document.get("bf16.enabled"):
+        require(
+            document.get("data_types.grad_accum_dtype") != "fp32",
+            f"{document.name}: data_types.grad_accum_dtype fp32 is for stages 2 and 3 here, where gradients "
+            "are accumulated in shares; use zero_optimization.stage 2",
+        )
+    sections = (
+        ("zero_optimization", DeepSpeedZeroConfig),
+        ("bf16", DeepSpeedBF16Config),
+        ("fp16", DeepSpeedFP16Config),
+    )
+    for section, model in sections:
+        values = document.values.get(section, {})
+        require(isinstance(values, dict), f"{document.name}: {section} must be a mapping")
+        try:
+            model(**_filled(values, {}, (section,)))
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = ".".join((section, *(str(part) for part in first["loc"])))
+            raise UserError(one_line(f"{document.name}: {path}: {first['msg']}")) from error
+
+
+def _strategy(config: RunConfig, document: Document) -> str:
+    stage = document.get("zero_optimization.stage")
+    if stage is None and config.is_set("strategy"):
+        return config.strategy
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
+        raise UserError(
+            f"{document.name}: zero_optimization.stage is {_shown(stage)}; it must be 1, 2 or 3 (without "
+            "ZeRO, remove deepspeed.config and use strategy no_shard)"
+        )
+    return f"zero{stage}"
+
+
+def _precision(document: Document) -> str | None:
+    """What the JSON says of the compute type; None where it leaves it to the run."""
+    switches = {kind: document.values.get(kind, {}) for kind in ("bf16", "fp16")}
+    enabled = {kind: block.get("enabled") for kind, block in switches.items() if isinstance(block, dict)}
+    on = [kind for kind, value in enabled.items() if value is True]
+    require(len(on) < 2, f"{document.name}: bf16.enabled and fp16.enabled are both true; choose one")
+    if on:
+        return on[0]
+    return "fp32" if False in enabled.values() and AUTO not in enabled.values() else None
+
+
+def _check_optimizer(document: Document, put: Callable[[str, Any, str], None]) -> None:
+    kind = document.get("optimizer.type")
+    if kind is None:
+        return
+    ours = _OPTIMIZERS.get(str(kind).lower())
+    require(
+        ours is not None,
+        f"{document.name}: optimizer.type {kind} is not part of this version; use AdamW, Adam or SGD",
+    )
+    put("train.optimizer", ours, "optimizer.type")
+    params = document.values["optimizer"].get("params") or {}
+    plain_adam = str(kind).lower() == "adam" and params.get("adam_w_mode") is False
+    for refused, what in ((plain_adam, "adam_w_mode false"), (bool(params.get("amsgrad")), "amsgrad")):
+        require(
+            not refused,
+            f"{document.name}: optimizer.params: {what} is not part of this version; remove it",
+        )
+    if ours == "sgd" and "momentum" in params:
+        put("train.betas", (params["momentum"], 0.95), "optimizer.params.momentum")
+
+
+def _check_schedule(document: Document, put: Callable[[str, Any, str], None]) -> None:
+    kind = document.get("scheduler.type")
+    if kind is None:
+        return
+    require(
+        kind in _SHAPES,
+        f"{document.name}: scheduler.type {kind} is not part of this version; use {', '.join(_SHAPES)}, or "
+        "remove it and set train.schedule",
+    )
+    put("train.schedule", _SHAPES[kind], "scheduler.type")
+    for name in ("warmup_min_lr", "warmup_min_ratio"):
+        start = document.get(f"scheduler.params.{name}")
+        require(
+            not start,
+            f"{document.name}: scheduler.params.{name} is {_shown(start)}; the warm-up starts at 0 here, "
+            "so set it to 0 or auto",
+        )
+
+
+def _batch(
+    config: RunConfig, document: Document, world_size: int, put: Callable[[str, Any, str], None]
+) -> None:
+    """Check that batch size = micro-batch x accumulation x ranks, and work out the one that is missing."""
+    total = document.get("train_batch_size")
+    micro = document.get("train_micro_batch_size_per_gpu")
+    steps = document.get("gradient_accumulation_steps")
+    if micro is None:
+        micro = config.train.micro_batch_size
+    if total is None and config.is_set("train.global_batch_size"):
+        total = config.train.global_batch_size
+    numbers = [number for number in (total, micro, steps) if number is not None]
+    require(
+        all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in numbers),
+        f"{document.name}: train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps "
+        "must be positive whole numbers or auto",
+    )
+    named = document.get("train_micro_batch_size_per_gpu") is not None
+    if steps is None:
+        if named and total is not None and total % (micro * world_size):
+            raise UserError(
+                f"{document.name}: a batch of {total} cannot be cut into train_micro_batch_size_per_gpu "
+                f"{micro} x {world_size} ranks; set one of them to auto"
+            )
+        return
+    if total is None:
+        put("train.global_batch_size", micro * steps * world_size, "gradient_accumulation_steps")
+        put("train.micro_batch_size", micro, "gradient_accumulation_steps")
+        return
+    if total % (steps * world_size):
+        raise UserError(
+            f"{document.name}: a batch of {total} cannot be cut into gradient_accumulation_steps {steps} x "
+            f"{world_size} ranks; set gradient_accumulation_steps to auto"
+        )
+    fitting = total // (steps * world_size)
+    if (named or config.is_set("train.micro_batch_size")) and micro != fitting:
+        raise UserError(
+            f"{document.name}: a batch of {total} is not train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {world_size} ranks; set one of them to auto"
+        )
+    put("train.micro_batch_size", fitting, "gradient_accumulation_steps")
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, tuple) and isinstance(theirs, list | tuple):
+        return list(ours) == list(theirs)
+    return bool(ours == theirs)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+# -- handed to DeepSpeed ---------------------------------------------------------------------------------
+
+# What the run decides by itself, through its optimizer, its schedule and its own batches.
+_OURS = ("optimizer", "scheduler", "activation_checkpointing")
+
+
+def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dict[str, Any]:
+    """The configuration for DeepSpeed: the JSON's values over those of the run that both do not share.
+
+    Args:
+        base: what the run's own settings come to.
+        document: the JSON, already reconciled with them.
+        hidden_size: of the model, by which bucket sizes are ``auto``.
+    """
+    values = {key: value for key, value in document.values.items() if key not in _OURS}
+    sizes = {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    filled = _filled(values, {"zero_optimization": sizes}, ())
+    settings = _over(base, filled)
+    for part in ("offload_optimizer", "offload_param"):  # the run's own folder on the disk
+        ours = base["zero_optimization"].get(part, {})
+        if "nvme_path" in ours:
+            settings["zero_optimization"][part]["nvme_path"] = ours["nvme_path"]
+    for kind in ("bf16", "fp16"):  # which of them is on has been settled with the run's precision
+        if kind in settings:
+            settings[kind] = {**settings[kind], "enabled": kind in base}
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        settings[key] = base[key]
+    return settings
+
+
+def _filled(values: Mapping[str, Any], sizes: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Without ``auto``: those that have a value here get it, the others leave the key to the run."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            inside = sizes.get(key, {})
+            found[key] = _filled(value, inside if isinstance(inside, dict) else {}, (*path, key))
+        elif value != AUTO or (*path, key) == ("data_types", "keep_in_fp32_modules"):
+            found[key] = value
+        elif key in sizes:
+            found[key] = sizes[key]
+    return found
+
+
+def _over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``values`` put in, section by section."""
+    found = dict(base)
+    for key, value in values.items():
+        inside = found.get(key)
+        found[key] = _over(inside, value) if isinstance(value, dict) and isinstance(inside, dict) else value
+    return found
+
+
+def say_once(document: Document, rank: int) -> None:
+    """Tell the person what was changed in the JSON, on the first rank."""
+    if rank == 0:
+        for notice in document.notices:
+            print(f"note: {document.name}: {notice}", file=sys.stderr)

@@ -1,0 +1,92 @@
+"""The disk that ZeRO-Infinity swaps to: whether it can serve, and this run's folder on it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.backend import require
+from portable.errors import UserError, one_line
+from portable.metrics import human_bytes
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+
+_RAM_DISKS = ("tmpfs", "ramfs", "devtmpfs")
+_KEY = "memory.nvme_path"
+
+
+def in_use(config: RunConfig) -> bool:
+    """Whether anything goes to the disk."""
+    return "nvme" in (config.memory.offload_optimizer, config.memory.offload_params)
+
+
+def check(config: RunConfig, deepspeed: Any) -> None:
+    """Raise UserError unless ``memory.nvme_path`` is a writable folder on a disk, and can be swapped to."""
+    assert config.memory.nvme_path is not None  # the schema sees to it
+    path = Path(config.memory.nvme_path)
+    try:
+        require(path.exists(), f"{_KEY}: {path} does not exist; make the folder, or name another")
+        require(path.is_dir(), f"{_KEY}: {path} is not a folder")
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except (OSError, ValueError) as error:
+        raise UserError(f"{_KEY}: {path} cannot be written to ({one_line(error)})") from error
+    kind = filesystem(path)
+    require(
+        kind not in _RAM_DISKS,
+        f"{_KEY}: {path} lies in memory ({kind}), where offloading saves nothing; name a folder on a disk",
+    )
+    builder = deepspeed.ops.op_builder.AsyncIOBuilder()
+    require(
+        builder.is_compatible(verbose=False),
+        "memory: offloading to nvme needs DeepSpeed's async_io, which cannot be built here; install the "
+        "system's libaio (Debian: apt install libaio-dev) and a C++ compiler, or offload to cpu",
+    )
+
+
+def check_room(config: RunConfig, parameters: int, compute_bytes: int, share: float) -> None:
+    """Raise UserError if the disk is too small for what this machine's ranks will keep on it.
+
+    Args:
+        config: of the run.
+        parameters: of the whole model.
+        compute_bytes: a parameter's size in the compute type.
+        share: of the ranks, those on this machine.
+    """
+    each = 16 if config.memory.offload_optimizer == "nvme" else 0  # master, gradient, two moments
+    each += compute_bytes if config.memory.offload_params == "nvme" else 0
+    needed = int(each * parameters * share)
+    assert config.memory.nvme_path is not None
+    free = shutil.disk_usage(config.memory.nvme_path).free
+    require(
+        free >= needed,
+        f"{_KEY}: {config.memory.nvme_path} has {human_bytes(free)} left and this run swaps "
+        f"{human_bytes(needed)} there; make room, or name another disk",
+    )
+
+
+def run_folder(config: RunConfig) -> Path:
+    """This run's own folder under ``memory.nvme_path``, so that two runs can share the disk."""
+    assert config.memory.nvme_path is not None
+    digest = hashlib.sha256(os.fsencode(Path(config.output_dir).absolute())).hexdigest()[:12]
+    return Path(config.memory.nvme_path) / f"portable-swap-{digest}"
+
+
+def filesystem(path: Path) -> str:
+    """The type of the file system that ``path`` lies on; empty where the system does not tell."""
+    mounts = Path("/proc/mounts")
+    if not mounts.exists():
+        return ""
+    found, longest = "", -1
+    resolved = path.resolve()
+    for line in mounts.read_text().splitlines():
+        _, point, kind, *_ = line.split()
+        point = point.replace("\\040", " ")
+        if len(point) > longest and resolved.is_relative_to(point):
+            found, longest = kind, len(point)
+    return found

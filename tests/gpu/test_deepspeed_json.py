@@ -1,0 +1,338 @@
+"""DeepSpeed's own JSON: taken over, filled in, and never misread in silence."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from gpu import deepspeed_json, zero_runtime
+from gpu.deepspeed_keys import check_keys, known_keys
+from portable.backend import backend_room
+from portable.errors import UserError
+from portable.plan import plan_batches
+from portable.run import resolve
+from tests.gpu.test_parity import assert_close
+from tests.gpu.test_zero import zero_losses
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+
+ADAMW: dict[str, Any] = {
+    "type": "AdamW",
+    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+}
+WARMUP: dict[str, Any] = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+}
+FP16: dict[str, Any] = {
+    "enabled": "auto",
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+BATCHES: dict[str, Any] = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+STAGE3: dict[str, Any] = {
+    "stage": 3,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+# The files of Hugging Face's DeepSpeed guide, as they stand there.
+GUIDE: dict[str, dict[str, Any]] = {
+    "zero1": {"zero_optimization": {"stage": 1}},
+    "zero2": {
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "allgather_partitions": True,
+            "allgather_bucket_size": 5e8,
+            "overlap_comm": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 5e8,
+            "contiguous_gradients": True,
+            "round_robin_gradients": True,
+        }
+    },
+    "zero3": {
+        "fp16": FP16,
+        "optimizer": ADAMW,
+        "scheduler": WARMUP,
+        "zero_optimization": {
+            **STAGE3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "pin_memory": True},
+        },
+        **BATCHES,
+    },
+    "nvme": {
+        "fp16": FP16,
+        "optimizer": ADAMW,
+        "scheduler": WARMUP,
+        "zero_optimization": {
+            **STAGE3,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": "/local_nvme",
+                "pin_memory": True,
+                "buffer_count": 4,
+                "fast_init": False,
+            },
+            "offload_param": {
+                "device": "nvme",
+                "nvme_path": "/local_nvme",
+                "pin_memory": True,
+                "buffer_count": 5,
+                "buffer_size": 1e8,
+                "max_in_cpu": 1e9,
+            },
+            "aio": {
+                "block_size": 262144,
+                "queue_depth": 32,
+                "thread_count": 1,
+                "single_submit": False,
+                "overlap_events": True,
+            },
+        },
+        **BATCHES,
+    },
+    "inference": {
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": False},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 48 * 48,
+            "stage3_prefetch_bucket_size": 0.9 * 50 * 50,
+            "stage3_param_persistence_threshold": 480,
+        },
+        "steps_per_print": 2000,
+        "train_batch_size": 6,
+        "train_micro_batch_size_per_gpu": 1,
+        "wall_clock_breakdown": False,
+    },
+    "node-local": {"zero_optimization": {"stage": 2}, "checkpoint": {"use_node_local_storage": True}},
+    "communication": {"zero_optimization": {"stage": 2}, "communication_data_type": "fp32"},
+    "untested": {
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed() -> Any:
+    return zero_runtime.import_deepspeed("cpu")
+
+
+def resolved(folder: Path, corpus: Path, document: Any, **settings: Any) -> RunConfig:
+    config = configured(folder, corpus, deepspeed__config=document, **settings)
+    return resolve(config, backend_room("cpu").create("cpu"), 2)
+
+
+def from_guide(name: str, folder: Path) -> dict[str, Any]:
+    """The guide's file; where it names a disk, one that is there."""
+    document = deepcopy(GUIDE[name])
+    for part in ("offload_optimizer", "offload_param"):
+        block = document["zero_optimization"].get(part, {})
+        if "nvme_path" in block:
+            block["nvme_path"] = str(folder)
+    return document
+
+
+@pytest.mark.parametrize("name", GUIDE)
+def test_the_guides_files_train(name: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    if name == "nvme":
+        require_libaio()
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(from_guide(name, tmp_path)))
+    settings: dict[str, Any] = {"train__micro_batch_size": 1, "train__schedule": "constant"}
+    plain = ranks.run(1, zero_losses, configured(tmp_path, corpus, strategy="no_shard", **settings))
+    config = configured(tmp_path, corpus, deepspeed__config=str(file), **settings)
+    assert_close(ranks.run(2, zero_losses, config), plain, 1e-5)
+    assert not list(tmp_path.glob("portable-swap-*"))
+
+
+def require_libaio() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("the system has no libaio")
+
+
+def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None:
+    document = {
+        "train_batch_size": 12,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.002, "betas": [0.8, 0.9], "eps": 1e-7}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": 20}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "activation_checkpointing": {"partition_activations": True},
+    }
+    settings = configured(tmp_path, corpus).model_dump()
+    from portable.config import load_config
+
+    given = {"model": {"config": settings["model"]["config"]}, "deepspeed": {"config": document}}
+    config = resolve(load_config(given), backend_room("cpu").create("cpu"), 2)
+    assert (config.strategy, config.precision) == ("zero3", "bf16")
+    train = config.train
+    assert (train.global_batch_size, train.micro_batch_size, train.max_grad_norm) == (12, 2, 0.5)
+    assert (train.learning_rate, train.betas, train.eps) == (0.002, (0.8, 0.9), 1e-7)
+    assert (train.schedule, train.warmup_steps, train.steps) == ("linear", 5, 20)
+    assert config.memory.offload_optimizer == "cpu"
+    assert config.memory.activation_checkpointing == "full"
+    assert plan_batches(config, world_size=2, rank=0).accumulation_steps == 3
+    from portable.config import dump_yaml
+
+    written = tmp_path / "config.yaml"
+    written.write_text(dump_yaml(config))
+    again = resolve(load_config(written), backend_room("cpu").create("cpu"), 2)
+    assert again == config  # a resolved config agrees with the JSON in it
+
+
+CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"train_batch_size": 8}, {}, ["train_batch_size is 8", "train.global_batch_size is 6"]),
+    ({"gradient_clipping": 0.5}, {"train__max_grad_norm": 1.0}, ["gradient_clipping", "train.max_grad_norm"]),
+    ({"zero_optimization": {"stage": 2}}, {"strategy": "zero3"}, ["stage", "zero2", "strategy", "zero3"]),
+    ({"zero_optimization": {"stage": 0}}, {}, ["zero_optimization.stage is 0", "no_shard"]),
+    ({"bf16": {"enabled": True}}, {}, ["bf16.enabled", "precision is", "fp32"]),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, ["bf16.enabled", "fp16.enabled"]),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, {}, ["optimizer.params.lr", "0.003"]),
+    ({"optimizer": {"type": "Lamb"}}, {}, ["optimizer.type Lamb", "AdamW"]),
+    ({"scheduler": {"type": "OneCycle"}}, {}, ["scheduler.type OneCycle", "train.schedule"]),
+    ({"train_micro_batch_size_per_gpu": 2}, {}, ["cannot be cut", "2 x 2 ranks"]),
+    ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps 4", "auto"]),
+    ({"gradient_accumulation_steps": "3"}, {}, ["whole numbers"]),
+    ({"nebula": {"enabled": True}}, {}, ["removed"]),
+    ({"bf16": {"check_grad_overflow": False}}, {"precision": "bf16"}, ["check_grad_overflow"]),
+    ({"zero_optimization": {"stage": 2, "overlap_comm": "maybe"}}, {}, ["overlap_comm"]),
+    ({"fp16": {"enabled": True}}, {"precision": "auto"}, ["fp16", "cpu"]),
+    (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        {},
+        ["memory.offload_params", "zero2"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("document", "settings", "words"), CONFLICTS)
+def test_contradictions_name_both_sides(
+    document: dict[str, Any], settings: dict[str, Any], words: list[str], tmp_path: Path, corpus: Path
+) -> None:
+    document = {"zero_optimization": {"stage": 2}, **document}
+    with pytest.raises(UserError) as caught:
+        resolved(tmp_path, corpus, document, **settings)
+    line = str(caught.value)
+    assert "\n" not in line
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["not JSON"]),
+        ("[]", ["must be a mapping"]),
+        ('{"fp16": {}, "fp16": {}}', ["fp16", "twice"]),
+        ("\x00", ["not JSON"]),
+    ],
+)
+def test_files_that_are_no_configuration(text: str, words: list[str], tmp_path: Path, corpus: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        resolved(tmp_path, corpus, str(file))
+    for word in [str(file), *words]:
+        assert word in str(caught.value)
+
+
+def leaves(known: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for key, inside in known.items():
+        if key != "*":
+            found.append((*path, key))
+            found += leaves(inside, (*path, key)) if inside else []
+    return found
+
+
+def nested(path: tuple[str, ...]) -> dict[str, Any]:
+    value: Any = 1
+    for key in reversed(path):
+        value = {key: value}
+    made: dict[str, Any] = value
+    return made
+
+
+def test_every_key_is_known_and_every_misspelling_found() -> None:
+    known = known_keys({})
+    paths = leaves(known)
+    assert len(paths) > 250
+    for path in paths:
+        check_keys(nested(path), "ds.json")
+        *around, name = path
+        for wrong in (f"{name}x", name[:-1] + "1" + name[-1], f"{name}_{name}"):
+            inside: Any = known
+            for key in around:
+                inside = inside[key]
+            if wrong in inside or "*" in inside:
+                continue
+            with pytest.raises(UserError, match=f"unknown key {'.'.join((*around, wrong))}"):
+                check_keys(nested((*around, wrong)), "ds.json")
+
+
+MISSPELT = {
+    "gradient_clipp1ng": "gradient_clipping",
+    "train_micro_batch_size_per_gpus": "train_micro_batch_size_per_gpu",
+    "zero_optimisation": "zero_optimization",
+    "zero_optimization.offload_optimiser": "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param.pin_memmory": "zero_optimization.offload_param.pin_memory",
+    "fp16.initial_scale_pwoer": "fp16.initial_scale_power",
+    "aio.que_depth": "aio.queue_depth",
+    "optimizer.params.weight_decai": "optimizer.params.weight_decay",
+    "checkpoint.use_node_local_store": "checkpoint.use_node_local_storage",
+    "flops_profiler.profile_stp": "flops_profiler.profile_step",
+}
+
+
+@pytest.mark.parametrize(("wrong", "right"), MISSPELT.items())
+def test_a_near_miss_gets_a_suggestion(wrong: str, right: str) -> None:
+    with pytest.raises(UserError, match=f"did you mean {right}"):
+        check_keys(nested(tuple(wrong.split("."))), "ds.json")
+
+
+def test_old_places_are_mended_and_told(tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path, corpus, deepspeed__config=from_guide("nvme", tmp_path))
+    document = deepspeed_json.read(config)
+    assert document is not None
+    assert document.values["aio"]["intra_op_parallelism"] == 1
+    assert "aio" not in document.values["zero_optimization"]
+    assert len(document.notices) == 2

@@ -1,0 +1,82 @@
+"""ZeRO-Infinity: what is swapped to a disk trains, is saved and goes on as if it had never left memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from gpu import nvme
+from portable.errors import UserError
+from tests.gpu.test_deepspeed_json import require_libaio
+from tests.gpu.test_zero_checkpoints import leg, losses, weights
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+# DeepSpeed swaps nothing that is smaller than a megabyte.
+MODEL = {**TINY_MODEL, "hidden_size": 320, "intermediate_size": 688}
+EVERYTHING: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "max_in_cpu": 0},
+        "offload_optimizer": {"device": "nvme"},
+        "stage3_param_persistence_threshold": 1000,
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory, corpus: Path, ranks: RankPool) -> Path:
+    run = tmp_path_factory.mktemp("memory") / "run"
+    assert ranks.run(2, leg, run, corpus, {"strategy": "zero3", "model__config": MODEL}) == 0
+    return run
+
+
+@pytest.mark.parametrize("what", ["optimizer", "optimizer and parameters"])
+def test_trains_and_goes_on(
+    what: str, in_memory: Path, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    require_libaio()
+    settings: dict[str, Any] = {"model__config": MODEL, "memory__nvme_path": str(tmp_path)}
+    if what == "optimizer":
+        settings |= {"strategy": "zero3", "memory__offload_optimizer": "nvme"}
+    else:
+        settings |= {"deepspeed__config": EVERYTHING}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert ranks.run(2, leg, whole, corpus, settings) == 0
+    assert losses(whole) == pytest.approx(losses(in_memory), rel=1e-5)
+    assert ranks.run(2, leg, run, corpus, settings | {"train__stop_after": 5}) == 0
+    swapped = list((run / "checkpoints" / "step-000005").rglob("*.swp"))
+    assert len(swapped) == 2 * 3  # of two ranks: masters and two moments
+    assert ranks.run(2, leg, run, corpus, settings) == 0
+    assert losses(run) == losses(whole)
+    assert weights(run) == weights(whole)
+    assert not list(tmp_path.glob("portable-swap-*"))
+
+
+def refused(folder: Path, corpus: Path, path: Path) -> str:
+    config = configured(
+        folder, corpus, strategy="zero3", memory__offload_optimizer="nvme", memory__nvme_path=str(path)
+    )
+    import deepspeed
+
+    with pytest.raises(UserError) as caught:
+        nvme.check(config, deepspeed)
+        nvme.check_room(config, 10**15, 4, 1.0)
+    return str(caught.value)
+
+
+def test_a_disk_that_cannot_serve_is_refused(tmp_path: Path, corpus: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert "does not exist" in refused(tmp_path, corpus, tmp_path / "missing")
+    assert "is not a folder" in refused(tmp_path, corpus, file)
+    require_libaio()
+    assert "make room" in refused(tmp_path, corpus, tmp_path)
+    if nvme.filesystem(Path("/dev/shm")) == "tmpfs":
+        assert "lies in memory (tmpfs)" in refused(tmp_path, corpus, Path("/dev/shm"))
