@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from gpu.sharding import ShardedModel
-    from gpu.strategies import Machine
-    from portable.backend import Engine, SaveHandle
+    from gpu.strategies import CountingEngine, Machine
+    from portable.backend import SaveHandle
     from portable.config import RunConfig
     from portable.weights import ReadableTensor
 
@@ -64,7 +64,7 @@ def check(config: RunConfig, device_type: str) -> None:
     )
 
 
-def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> Engine:
+def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
     """Spread a model from the meta device over the ranks; the weights are still unset."""
     return TorchEngine(shard(model, config, machine.device, machine.world_size), config, machine.device)
 
@@ -116,6 +116,10 @@ class TorchEngine:
     def health(self) -> Health:
         skipped, first = torch.stack([self._skipped, self._first_bad]).tolist()
         return Health(int(skipped), int(first) if first >= 0 else None)
+
+    def figures(self) -> dict[str, float]:
+        """What the metrics record besides."""
+        return {}
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:

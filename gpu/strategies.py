@@ -6,13 +6,12 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from portable.backend import require
+from portable.backend import Engine, require
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from portable.backend import Engine
     from portable.config import RunConfig
 
 # Imported only when chosen: DeepSpeed takes seconds to import, and need not be installed.
@@ -35,13 +34,20 @@ class Machine:
     world_size: int
 
 
+class CountingEngine(Engine, Protocol):
+    """An engine of this room."""
+
+    def figures(self) -> dict[str, float]:
+        """What the metrics record besides, by name."""
+
+
 class EngineRoom(Protocol):
     """What a module with an engine in it offers."""
 
     def check(self, config: RunConfig, device_type: str) -> None:
         """Raise UserError for a setting that the engine has no use for, before any work."""
 
-    def prepare(self, model: nn.Module, config: RunConfig, machine: Machine) -> Engine:
+    def prepare(self, model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
         """Spread a model from the meta device over the ranks; the weights are still unset."""
 
 

@@ -15,6 +15,7 @@ from gpu.generation import continue_text
 from gpu.quiet import native_stdout_closed
 from gpu.recompute import checkpoint_activations
 from gpu.zero_partitions import FlatPartitions, ShardedPartitions
+from gpu.zero_scaling import LossScale
 from gpu.zero_settings import ModelSizes, settings_for
 from portable.backend import Batch, Health, unsupported
 from portable.loss import token_loss
@@ -31,11 +32,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from converters import Checkpoint
-    from gpu.strategies import Machine
-    from portable.backend import Engine, SaveHandle
+    from gpu.strategies import CountingEngine, Machine
+    from portable.backend import SaveHandle
     from portable.config import RunConfig
     from portable.weights import ReadableTensor
 
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
@@ -70,7 +77,7 @@ def adopt(config: RunConfig, device_type: str, world_size: int) -> RunConfig:
     return deepspeed_json.adopt(config, document, world_size)
 
 
-def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> Engine:
+def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
     """Hand a model from the meta device to DeepSpeed; the weights are still unset."""
     stage = STAGES[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
@@ -87,7 +94,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> Engine:
         for _, layer in transformer_layers(model):
             layer.compile()
     if stage == 3:
-        _partition(deepspeed, model, settings, machine.device)
+        _partition(deepspeed, model, settings, machine.device, COMPUTE_DTYPES[config.precision])
     else:
         materialize(model, machine.device)
     optimizer = build_optimizer(config.train, dict(model.named_parameters()), _ndim)
@@ -108,7 +115,9 @@ def _make_room(model: nn.Module, config: RunConfig, machine: Machine) -> None:
     torch.distributed.barrier()
 
 
-def _partition(deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device) -> None:
+def _partition(
+    deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device, compute: torch.dtype
+) -> None:
     """Allocate the meta-device ``model`` parameter by parameter, each cut into its ranks' shares at once.
 
     No rank ever holds more than its share and one whole parameter.
@@ -120,8 +129,10 @@ def _partition(deepspeed: Any, model: nn.Module, settings: dict[str, Any], devic
             if parameter is None:
                 continue
             if id(parameter) not in partitioned:
+                # DeepSpeed casts what is built inside its context; a finished module it takes as it is.
                 whole = nn.Parameter(
-                    torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                    torch.empty_like(parameter, device=device, dtype=compute),
+                    requires_grad=parameter.requires_grad,
                 )
                 if convert is None:
                     holder = nn.Module()
@@ -157,6 +168,7 @@ class ZeroEngine:
             self._partitions = ShardedPartitions(engine.optimizer, names, machine.rank)
         else:
             self._partitions = FlatPartitions(engine.optimizer, names, machine.rank)
+        self._scaling = LossScale(engine.optimizer)
         self._updates = 0
         self._skipped = 0
         self._first_bad: int | None = None
@@ -170,15 +182,22 @@ class ZeroEngine:
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         optimizer = self._engine.optimizer
-        # DeepSpeed waits for the norm in every step, to see whether it overflowed: so the loss may be read.
         norm: Any = math.nan
-        if self._skipped == 0 and math.isfinite(loss.item()):
+        searching = self._scaling.dynamic  # for a loss scale: an overflow is then no failure
+        # DeepSpeed waits for the norm in every step, to see whether it overflowed: so the loss may be read.
+        if self._skipped == 0 and (searching or math.isfinite(loss.item())):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.clip_grad = max_norm
-            self._engine.step()
+            try:
+                self._engine.step()
+            except Exception as error:
+                raise self._scaling.translated(error) from error
             norm = self._engine.get_global_grad_norm()
             applied = self._engine.was_step_applied()
+            if searching and not applied:
+                self._scaling.overflows += 1
+                applied = True
         else:
             optimizer.zero_grad(set_to_none=True)
             applied = False
@@ -191,6 +210,10 @@ class ZeroEngine:
 
     def health(self) -> Health:
         return Health(self._skipped, self._first_bad)
+
+    def figures(self) -> dict[str, float]:
+        """What the metrics record besides."""
+        return self._scaling.figures()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -231,6 +254,7 @@ class ZeroEngine:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
         self._partitions.load_optimizer(stored.optimizer)
+        self._scaling.load(checkpoint.root)
         # DeepSpeed names its folder inside ours by the steps that it has counted.
         self._engine.global_steps = _steps_done(checkpoint)
 
@@ -239,6 +263,8 @@ class ZeroEngine:
         self._partitions.refresh()
         with native_stdout_closed():
             self._engine.save_checkpoint(str(folder))
+        if self._engine.global_rank == 0:
+            self._scaling.save(folder)
         for path in folder.rglob("*"):
             if path.is_file() and _is_ours(path.name, self._engine.global_rank):
                 _sync(path)

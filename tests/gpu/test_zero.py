@@ -65,7 +65,8 @@ def test_bf16_follows_fp32(
     config = zero_config(tmp_path, corpus, strategy=strategy, precision="bf16")
     losses = ranks.run(2, zero_losses, config)
     assert_close(losses, truth["tied"], 1e-2)
-    assert [loss for loss, _ in losses] != [loss for loss, _ in truth["tied"]]  # it did compute in bf16
+    # It did compute in bf16: ranks in fp32 agree to 1e-6.
+    assert any(abs(a - b) > 1e-4 for (a, _), (b, _) in zip(losses, truth["tied"], strict=True))
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

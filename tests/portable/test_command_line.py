@@ -101,7 +101,7 @@ def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.
         (["--nproc", "1000"], ["--nproc", "1000"]),
         (["--nproc", "4"], ["train.global_batch_size", "4 ranks", "4 or 8"]),
         (["--nproc", "0"], ["--nproc"]),
-        (["--backend", "xla", "--nproc", "2"], ["xla"]),
+        (["--backend", "xla", "--nproc", "2"], ["--nproc", "XLA"]),
         (["--backend", "gpu"], ["gpu", "cuda"]),
         (["--profile"], ["--profile"]),
         (["--accelerate-config", "a.yaml"], ["--accelerate-config"]),
