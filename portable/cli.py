@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from portable.config import parse_args
 
-        return run(parse_args(sys.argv[1:] if argv is None else argv))
+        return run(parse_args(_without_local_rank(sys.argv[1:] if argv is None else argv)))
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
@@ -34,6 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+
+
+def _without_local_rank(argv: Sequence[str]) -> list[str]:
+    """``argv`` without the ``--local_rank=N`` that the ``deepspeed`` launcher adds to it."""
+    if "LOCAL_RANK" not in os.environ:
+        return list(argv)
+    return [argument for argument in argv if not re.fullmatch(r"--local[_-]rank=\d+", argument)]
 
 
 def run(invocation: Invocation) -> int:

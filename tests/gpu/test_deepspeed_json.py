@@ -167,7 +167,10 @@ def from_guide(name: str, folder: Path) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize("name", GUIDE)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("zero2", "nvme") else pytest.param(name, marks=pytest.mark.slow) for name in GUIDE],
+)
 def test_the_guides_files_train(name: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     if name == "nvme":
         require_libaio()

@@ -42,9 +42,12 @@ def zero_config(folder: Path, corpus: Path, **settings: Any) -> RunConfig:
     return configured(folder, corpus, train__micro_batch_size=1, **settings)
 
 
-@pytest.mark.parametrize("model", MODELS)
+SLOW = pytest.mark.slow  # one of each kind is quick; all of them together are not
+
+
+@pytest.mark.parametrize("model", ["tied", pytest.param("untied", marks=SLOW)])
 @pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=SLOW), 2, 3])
 def test_equals_no_shard(
     world_size: int,
     strategy: str,
@@ -87,7 +90,7 @@ OFFLOADS: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("strategy", "offload"), OFFLOADS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
 def test_cpu_offload_does_not_change_the_loss(
     world_size: int,
     strategy: str,

@@ -37,7 +37,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "final" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("strategy", STAGES)
 def test_goes_on_bit_for_bit(
     strategy: str, precision: str, tmp_path: Path, corpus: Path, ranks: RankPool

@@ -70,7 +70,7 @@ def fp16_config(folder: Path, corpus: Path, strategy: str, **fp16: Any) -> RunCo
     return configured(folder, corpus, deepspeed__config=document, **settings)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_the_scale_is_found_and_the_model_learns(
     strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:

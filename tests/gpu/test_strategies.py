@@ -1,0 +1,44 @@
+"""Choosing an engine: what is missing is said in one line, before anything is built."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from portable.cli import main
+from tests.runs import flags, tiny
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    "settings", [["--strategy", "zero2"], ["--deepspeed.config.zero_optimization.stage", "2"]]
+)
+def test_without_deepspeed(
+    settings: list[str],
+    tmp_path: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as an import finds it where it is not installed
+    assert main([*flags(tiny(tmp_path / "out", corpus)), *settings]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "pip install 'portable-trainer[deepspeed]'" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_flag_of_the_deepspeed_launcher_is_let_pass(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--local_rank=0", *flags(tiny(tmp_path / "out", corpus)), "--dry-run"]
+    assert main(arguments) == 2
+    assert "--local_rank" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(arguments) == 0
