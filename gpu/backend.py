@@ -42,6 +42,7 @@ class TorchBackend:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.one_program = False
         self._engine: CountingEngine | None = None
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -114,6 +114,8 @@ class Backend(Protocol):
     rank: int
     world_size: int
     device: torch.device
+    one_program: bool
+    """Whether all ranks run one program on one logical batch, so that randomness must be the same on all."""
 
     @property
     def devices_per_rank(self) -> int:

@@ -34,6 +34,8 @@ class BatchPlan:
     world_size: int
     rank: int
     seed: int
+    one_program: bool = False
+    """Whether all ranks draw the same random numbers; see ``Backend.one_program``."""
 
     @property
     def sequences_per_rank(self) -> int:
@@ -48,12 +50,15 @@ class BatchPlan:
 
         A resumed run therefore repeats it without any saved generator state.
         """
-        sample = first_sample + self.rank * self.sequences_per_rank + micro_batch * self.micro_batch_size
+        rank = 0 if self.one_program else self.rank
+        sample = first_sample + rank * self.sequences_per_rank + micro_batch * self.micro_batch_size
         digest = hashlib.blake2b(f"{self.seed}/{sample}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
 
-def plan_batches(config: RunConfig, *, world_size: int, rank: int, devices_per_rank: int = 1) -> BatchPlan:
+def plan_batches(
+    config: RunConfig, *, world_size: int, rank: int, devices_per_rank: int = 1, one_program: bool = False
+) -> BatchPlan:
     """Derive the accumulation from the global batch.
 
     A micro-batch size that was left at its default is lowered until it divides; one that was chosen must.
@@ -80,7 +85,8 @@ def plan_batches(config: RunConfig, *, world_size: int, rank: int, devices_per_r
             f"train.micro_batch_size: a {unit}'s share of the global batch is {share} sequences, which "
             f"micro-batches of {micro} do not divide; use {fitting} or another divisor of {share}"
         )
-    return BatchPlan(total, fitting * devices_per_rank, world_size, rank, config.seed)
+    micro_batch = fitting * devices_per_rank
+    return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program)
 
 
 def total_steps(config: RunConfig, samples: int) -> int:

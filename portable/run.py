@@ -107,6 +107,7 @@ class Prepared:
             world_size=backend.world_size,
             rank=backend.rank,
             devices_per_rank=backend.devices_per_rank,
+            one_program=backend.one_program,
         )
         self.steps = total_steps(config, len(self.data.train))
         self.until = min(self.steps, config.train.stop_after or self.steps)

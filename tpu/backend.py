@@ -19,7 +19,7 @@ from tpu.checks import unusable
 from tpu.engine import XlaEngine
 from tpu.graphs import Graphs
 from tpu.layout import Layout
-from tpu.quirks import let_models_be_traced
+from tpu.quirks import let_models_be_traced, use_fixed_shapes
 from tpu.runtime import torch_xla, xla, xr
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class XlaBackend:
             "on every host without a launcher",
         )
         self.name = name
+        self.one_program = True
         runtime.start()
         self.rank = int(xr.process_index())
         self.world_size = int(xr.process_count())
@@ -98,11 +99,11 @@ class XlaBackend:
         return "bf16" if runtime.on_tpu() else "fp32"
 
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
-        if config.precision == "fp32":
-            # A TPU would otherwise multiply fp32 in one pass of bf16.
-            xla._xla_set_mat_mul_precision("highest")
+        # A TPU would otherwise multiply fp32 in one pass of bf16, also where a bf16 model asks for fp32.
+        xla._xla_set_mat_mul_precision("highest")
         if (folder := _compilation_cache(config.xla.compilation_cache)) is not None:
             runtime.keep_graphs(folder)
+        use_fixed_shapes(model)
         self._layout = Layout(config, self.world_size * self.devices_per_rank)
         return XlaEngine(model, config, self._layout, Graphs(self._warn))
 
@@ -144,7 +145,8 @@ class XlaBackend:
     def memory(self) -> tuple[int, int]:
         if not runtime.on_tpu():
             return host_memory()
-        info = torch_xla.core.xla_model.get_memory_info("TPU:0")
+        # A device of this host: on a pod, the first process need not have the first device.
+        info = torch_xla.core.xla_model.get_memory_info(str(xla._xla_real_devices()[0]))
         return int(info["bytes_used"]), int(info.get("peak_bytes_used", info["bytes_used"]))
 
     def peak_flops(self, precision: str) -> float | None:

@@ -58,6 +58,11 @@ def unusable(config: RunConfig) -> Iterator[tuple[bool, str]]:
 def _xla_fsdp_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
     """The names of xla_fsdp_settings that SPMD has no use for. A value that asks for what happens is fine."""
     xla = config.xla
+    rules = xla.sharding is not None or xla.shard_param_on_dim_0 is not None
+    yield (
+        config.strategy == "no_shard" and rules,
+        "xla.sharding, xla.shard_param_on_dim_0: strategy no_shard cuts no parameter; remove them",
+    )
     yield (
         xla.compute_dtype == "float16" or xla.buffer_dtype == "float16",
         "xla: float16 is not a type that TPUs compute in; use bfloat16",

@@ -16,7 +16,7 @@ from tpu.checks import GATHERED_ONCE
 from tpu.layout import constrain
 from tpu.optim import Optimizer
 from tpu.recompute import recompute
-from tpu.runtime import xla, xs
+from tpu.runtime import xla
 from tpu.saving import Saver, Staged
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class XlaEngine:
             if recomputes(config):
                 recompute(layer)
             if config.xla.optimization_barrier_in_backward:
-                xs.apply_backward_optimization_barrier(layer)
+                layer.register_full_backward_hook(_barrier)
         self._step = _Step(model)
         self._parameters = dict(model.named_parameters())
         self._optimizer = Optimizer(config.train, self._parameters, layout)
@@ -86,6 +86,7 @@ class XlaEngine:
             return layout.whole(value)
 
         replace_tensors(model, parameter, buffer)
+        layout.check_rules()
 
     def _constrain_activations(self, model: nn.Module) -> None:
         """Keep what flows between layers cut along the batch, as the parameters' cuts would not have it."""
@@ -108,61 +109,67 @@ class XlaEngine:
     # -- the step ----------------------------------------------------------------------------------------
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
-        several = not last or self._accumulated is not None
-        if several and self._accumulated is None:
-            self._accumulated = self._zero_gradients()
-
         def passes() -> Tensor:
             loss = token_loss(self.model, batch) / valid.clamp(min=1)
             loss.backward()
             return loss.detach()
 
-        loss = self._computing(passes)
-        if several:
-            self.graphs.run("micro-batch", [loss, *self._gradients().values()])
+        with self.graphs.recording():
+            loss = self._computing(passes)
+        if not last or self._accumulated is not None:
+            self._add_gradients()
+            self.graphs.run("micro-batch", [loss, *(self._accumulated or {}).values()])
         return loss
 
-    def _zero_gradients(self) -> dict[str, Tensor]:
+    def _add_gradients(self) -> None:
+        """Add this micro-batch's gradients to those that stay on the devices from one graph to the next."""
+        gradients = self._taken_gradients()
+        if self._accumulated is None:
+            self._accumulated = {
+                name: self._layout.zeros(gradient.shape, gradient.dtype, self._spec_of(name, gradient))
+                for name, gradient in gradients.items()
+            }
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                self._accumulated[name].add_(gradient)
+
+    def _taken_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the parameters that the loss reached, taken from them; each lies as they do."""
         gradients = {}
-        for name, parameter in self._trained():
-            spec = self._layout.parameter(name, parameter.shape)
-            gradients[name] = parameter.grad = self._layout.zeros(parameter.shape, parameter.dtype, spec)
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                gradient, parameter.grad = parameter.grad, None
+                xla._xla_mark_sharding(gradient, self._layout.sharding(self._spec_of(name, gradient)))
+                gradients[name] = gradient
         return gradients
+
+    def _spec_of(self, name: str, tensor: Tensor) -> Spec:
+        return self._layout.parameter(name, tensor.shape)
 
     def _spec(self, name: str, tensor: Tensor) -> Spec:
         if isinstance(tensor, nn.Parameter):
-            return self._layout.parameter(name, tensor.shape)
+            return self._spec_of(name, tensor)
         return self._layout.replicated(tensor.dim())
-
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, p) for name, p in self._parameters.items() if p.requires_grad)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._trained() if p.grad is not None}
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         self._rate = learning_rate
-        rate = self._layout.whole(torch.tensor(learning_rate))
-        with torch.no_grad():
-            gradients = self._gradients()
-            for name, gradient in gradients.items():
-                spec = self._layout.parameter(name, gradient.shape)
-                xla._xla_mark_sharding(gradient, self._layout.sharding(spec))
-            norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
-            if max_norm > 0:
-                scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-                scaled = {name: gradient * scale for name, gradient in gradients.items()}
-            else:
-                scaled = gradients
-            allowed = self._count(torch.isfinite(norm) & torch.isfinite(loss))
-            self._optimizer.step(scaled, rate, allowed)
-            for name, parameter in self._trained():
-                if self._accumulated is None:
-                    parameter.grad = None
-                elif name in gradients:
-                    gradients[name].zero_()
-        del scaled, gradients
+        norm = self._updated(self._layout.whole(torch.tensor(learning_rate)), max_norm, loss)
         self.graphs.run("step" if self._accumulated is None else "update", [loss, norm, self._account])
+        return norm
+
+    @torch.no_grad()
+    def _updated(self, rate: Tensor, max_norm: float, loss: Tensor) -> Tensor:
+        """Record the update. In a function of its own: what lives on would become a result of the graph."""
+        gradients = self._taken_gradients() if self._accumulated is None else self._accumulated
+        norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
+        scaled = gradients
+        if max_norm > 0:
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            scaled = {name: gradient * scale for name, gradient in gradients.items()}
+        allowed = self._count(torch.isfinite(norm) & torch.isfinite(loss))
+        self._optimizer.step(scaled, rate, allowed)
+        for gradient in (self._accumulated or {}).values():
+            gradient.zero_()
         return norm
 
     def _count(self, finite: Tensor) -> Tensor:
@@ -287,6 +294,11 @@ class _Step(nn.Module):
 
     def forward(self, function: Callable[[], Tensor]) -> Tensor:
         return function()
+
+
+def _barrier(_: nn.Module, gradients: Any, __: Any) -> None:
+    """Keep the compiler from mixing a layer's backward pass with the next one's."""
+    xla._xla_optimization_barrier_([gradient for gradient in gradients if gradient is not None])
 
 
 def recomputes(config: RunConfig) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tpu.runtime import torch_xla, xla, xla_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -27,6 +28,20 @@ class Graphs:
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._known: dict[str, dict[bytes, str]] = {}
+        self._excess: Counter[str] = Counter()
+        self._looked = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around what is only recorded: reports code that looks at values, and so runs what there is."""
+        before = counted()
+        yield
+        if counted() != before and not self._looked:
+            self._looked = True
+            self._report(
+                "xla: the model looks at values in its forward or backward pass, which runs part of the step "
+                "early and waits for it, every time; set PT_XLA_DEBUG=1 to see where"
+            )
 
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
         """Start everything recorded so far, without waiting for it.
@@ -37,20 +52,30 @@ class Graphs:
         """
         known = self._known.setdefault(kind, {})
         fingerprint = xla._get_graph_hash(list(results))
+        before = _samples("CompileTime")
         if fingerprint not in known:
             text = xla._get_xla_tensors_text(list(results))[:MOST_TEXT]
-            if known:
-                self._report(
-                    f"xla: graph {len(known) + 1} of the {kind} is compiled, where one should do: "
-                    f"{difference(_nearest(text, known.values()), text)}"
-                )
+            nearest = _nearest(text, known.values()) if known else None
             known[fingerprint] = text
+            if nearest is not None:
+                self._report_excess(kind, difference(nearest, text))
+            torch_xla.sync()
+            return
         torch_xla.sync()
+        if _samples("CompileTime") > before:
+            self._excess[kind] += 1
+            self._report_excess(
+                kind, "the same loss, but another update: a rate, decay or beta is a new value"
+            )
+
+    def _report_excess(self, kind: str, cause: str) -> None:
+        number = self.distinct[kind]
+        self._report(f"xla: graph {number} of the {kind} is compiled, where one should do: {cause}")
 
     @property
     def distinct(self) -> dict[str, int]:
         """How many different graphs of each kind there were."""
-        return {kind: len(known) for kind, known in self._known.items()}
+        return {kind: len(known) + self._excess[kind] for kind, known in self._known.items()}
 
 
 def _nearest(text: str, known: Iterable[str]) -> str:

@@ -68,6 +68,7 @@ class Layout:
         self._sharded = config.strategy != "no_shard"
         self._first_dim = bool(config.xla.shard_param_on_dim_0)
         self._rules = [(_compiled(p), p, dim) for p, dim in (config.xla.sharding or {}).items()]
+        self._unused = {pattern for _, pattern, _ in self._rules}
         if self.group == devices:
             self.mesh = xs.Mesh(order, (devices,), (FSDP,))
             self._batch_axes: tuple[str, ...] = (FSDP,)
@@ -89,6 +90,7 @@ class Layout:
     def _chosen_dim(self, name: str, shape: Sequence[int]) -> int | None:
         for pattern, text, dim in self._rules:
             if pattern.search(name):
+                self._unused.discard(text)
                 if dim is not None and (dim >= len(shape) or shape[dim] % self.group):
                     raise UserError(
                         f"xla.sharding: {text!r} wants dim {dim} of {name} cut into {self.group}, and its "
@@ -104,6 +106,14 @@ class Layout:
         if _TABLES.search(name) and len(shape) - 1 in divisible:
             return len(shape) - 1
         return max(divisible, key=lambda d: shape[d])
+
+    def check_rules(self) -> None:
+        """Raise UserError for a pattern of ``xla.sharding`` that no parameter so far has matched."""
+        if self._unused:
+            raise UserError(
+                f"xla.sharding: {min(self._unused)!r} is found in no parameter's name, or only where an "
+                "earlier pattern is; correct or remove it"
+            )
 
     def batch(self, dims: int) -> Spec:
         """How batches and activations lie: cut along their first dim over all devices."""
@@ -159,17 +169,24 @@ class Layout:
 
     def local_shards(self, tensors: Sequence[Tensor]) -> list[list[Shard]]:
         """What this host saves of each tensor: its shards, each kept by one device of the run, copied out."""
-        places = xla._get_local_shard_replica_and_indices(list(tensors))
-        copies = xla._get_local_shards(list(tensors))
-        found = []
-        for tensor, parts, data in zip(tensors, places, copies, strict=True):
-            shards = []
-            for (replica, index), (values, _) in zip(parts, data, strict=True):
-                if replica == 0:
-                    slices = _slices(index, tensor.shape)
-                    shards.append(Shard(tuple(s.start for s in slices), values))
-            found.append(shards)
-        return found
+        _wait()
+        return [self._shards(tensor) for tensor in tensors]  # one by one: replicas are copied out as well
+
+    def _shards(self, tensor: Tensor) -> list[Shard]:
+        (places,) = xla._get_local_shard_replica_and_indices([tensor])
+        (copies,) = xla._get_local_shards([tensor])
+        shards = []
+        for (replica, index), (values, _) in zip(places, copies, strict=True):
+            if replica == 0:
+                slices = _slices(index, tensor.shape)
+                shards.append(Shard(tuple(s.start for s in slices), values))
+        return shards
+
+    def own_copy(self, tensor: Tensor) -> Tensor:
+        """A replicated tensor, from one of this host's own devices."""
+        _wait()
+        values: Tensor = xla._get_local_shards([tensor])[0][0][0]
+        return values
 
 
 def constrain(tensor: Tensor, sharding: Any, gradient: Any) -> Tensor:
@@ -197,6 +214,11 @@ def _marked(tensor: Tensor, sharding: Any) -> Tensor:
     return copy
 
 
+def _wait() -> None:
+    """Until what was started has been computed: a shard can only then be copied out."""
+    xla._xla_wait_device_ops([])
+
+
 def _slices(index: Any, shape: Sequence[int]) -> tuple[slice, ...]:
     if index is Ellipsis:
         return tuple(slice(0, size) for size in shape)
@@ -205,17 +227,27 @@ def _slices(index: Any, shape: Sequence[int]) -> tuple[slice, ...]:
 
 def _device_order(devices: int) -> Any:
     """Device ids, slice by slice: neighbours on a fast interconnect are neighbours in the mesh."""
-    attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
-    slices = [int(a.get("slice_index", 0)) for a in attributes] or [0] * devices
+    slices = _slices_of_devices() or [0] * devices
     return np.array(sorted(range(devices), key=lambda d: (slices[d], d)))
+
+
+def _slices_of_devices() -> list[int]:
+    """The slice that each device belongs to, by the device's number."""
+    attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
+    by_number = sorted(attributes, key=lambda a: int(str(a.get("name", ":0")).rpartition(":")[2]))
+    return [int(a.get("slice_index", 0)) for a in by_number]
 
 
 def _group_size(config: RunConfig, devices: int) -> int:
     if config.strategy not in HYBRID:
         return devices
-    attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
-    slices = len({int(a.get("slice_index", 0)) for a in attributes}) or 1
+    slices = len(set(_slices_of_devices())) or 1
     size = config.fsdp.shard_group_size or devices // slices
+    if slices == 1 and config.fsdp.shard_group_size is None:
+        raise UserError(
+            f"strategy: {config.strategy} shards within a slice, and here is only one; say how many devices "
+            "share a copy with fsdp.shard_group_size, or use full_shard"
+        )
     if size > devices or devices % size:
         raise UserError(
             f"fsdp.shard_group_size: {devices} devices cannot be divided into groups of {size}; use a "

@@ -204,8 +204,7 @@ class Optimizer:
         """The step counts, fp32 scalars on the CPU by parameter name; empty where the rule has none."""
         if not self._rule.counts_steps:
             return {}
-        (shards,) = self._layout.local_shards([self._steps]) or [[]]
-        counts = shards[0].data if shards else torch.zeros(len(self._names))
+        counts = self._layout.own_copy(self._steps)
         return {name: counts[index].clone() for index, name in enumerate(self._names)}
 
     def groups(self, rate: float) -> list[dict[str, Any]]:

@@ -7,6 +7,17 @@ from typing import Any
 import torch
 
 
+def use_fixed_shapes(model: Any) -> None:
+    """Have mixtures of experts multiply with the weights gathered for each token.
+
+    The other ways sort tokens by expert, into groups whose sizes are values. This one costs memory: tokens x
+    experts a token x the size of an expert's matrix.
+    """
+    experts = any(type(module).__name__.endswith("Experts") for module in model.modules())
+    if experts and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")
+
+
 def let_models_be_traced() -> None:
     """Have transformers leave the values of padding masks alone.
 

@@ -58,9 +58,21 @@ xla: Any = torch_xla._XLAC
 
 
 def start() -> None:
-    """Bring the runtime up in SPMD mode, where all devices are one."""
-    if not xr.is_spmd():
-        xr.use_spmd()
+    """Bring the runtime up in SPMD mode, where all devices are one.
+
+    Raises:
+        UserError: if it cannot drive the devices that ``PJRT_DEVICE`` names, or that were found.
+    """
+    try:
+        if not xr.is_spmd():
+            xr.use_spmd()
+        xr.addressable_runtime_device_count()
+    except (OSError, RuntimeError) as error:
+        kind = os.environ["PJRT_DEVICE"]
+        raise UserError(
+            f"backend: xla cannot drive {kind} devices ({one_line(error)}); for a TPU, install: "
+            "pip install 'portable-trainer[tpu]'"
+        ) from error
 
 
 def keep_graphs(folder: Path) -> None:

@@ -308,8 +308,8 @@ class FsdpConfig(Section):
     shard_group_size: int | None = Field(
         default=None,
         ge=1,
-        description="Ranks that share one copy of the state under hybrid_shard and hybrid_shard_zero2. Null: "
-        "the ranks of one node.",
+        description="Ranks (on XLA: devices) that share one copy of the state under hybrid_shard and "
+        "hybrid_shard_zero2. Null: the ranks of one node (on XLA: the devices of one slice).",
     )
     auto_wrap_policy: (
         Annotated[Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"], AnyCase] | None

@@ -63,6 +63,18 @@ MODELS: dict[str, dict[str, Any]] = {
             "attention_probs_dropout_prob": 0,
         },
     },
+    "mixtral": {
+        "model__config": {
+            **WIDTHS,
+            "model_type": "mixtral",
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+        }
+    },
     # With a smooth activation: at the kink of a ReLU the last bit of a sum decides over a whole gradient.
     "t5": {
         "model__task": "seq2seq-lm",
@@ -118,7 +130,7 @@ def test_equals_the_cpu_backend(
 ) -> None:
     steps = on_xla(xla, 4, tmp_path, corpus, **MODELS[model])
     assert_close(steps, truth[model], 1e-6)
-    assert steps.norms == pytest.approx(truth[model].norms, rel=1e-5)
+    assert steps.norms == pytest.approx(truth[model].norms, rel=1e-4)
     assert_frugal(steps, {"step": 1})
 
 
@@ -186,6 +198,7 @@ def test_without_clipping(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
 def test_bf16_follows_fp32(
     strategy: str, truth: dict[str, Steps], tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:
+    group = {"fsdp__shard_group_size": 2} if strategy.startswith("hybrid") else {}
     steps = on_xla(
         xla,
         4,
@@ -194,6 +207,7 @@ def test_bf16_follows_fp32(
         precision="bf16",
         strategy=strategy,
         memory__activation_checkpointing="full",
+        **group,
     )
     assert_close(steps, truth["llama"], 1e-2)
     assert steps.losses != truth["llama"].losses  # it did compute in bf16

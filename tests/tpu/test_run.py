@@ -24,6 +24,7 @@ from tests.runs import TINY_MODEL, configured, flags, tiny
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
+    from tests.ranks import RankPool
     from tests.xla import XlaPool
 
 ROOT = Path(__file__).parents[2]
@@ -262,14 +263,108 @@ def reports_of_odd_steps(config: RunConfig) -> list[str]:
 
     for length, scale in ((16, 2.0), (16, 2.0), (12, 2.0), (16, 1.0)):
         step(length, scale)
+    for name in engine._optimizer._decay:
+        engine._optimizer._decay[name] *= 2
+    step(16, 2.0)
     return said
 
 
 def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     config = configured(tmp_path, corpus, backend="xla", **BATCH)
-    shape, value = xla.run(4, reports_of_odd_steps, config)
+    shape, value, update = xla.run(4, reports_of_odd_steps, config)
+    assert "graph 4 of the step" in update and "another update" in update
     assert "graph 2 of the step" in shape and "8,16" in shape and "8,12" in shape
     assert "graph 3 of the step" in value and "a scalar on the host that is now exactly 0 or 1" in value
+
+
+def reports_of_looking_models(config: RunConfig) -> list[str]:
+    """What is said of a model that looks at the values of its input, over three steps."""
+    from tpu.graphs import Graphs
+
+    backend = backend_room("xla").create("xla")
+    run = Prepared(resolve(config, backend), backend)
+    engine: Any = run.engine(None)[0]
+    said: list[str] = []
+    engine.graphs = Graphs(said.append)
+
+    def look(_: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        largest = int(named["input_ids"].max())
+        return arguments, {**named, "input_ids": named["input_ids"].clamp(max=largest)}
+
+    engine.model.register_forward_pre_hook(look, with_kwargs=True)
+    batches = iter(run.train_loader(0))
+    for _ in range(3):
+        train_step(
+            backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-3, max_grad_norm=1.0
+        )
+    batches.close()
+    return said
+
+
+def test_a_model_that_looks_at_values_is_reported_once(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    config = configured(tmp_path, corpus, backend="xla", **BATCH)
+    said = xla.run(4, reports_of_looking_models, config)
+    assert len([line for line in said if "looks at values" in line]) == 1
+
+
+def odd_state(config: RunConfig) -> tuple[float, float, int]:
+    """Train a model that has a parameter which no loss reaches, and a counter; what became of both."""
+    backend = backend_room("xla").create("xla")
+    run = Prepared(resolve(config, backend), backend)
+    run.model.register_parameter("spare", torch.nn.Parameter(torch.empty(8, 8, device="meta")))
+    run.model.register_buffer("counter", torch.tensor(7))
+    engine: Any = run.engine(None)[0]
+    batches = iter(run.train_loader(0))
+    engine.model.spare.data.fill_(1.0)
+    for _ in range(3):
+        train_step(
+            backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-2, max_grad_norm=1.0
+        )
+    batches.close()
+    staged = engine._staged({"spare": engine.model.spare, "counter": engine.model.counter})
+    spare = min(float(shard.data.min()) for shard in staged["spare"].shards)
+    (counter,) = staged["counter"].shards
+    return spare, float(engine._optimizer.steps()["spare"]), int(counter.data)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_what_no_gradient_reaches_stays(micro_batch: int, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    settings = {**BATCH, "train__micro_batch_size": micro_batch, "train__weight_decay": 0.5}
+    config = configured(tmp_path, corpus, backend="xla", **settings)
+    assert xla.run(4, odd_state, config) == (1.0, 0.0, 7)
+
+
+def test_a_rule_that_matches_nothing_is_refused(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    from tests.ranks import RankError
+
+    config = configured(tmp_path, corpus, backend="xla", **BATCH, xla__sharding={"no_such_name": 0})
+    with pytest.raises(RankError, match="'no_such_name' is found in no parameter's name"):
+        xla.run(4, leg, config)
+
+
+def save_as_a_host(folder: Path) -> None:
+    """Two hosts' halves of a tensor, and a number that both have."""
+    import torch.distributed as dist
+
+    from tpu.layout import Shard
+    from tpu.saving import Saver, Staged
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    half = Staged(torch.Size((4, 2)), torch.float32, [Shard((2 * rank, 0), torch.full((2, 2), float(rank)))])
+    only_on_one = Staged(torch.Size(()), torch.int64, [Shard((), torch.tensor(5))] if rank == 1 else [])
+    state = {"model": {"half": half, "count": only_on_one}, "optim": {"step": torch.tensor(9.0)}}
+    Saver().save(state, folder, background=True).wait()
+    dist.barrier()
+
+
+def test_hosts_save_each_their_own_shards(tmp_path: Path, ranks: RankPool) -> None:
+    """The writing of a pod's checkpoint, in two real processes; the XLA runtime itself has but one here."""
+    (tmp_path / "saved").mkdir()
+    ranks.run(2, save_as_a_host, tmp_path / "saved")
+    tensors = open_checkpoint(tmp_path / "saved").tensors
+    np.testing.assert_array_equal(tensors["half"].read(), [[0, 0], [0, 0], [1, 1], [1, 1]])
+    assert int(tensors["count"].read()) == 5
 
 
 def graph_of_a_step(config: RunConfig) -> str:
@@ -434,6 +529,11 @@ def test_a_rule_that_does_not_fit_is_refused(tmp_path: Path, corpus: Path, xla: 
     config = configured(tmp_path, corpus, backend="xla", **BATCH, xla__sharding={"norm": 0, "k_proj": 5})
     with pytest.raises(RankError, match=r"'k_proj' wants dim 5 of .*k_proj.* null to keep it whole"):
         xla.run(4, leg, config)
+
+
+def test_a_device_that_cannot_be_driven_is_refused() -> None:
+    line = refusal(run_cli(["--backend", "xla", "--dry-run"], PJRT_DEVICE="TPU", TPU_SKIP_MDS_QUERY="1"))
+    assert "xla cannot drive TPU devices" in line and "portable-trainer[tpu]" in line
 
 
 def test_a_launcher_is_refused(tmp_path: Path, corpus: Path) -> None:

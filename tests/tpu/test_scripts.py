@@ -135,7 +135,7 @@ def test_a_single_host(tmp_path: Path) -> None:
     assert printed("stop", *VM) == [f"{ssh} --worker=all '--command=bash portable/worker.sh stop'"]
     assert printed("fetch", *VM, "--output-dir", "runs/quickstart", "--to", tmp_path / "run") == [
         f"gcloud compute tpus tpu-vm scp --recurse llama:runs/quickstart {tmp_path}/run "
-        "--zone=us-west4-a --worker=0"
+        "--zone=us-west4-a --worker=0",
     ]
     assert printed("convert", "--from", "run", "--to", "out", "--", "--dtype", "bfloat16") == [
         "portable-convert run out --dtype bfloat16"
