@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gpu import devices, zero_runtime
 from gpu.quiet import native_stdout_closed
+from gpu.sharding import shard_group_size, transport
 from gpu.strategies import CountingEngine, Machine, engine_room
 from portable.backend import Backend, Engine, require, unsupported
 from portable.host import host_memory
@@ -47,7 +48,7 @@ class TorchBackend:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if name == "cuda":
             require(
                 torch.cuda.is_available(),
@@ -61,8 +62,8 @@ class TorchBackend:
             self.device = torch.device("cuda", self.local_rank)
         else:
             self.device = torch.device("cpu")
-            if local_world_size > 1:
-                torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+            if self.local_world_size > 1:
+                torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.local_world_size))
 
     def adopt(self, config: RunConfig, ranks: int) -> RunConfig:
         if config.deepspeed.config is None:
@@ -85,14 +86,15 @@ class TorchBackend:
             ]
         )
         engine_room(config.strategy).check(config, self.device.type)
+        if "WORLD_SIZE" in os.environ:  # else the ranks are still to be started, and will look themselves
+            shard_group_size(config, self.world_size, self.local_world_size)
 
     def start(self) -> None:
         if self.name == "cuda":
             torch.cuda.set_device(self.device)
         if self.world_size > 1:
-            transport = "cpu:gloo,cuda:nccl" if self.name == "cuda" else "gloo"
             with native_stdout_closed():
-                dist.init_process_group(transport, timeout=COLLECTIVE_TIMEOUT)
+                dist.init_process_group(transport(self.device), timeout=COLLECTIVE_TIMEOUT)
 
     def stop(self) -> None:
         zero_runtime.stop()
@@ -109,7 +111,7 @@ class TorchBackend:
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
-        machine = Machine(self.device, self.rank, self.world_size)
+        machine = Machine(self.device, self.rank, self.world_size, self.local_world_size)
         self._engine = engine_room(config.strategy).prepare(model, config, machine)
         return self._engine
 

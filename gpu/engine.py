@@ -20,7 +20,7 @@ from portable.resume import stored_state
 from portable.weights import to_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -46,27 +46,40 @@ def check(config: RunConfig, device_type: str) -> None:
                 "precision: fp16 needs a loss scaler, which this version has under zero1, zero2 and zero3 "
                 "only; use bf16",
             ),
-            (
-                config.memory.offload_optimizer != "none",
-                f"memory.offload_optimizer: not part of this version under {config.strategy}; use zero1, "
-                "zero2 or zero3, or set it to none",
-            ),
-            (
-                config.memory.offload_params != "none",
-                f"memory.offload_params: not part of this version under {config.strategy}; use zero3, or "
-                "set it to none",
-            ),
-            (
-                any(value is not None for value in config.fsdp.model_dump().values()),
-                "fsdp: its settings are not part of this version; layers are found by themselves",
+            *_offloading(config),
+            *(
+                (
+                    config.strategy == "no_shard" and value is not None,
+                    f"fsdp.{name}: nothing is sharded under no_shard; remove it, or use full_shard",
+                )
+                for name, value in config.fsdp
             ),
         ]
     )
 
 
+def _offloading(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    memory, strategy = config.memory, config.strategy
+    for name in ("offload_optimizer", "offload_params"):
+        yield (
+            getattr(memory, name) == "nvme",
+            f"memory.{name}: nvme is DeepSpeed's; use strategy zero3, or cpu",
+        )
+        yield (
+            strategy == "no_shard" and getattr(memory, name) != "none",
+            f"memory.{name}: under no_shard everything stays on the device; use full_shard, which also "
+            "offloads on one rank",
+        )
+    yield (
+        memory.offload_optimizer == "cpu" and memory.offload_params == "none",
+        f"memory.offload_optimizer: under {strategy} the optimizer's state lies where the parameters lie; "
+        "set memory.offload_params to cpu as well, or use zero1, zero2 or zero3",
+    )
+
+
 def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
     """Spread a model from the meta device over the ranks; the weights are still unset."""
-    return TorchEngine(shard(model, config, machine.device, machine.world_size), config, machine.device)
+    return TorchEngine(shard(model, config, machine), config, machine.device)
 
 
 class TorchEngine:
@@ -97,6 +110,7 @@ class TorchEngine:
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
+        norm = norm.to(self._device)  # gradients of offloaded parameters are on the host
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
@@ -106,8 +120,9 @@ class TorchEngine:
         )
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        # torch's fused optimizers leave parameters and state alone when this device value is 1.
-        self._optimizer.found_inf = (self._skipped > 0).float()  # type: ignore[attr-defined]
+        # The optimizers leave parameters and state alone when this value is 1, which they find on the device
+        # of the parameters: if those are offloaded, the host has waited for their gradients anyway.
+        self._optimizer.found_inf = (self._skipped > 0).float().to(self._parameters[0].device)  # type: ignore[attr-defined]
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._updates += 1
@@ -157,15 +172,12 @@ class TorchEngine:
 
     def _optimizer_value(self, value: StoredTensor | float | bool, parameter: Tensor) -> Any:
         if not isinstance(value, StoredTensor):
-            return torch.tensor(float(value), device=self._scalar_device())
+            return torch.tensor(float(value), device=parameter.device)
         if value.shape != tuple(parameter.shape):
-            return to_torch(value.read()).to(self._scalar_device())
+            return to_torch(value.read()).to(parameter.device)
         state = torch.empty_like(parameter)
         _fill(state, value)
         return state
-
-    def _scalar_device(self) -> torch.device:
-        return self._device  # fused optimizers keep their step counts on the device
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         state = {"model": state_tensors(self.model), "optim": self._optimizer_state()}

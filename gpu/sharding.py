@@ -7,18 +7,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from gpu.recompute import checkpoint_activations
+from gpu.units import order_prefetches, units
+from portable.errors import UserError
 from portable.model import materialize, transformer_layers
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from gpu.strategies import Machine
     from portable.config import RunConfig
 
+HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
 COMPUTE_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -57,39 +70,89 @@ class ShardedModel:
         return nullcontext()
 
 
-def shard(model: nn.Module, config: RunConfig, device: torch.device, world_size: int) -> ShardedModel:
-    """Allocate the meta-device ``model`` on ``device``, spread as ``config.strategy`` says.
+def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
+    """Ranks that share one copy of the state: all of them, or those of a group under the hybrid strategies.
+
+    Raises:
+        UserError: if the ranks cannot be divided into groups of that size.
+    """
+    if config.strategy not in HYBRID:
+        return world_size
+    size = config.fsdp.shard_group_size or local_world_size
+    if world_size % size:
+        fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        raise UserError(
+            f"fsdp.shard_group_size: {world_size} ranks cannot be divided into groups of {size}; use one of "
+            f"{', '.join(fitting)}"
+        )
+    return size
+
+
+def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel:
+    """Allocate the meta-device ``model`` on the device, spread as ``config.strategy`` says.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the valid tokens of the
-    global batch. On one rank there is nothing to spread, and the model stays as it is.
+    global batch. On one rank there is nothing to spread, and the model stays as it is, unless its parameters
+    are to wait in host memory.
     """
-    layers = [layer for _, layer in transformer_layers(model)]
+    device = machine.device
     checkpoint_activations(model, config.memory.activation_checkpointing)
     if config.compile:
-        for layer in layers:
+        for _, layer in transformer_layers(model):
             layer.compile()
     compute = COMPUTE_DTYPES[config.precision]
     autocast_dtype = None if compute == torch.float32 else compute
-    if world_size == 1:
+    group = shard_group_size(config, machine.world_size, machine.local_world_size)
+    offload = config.memory.offload_params == "cpu"
+    if machine.world_size == 1 and not offload:
         materialize(model, device)
         return ShardedModel(model, model, device, autocast_dtype)
     if config.strategy == "no_shard":
         materialize(model, device)
-        return ShardedModel(model, _replicate(model, device), device, autocast_dtype, float(world_size))
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for module in [*layers, model]:
+        scale = float(machine.world_size)
+        return ShardedModel(model, _replicate(model, device), device, autocast_dtype, scale)
+    if not dist.is_initialized():  # one rank, which FSDP wants a group of as well
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(transport(device), store=store, rank=0, world_size=1)
+    _fully_shard(model, config, _mesh(config, machine, group), compute, _offload_policy(offload, device))
+    materialize(model, device, parameters=torch.device("cpu") if offload else device)
+    return ShardedModel(model, model, device, autocast_dtype=None)
+
+
+def transport(device: torch.device) -> str:
+    """The backends of torch.distributed for tensors of ``device`` and of the host."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
+    """One axis of ranks that share the state, and with the hybrid strategies one of groups before it."""
+    if config.strategy in HYBRID:
+        shape, names = (machine.world_size // group, group), ("replicate", "shard")
+        return init_device_mesh(machine.device.type, shape, mesh_dim_names=names)
+    return init_device_mesh(machine.device.type, (group,), mesh_dim_names=("shard",))
+
+
+def _fully_shard(
+    model: nn.Module, config: RunConfig, mesh: DeviceMesh, compute: torch.dtype, offload: OffloadPolicy
+) -> None:
+    ordered = units(model, config)
+    for module in [*reversed(ordered), model]:  # what lies inside another unit comes before it
         wrapped = fully_shard(
             module,
             mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=config.strategy == "full_shard",
+            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+            reshard_after_forward=config.strategy not in KEPT_AFTER_FORWARD,
+            offload_policy=offload,
         )
         assert isinstance(wrapped, FSDPModule)
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no scaled one
-    materialize(model, device)
-    return ShardedModel(model, model, device, autocast_dtype=None)
+    order_prefetches([m for m in (model, *ordered) if isinstance(m, FSDPModule)], config)
+
+
+def _offload_policy(offload: bool, device: torch.device) -> OffloadPolicy:
+    # Page-locked memory is for copies to a GPU, and cannot be had without one.
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
 
 
 def _replicate(model: nn.Module, device: torch.device) -> DistributedDataParallel:

@@ -19,6 +19,8 @@ _ROOMS = {
     "no_shard": "gpu.engine",
     "full_shard": "gpu.engine",
     "shard_grad_op": "gpu.engine",
+    "hybrid_shard": "gpu.engine",
+    "hybrid_shard_zero2": "gpu.engine",
     "zero1": "gpu.zero",
     "zero2": "gpu.zero",
     "zero3": "gpu.zero",
@@ -32,6 +34,8 @@ class Machine:
     device: torch.device
     rank: int
     world_size: int
+    local_world_size: int
+    """Ranks on this node."""
 
 
 class CountingEngine(Engine, Protocol):

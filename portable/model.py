@@ -193,11 +193,17 @@ def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, m) for name, m in found if not any(name.startswith(f"{n}.") for n in names)]
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate the model on ``device``: parameters uninitialised, buffers copied, tied weights still tied."""
+def materialize(model: nn.Module, device: torch.device, *, parameters: torch.device | None = None) -> None:
+    """Allocate the model on ``device``: parameters uninitialised, buffers copied, tied weights still tied.
+
+    Args:
+        model: on the meta device. device: where it computes.
+        parameters: where its parameters wait between uses, if that is elsewhere.
+    """
 
     def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
+        place = parameters or device
+        return nn.Parameter(torch.empty_like(meta, device=place), requires_grad=meta.requires_grad)
 
     replace_tensors(model, parameter, lambda _, buffer: buffer.to(device))
 

@@ -1,7 +1,7 @@
 """Ranks that stay up from one test to the next.
 
-Importing torch and transformers takes seconds, so a session starts three processes once; each test then runs
-functions on the first one, two or three of them, in a process group of its own.
+Importing torch and transformers takes seconds, so a session starts four processes once; each test then runs
+functions on the first one to four of them, in a process group of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-MOST_RANKS = 3
+MOST_RANKS = 4
 
 
 class RankError(AssertionError):

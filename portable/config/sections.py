@@ -294,8 +294,8 @@ class MemoryConfig(Section):
     )
     offload_params: Literal["none", "cpu", "nvme"] = Field(
         default="none",
-        description="Keep sharded parameters in host memory (cpu) or on a local disk (nvme) between uses. "
-        "The last resort, and the slowest.",
+        description="Keep sharded parameters in host memory (cpu) or on a local disk (nvme) between uses; "
+        "under FSDP that takes the optimizer's state and its step along. The last resort, and the slowest.",
     )
     nvme_path: str | None = Field(
         default=None, min_length=1, description="Folder on a fast local disk for what is offloaded to nvme."
@@ -335,7 +335,8 @@ class FsdpConfig(Section):
         Field(
             default=None,
             description="When the backward pass gathers the next unit: before this unit's gradients "
-            "(backward_pre, most overlap), after them (backward_post, less memory), or when needed.",
+            "(backward_pre, most overlap; the default), or after them (backward_post and no_prefetch, which "
+            "FSDP2 does not tell apart: less memory).",
         )
     )
 

@@ -1,0 +1,184 @@
+"""FSDP2's strategies and settings on up to four ranks: what is trained stays the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from portable.backend import backend_room
+from portable.errors import UserError
+from portable.metrics import read_metrics
+from portable.run import Prepared, resolve, train_leg
+from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+
+FOUR: dict[str, Any] = {"train__global_batch_size": 8, "train__micro_batch_size": 1}
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
+    """The losses of one rank, whose equality with a hand-written loop test_parity holds."""
+    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **FOUR))
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "full shard, 4 ranks": (4, {"strategy": "full_shard"}),
+    "shard grad op, 4 ranks": (4, {"strategy": "shard_grad_op"}),
+    "no shard, 4 ranks": (4, {"strategy": "no_shard"}),
+    "hybrid, 2 x 2": (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
+    "hybrid zero2, 2 x 2": (4, {"strategy": "hybrid_shard_zero2", "fsdp__shard_group_size": 2}),
+    "hybrid, 1 x 4, the ranks of the node": (4, {"strategy": "hybrid_shard"}),
+    "hybrid, 4 x 1": (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 1}),
+    "hybrid on one rank": (1, {"strategy": "hybrid_shard"}),
+    "offload": (2, {"memory__offload_params": "cpu"}),
+    "offload, optimizer named too": (
+        4,
+        {
+            "strategy": "hybrid_shard",
+            "fsdp__shard_group_size": 2,
+            "memory__offload_params": "cpu",
+            "memory__offload_optimizer": "cpu",
+        },
+    ),
+    "offload on one rank": (1, {"memory__offload_params": "cpu"}),
+    "no wrap": (2, {"fsdp__auto_wrap_policy": "no_wrap"}),
+    "by size": (2, {"fsdp__auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp__min_num_params": 4000}),
+    "by class": (2, {"fsdp__transformer_layer_cls_to_wrap": ["LlamaMLP", "LlamaDecoderLayer"]}),
+    "prefetch": (2, {"fsdp__forward_prefetch": True, "fsdp__backward_prefetch": "BACKWARD_PRE"}),
+    "no prefetch": (2, {"fsdp__forward_prefetch": False, "fsdp__backward_prefetch": "no_prefetch"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_do_not_depend_on_it(
+    case: str, truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    world_size, settings = CASES[case]
+    config = configured(tmp_path, corpus, **FOUR, **settings)
+    assert_close(ranks.run(world_size, our_losses, config), truth, 1e-5)
+
+
+def units_of(config: RunConfig) -> tuple[list[str], list[str], int]:
+    """Names of the units, how parameters lie, and the elements that this rank holds."""
+    backend = backend_room("cpu").create("cpu")
+    backend.start()
+    try:
+        run = Prepared(resolve(config, backend), backend)
+        engine, _ = run.engine(None)
+        names = [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
+        parameters: list[Any] = list(engine.model.parameters())
+        placements = sorted({str(p.placements) for p in parameters})
+        return names, placements, sum(p.to_local().numel() for p in parameters)
+    finally:
+        backend.stop()
+
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ["", *LAYERS]),
+        ({"fsdp__auto_wrap_policy": "transformer_based_wrap"}, ["", *LAYERS]),
+        ({"fsdp__auto_wrap_policy": "no_wrap"}, [""]),
+        (
+            {"fsdp__transformer_layer_cls_to_wrap": "LlamaMLP"},
+            ["", "model.layers.0.mlp", "model.layers.1.mlp"],
+        ),
+        # The tied embedding and what is around it belong to the root.
+        (
+            {"fsdp__auto_wrap_policy": "size_based_wrap", "fsdp__min_num_params": 6000},
+            [
+                "",
+                "model.layers.0.self_attn",
+                "model.layers.0.mlp",
+                "model.layers.1.self_attn",
+                "model.layers.1.mlp",
+            ],
+        ),
+    ],
+)
+def test_units(
+    settings: dict[str, Any], expected: list[str], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    names, placements, _ = ranks.run(2, units_of, configured(tmp_path, corpus, **settings))
+    assert names == expected
+    assert placements == ["(Shard(dim=0),)"]
+
+
+def test_hybrid_shards_in_a_group_and_replicates_across(
+    tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2, **FOUR}
+    _, placements, held = ranks.run(4, units_of, configured(tmp_path, corpus, **settings))
+    assert placements == ["(Replicate(), Shard(dim=0))"]
+    _, _, whole = ranks.run(1, units_of, configured(tmp_path, corpus, memory__offload_params="cpu", **FOUR))
+    assert held == pytest.approx(whole / 2, rel=0.05)
+
+
+def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    return train_leg("cpu", configured(folder, corpus, **FOUR, **settings))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
+
+
+def test_checkpoints_move_between_strategies(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    assert ranks.run(1, leg, tmp_path / "whole", corpus, {"strategy": "no_shard"}) == 0
+    legs: list[tuple[int, dict[str, Any]]] = [
+        (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
+        (2, {"memory__offload_params": "cpu"}),
+        (1, {"memory__offload_params": "cpu"}),
+        (4, {"strategy": "hybrid_shard_zero2"}),
+        (1, {"strategy": "no_shard"}),
+    ]
+    for step, (world_size, settings) in enumerate(legs, 1):
+        settings = {**settings, "train__stop_after": step}
+        assert ranks.run(world_size, leg, tmp_path / "run", corpus, settings) == 0
+    settings = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}
+    assert ranks.run(4, leg, tmp_path / "run", corpus, settings) == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2},
+            "fsdp.shard_group_size: 1 ranks cannot be divided into groups of 2; use one of 1",
+        ),
+        (
+            {"fsdp__transformer_layer_cls_to_wrap": "BertLayer", "memory__offload_params": "cpu"},
+            "fsdp.transformer_layer_cls_to_wrap: LlamaForCausalLM has no BertLayer; its layers are "
+            "LlamaDecoderLayer",
+        ),
+        ({"strategy": "no_shard", "fsdp__forward_prefetch": True}, "fsdp.forward_prefetch: nothing is"),
+        ({"strategy": "no_shard", "memory__offload_params": "cpu"}, "memory.offload_params: under no_shard"),
+        ({"memory__offload_optimizer": "cpu"}, "set memory.offload_params to cpu as well"),
+        (
+            {"memory__offload_params": "nvme", "memory__nvme_path": "/nvme"},
+            "memory.offload_params: nvme is DeepSpeed's",
+        ),
+    ],
+)
+def test_refused(settings: dict[str, Any], message: str, tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        our_losses(configured(tmp_path, corpus, **settings))
+    assert message in str(refused.value)
+
+
+def test_offloaded_parameters_wait_in_host_memory() -> None:
+    from gpu.sharding import _offload_policy
+
+    assert _offload_policy(True, torch.device("cuda")).pin_memory  # type: ignore[attr-defined]
