@@ -8,13 +8,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from gpu.generation import continue_text
 from gpu.saving import Saver
 from gpu.sharding import shard
 from portable.backend import Batch, Health, unsupported
 from portable.loss import token_loss
-from portable.model import state_tensors
+from portable.model import embeddings, state_tensors
 from portable.optim import build_optimizer
 from portable.resume import stored_state
 from portable.weights import to_torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gpu.strategies import CountingEngine, Machine
     from portable.backend import SaveHandle
     from portable.config import RunConfig
+    from portable.optim import Optimizer
     from portable.weights import ReadableTensor
 
 
@@ -37,10 +39,6 @@ def check(config: RunConfig, device_type: str) -> None:
     """Raise UserError for a setting that DDP and FSDP2 have no use for."""
     unsupported(
         [
-            (
-                config.train.optimizer not in ("adamw", "sgd"),
-                f"train.optimizer: {config.train.optimizer} is not part of this version; use adamw or sgd",
-            ),
             (
                 config.precision == "fp16",
                 "precision: fp16 needs a loss scaler, which this version has under zero1, zero2 and zero3 "
@@ -89,7 +87,9 @@ class TorchEngine:
         self.model: nn.Module = sharded.model
         self._sharded = sharded
         self._device = device
-        self._optimizer = build_optimizer(config.train, dict(self.model.named_parameters()))
+        self._optimizer: Optimizer = build_optimizer(
+            config.train, dict(self.model.named_parameters()), embeddings=embeddings(self.model)
+        )
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._saver = Saver()
         # The device's own account of updates that were not finite: read when logging, never in between.
@@ -122,7 +122,7 @@ class TorchEngine:
             group["lr"] = learning_rate
         # The optimizers leave parameters and state alone when this value is 1, which they find on the device
         # of the parameters: if those are offloaded, the host has waited for their gradients anyway.
-        self._optimizer.found_inf = (self._skipped > 0).float().to(self._parameters[0].device)  # type: ignore[attr-defined]
+        self._optimizer.found_inf = (self._skipped > 0).float().to(self._parameters[0].device)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._updates += 1
@@ -165,19 +165,10 @@ class TorchEngine:
         self.load_weights(stored.weights)
         parameters = dict(self.model.named_parameters())
         for name, values in stored.optimizer.items():
-            parameter = parameters[name]
-            self._optimizer.state[parameter] = {
-                key: self._optimizer_value(value, parameter) for key, value in values.items()
-            }
-
-    def _optimizer_value(self, value: StoredTensor | float | bool, parameter: Tensor) -> Any:
-        if not isinstance(value, StoredTensor):
-            return torch.tensor(float(value), device=parameter.device)
-        if value.shape != tuple(parameter.shape):
-            return to_torch(value.read()).to(parameter.device)
-        state = torch.empty_like(parameter)
-        _fill(state, value)
-        return state
+            state = self._optimizer.initial_state(parameters[name])
+            for key, tensor in state.items():
+                _fill_state(tensor, values.get(key), f"{key} of {name}")
+            self._optimizer.state[parameters[name]] = state
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         state = {"model": state_tensors(self.model), "optim": self._optimizer_state()}
@@ -191,6 +182,20 @@ class TorchEngine:
         ]
         state = {names[p]: dict(values) for p, values in self._optimizer.state.items()}
         return {"state": state, "param_groups": groups}
+
+
+def _fill_state(target: Tensor, value: StoredTensor | float | bool | None, name: str) -> None:
+    """Fill what the optimizer keeps of a parameter.
+
+    Raises:
+        CheckpointError: if there is nothing for it, or a tensor of another shape.
+    """
+    if isinstance(value, StoredTensor) and value.shape == tuple(target.shape):
+        _fill(target, value)
+    elif value is not None and target.dim() == 0:
+        target.fill_(float(value.read().item() if isinstance(value, StoredTensor) else value))
+    else:
+        raise CheckpointError(f"{name} is missing, or not of shape {list(target.shape)}")
 
 
 @torch.no_grad()

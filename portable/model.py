@@ -233,6 +233,12 @@ def replace_tensors(
                 module._buffers[name] = buffer(dotted + name, value)
 
 
+def embeddings(model: nn.Module) -> list[nn.Parameter]:
+    """The lookup tables of ``model``; one of them may be the output head's matrix as well."""
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    return [parameter for table in tables for parameter in table.parameters(recurse=False)]
+
+
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
     """For each parameter, by the name under which it is listed first, the other names that it also has."""
     names = defaultdict(list)

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from portable.adafactor import Adafactor
+from portable.adamw_8bit import AdamW8bit
+from portable.shards import local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from portable.config import TrainConfig
+
+
+class Optimizer(Protocol):
+    """What an engine asks of an optimizer, beyond what torch's all offer."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    found_inf: Tensor | None
+    """An fp32 scalar on the parameters' device; where it is 1, a step changes nothing."""
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What is kept of ``parameter`` before the first step, sharded as it will be."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
 def parameter_groups(
@@ -39,20 +58,50 @@ def build_optimizer(
     settings: TrainConfig,
     parameters: Mapping[str, nn.Parameter],
     ndim: Callable[[nn.Parameter], int] = torch.Tensor.dim,
-) -> torch.optim.Optimizer:
-    """The optimizer that ``train.optimizer`` names, in its fused form.
+    embeddings: Collection[nn.Parameter] = (),
+) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit:
+    """The optimizer that ``train.optimizer`` names.
 
-    The fused kernels take the whole step in one launch, and leave everything as it is when a device-side flag
-    (``found_inf``) says that the gradients are not finite.
+    All of them leave everything as it is when a device-side flag (``found_inf``) says that the gradients are
+    not finite; the fused ones take the whole step in one launch.
+
+    Args:
+        settings: which, and how.
+        parameters: by name.
+        ndim: as for :func:`parameter_groups`.
+        embeddings: the parameters whose moments stay in 32 bits when those of others are kept in 8.
     """
     groups = parameter_groups(parameters, settings.weight_decay, ndim)
     beta1, beta2 = settings.betas
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(
-            groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps, fused=True
+        return FusedAdamW(groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
+    if settings.optimizer == "adamw_8bit":
+        return AdamW8bit(
+            groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps, exact=embeddings
         )
+    if settings.optimizer == "adafactor":
+        return Adafactor(groups, lr=settings.learning_rate)
     assert settings.optimizer == "sgd", settings.optimizer
     return FusedSGD(groups, lr=settings.learning_rate, momentum=beta1)
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW(fused=True)``."""
+
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Two moments that lie as the parameter does, and its steps, counted where it lies."""
+        return {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
 
 
 class FusedSGD(torch.optim.Optimizer):
@@ -62,11 +111,15 @@ class FusedSGD(torch.optim.Optimizer):
     taken as a plain tensor.
     """
 
-    found_inf: torch.Tensor | None = None
-    """An fp32 scalar on the device; where it is 1, a step changes nothing."""
+    found_inf: Tensor | None = None
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """One moment that lies as the parameter does, where there is momentum at all."""
+        moving = any(group["momentum"] for group in self.param_groups)
+        return {"momentum_buffer": torch.zeros_like(parameter)} if moving else {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -77,13 +130,13 @@ class FusedSGD(torch.optim.Optimizer):
             if group["momentum"]:
                 for parameter in trained:
                     if not self.state[parameter]:
-                        self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                        self.state[parameter] = self.initial_state(parameter)
                 buffers = [self.state[parameter]["momentum_buffer"] for parameter in trained]
             if trained:
                 torch._fused_sgd_(
-                    [_local(p) for p in trained],
-                    [_local(p.grad) for p in trained],
-                    [_local(buffer) for buffer in buffers],
+                    [local(p) for p in trained],
+                    [local(p.grad) for p in trained],
+                    [local(buffer) for buffer in buffers],
                     weight_decay=group["weight_decay"],
                     momentum=group["momentum"],
                     lr=group["lr"],
@@ -94,7 +147,3 @@ class FusedSGD(torch.optim.Optimizer):
                     grad_scale=None,
                     found_inf=self.found_inf,
                 )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

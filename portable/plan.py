@@ -114,9 +114,10 @@ def parameter_count(model: nn.Module) -> int:
 
 def checkpoint_bytes(model: nn.Module, optimizer: str) -> int:
     """Bytes of one checkpoint's tensors: fp32 weights, and the optimizer's moments of what is trained."""
-    moments = {"adamw": 2, "sgd": 1}.get(optimizer, 0)
+    moments = {"adamw": 2.0, "sgd": 1.0, "adamw_8bit": 0.5}.get(optimizer, 0.0)
     weights = sum(t.numel() * t.element_size() for t in state_tensors(model).values())
-    return weights + 4 * moments * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return weights + int(4 * moments * trained)
 
 
 def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: int) -> float:

@@ -212,8 +212,8 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
         default="adamw",
         description="adamw (fused; two fp32 moments a parameter), adafactor (moments as rows and columns, "
-        "little memory), adamw_8bit (moments in 8 bits, a quarter of the memory), or sgd (momentum is the "
-        "first of train.betas).",
+        "little memory), adamw_8bit (moments in 8 bits, a quarter of the memory; in 32 bits those of "
+        "embeddings, vectors and small matrices), or sgd (momentum is the first of train.betas).",
         json_schema_extra=IDENTITY,
     )
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(

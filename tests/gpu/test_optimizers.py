@@ -1,0 +1,196 @@
+"""Adafactor and 8-bit AdamW: against torch's, on sharded parameters, and in checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from converters import open_checkpoint
+from portable.adafactor import Adafactor
+from portable.adamw_8bit import AdamW8bit, block_size, decode, encode, levels
+from tests.gpu.test_fsdp import FOUR, leg, losses
+from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+ADAFACTOR: dict[str, Any] = {"train__optimizer": "adafactor", "train__learning_rate": 0.03, **FOUR}
+
+# A matrix, one that leaves a rank empty, a stack of matrices, a vector, a scalar.
+SHAPES = [(7, 5), (1, 6), (4, 3, 5), (9,), ()]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def test_adafactor_is_torchs() -> None:
+    ours = [nn.Parameter(value) for value in gradients(99)]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    groups = [{"params": ours[:3], "weight_decay": 0.1}, {"params": ours[3:], "weight_decay": 0.0}]
+    expected = [{"params": theirs[:3], "weight_decay": 0.1}, {"params": theirs[3:], "weight_decay": 0.0}]
+    optimizer, reference = Adafactor(groups, lr=0.3), torch.optim.Adafactor(expected, lr=0.3)
+    for step in range(12):
+        for p, q, gradient in zip(ours, theirs, gradients(step), strict=True):
+            p.grad, q.grad = gradient, gradient.clone()
+        optimizer.step()
+        reference.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=1e-6)
+        assert optimizer.state[p].keys() == reference.state[q].keys()
+        for key, value in optimizer.state[p].items():
+            torch.testing.assert_close(value, reference.state[q][key].view(value.shape), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit"])
+def test_a_masked_step_changes_nothing(name: str) -> None:
+    shapes = [*SHAPES, (128, 64)]
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    groups = [{"params": parameters, "weight_decay": 0.1}]
+    optimizer: Adafactor | AdamW8bit
+    if name == "adafactor":
+        optimizer = Adafactor(groups, lr=0.3)
+    else:
+        optimizer = AdamW8bit(groups, lr=0.3, betas=(0.9, 0.95), eps=1e-8, exact=())
+    for masked in [True, False, True]:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, torch.nan) if masked else torch.randn_like(parameter)
+        optimizer.found_inf = torch.tensor(float(masked))
+        before = [p.detach().clone() for p in parameters]
+        kept = [{key: value.clone() for key, value in optimizer.state[p].items()} for p in parameters]
+        optimizer.step()
+        for parameter, old, state in zip(parameters, before, kept, strict=True):
+            assert torch.equal(parameter, old) == masked
+            same = [torch.equal(optimizer.state[parameter][key], value) for key, value in state.items()]
+            assert all(same) == (masked or not state)
+    assert all(float(optimizer.state[p]["step"]) == 1 for p in parameters)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
+    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **ADAFACTOR))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (2, {"strategy": "no_shard"}),
+        (2, {"strategy": "full_shard"}),
+        (4, {"strategy": "shard_grad_op"}),
+        (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
+        (2, {"memory__offload_params": "cpu"}),
+    ],
+)
+def test_adafactor_on_shards(
+    world_size: int, settings: dict[str, Any], truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    assert_close(
+        ranks.run(world_size, our_losses, configured(tmp_path, corpus, **ADAFACTOR, **settings)), truth, 1e-5
+    )
+
+
+def adafactor_leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    return leg(folder, corpus, {"train__optimizer": "adafactor", "train__learning_rate": 0.03, **settings})
+
+
+def test_adafactor_goes_on(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """Bit for bit on the same ranks, to rounding on others."""
+    whole, same, other = tmp_path / "whole", tmp_path / "same", tmp_path / "other"
+    assert ranks.run(2, adafactor_leg, whole, corpus, {}) == 0
+    for folder in (same, other):
+        assert ranks.run(2, adafactor_leg, folder, corpus, {"train__stop_after": 3}) == 0
+    assert ranks.run(2, adafactor_leg, same, corpus, {}) == 0
+    hybrid = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2, "train__stop_after": 6}
+    assert ranks.run(4, adafactor_leg, other, corpus, hybrid) == 0
+    assert ranks.run(1, adafactor_leg, other, corpus, {"strategy": "no_shard"}) == 0
+    assert losses(same) == losses(whole)
+    assert losses(other) == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_hold_a_value_to_half_a_level(signed: bool) -> None:
+    table = levels(signed)
+    assert len(table.unique()) == 256
+    assert {0.0, 1.0} <= set(table.tolist())
+    values = torch.randn(64, 3, 40) * torch.logspace(-4, 4, 64)[:, None, None]
+    values = values if signed else values.square()
+    codes, scales = encode(values, 40, signed=signed)
+    assert codes.dtype == torch.uint8
+    assert scales.shape == (64, 3)
+    back = decode(codes, scales, signed=signed)
+    shares = values / scales[:, :, None]
+    gap = torch.diff(table).max() / 2
+    assert torch.all((back / scales[:, :, None] - shares).abs() <= gap + 1e-6)
+    if not signed:
+        assert torch.all(back > 0)
+
+
+def test_8bit_adamw_follows_adamw() -> None:
+    """Matrices to within the coarser moments; what keeps its moments in 32 bits exactly."""
+    torch.manual_seed(0)
+    ours = [
+        nn.Parameter(torch.randn(128, 96)),
+        nn.Parameter(torch.randn(128, 96)),
+        nn.Parameter(torch.randn(96)),
+    ]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+    optimizer = AdamW8bit([{"params": ours, "weight_decay": 0.1}], exact=[ours[1]], **settings)
+    reference = torch.optim.AdamW(theirs, weight_decay=0.1, **settings)
+    start = ours[0].detach().clone()
+    for _ in range(30):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p) + 0.3
+            q.grad = p.grad.clone()
+        optimizer.step()
+        reference.step()
+    assert optimizer.state[ours[0]]["exp_avg_codes"].dtype == torch.uint8
+    torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-6)
+    assert (ours[0] - theirs[0]).norm() < 0.02 * (theirs[0] - start).norm()
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((4096, 4096), 256),
+        ((4096, 11008), 256),
+        ((64, 688), 172),
+        ((4096,), None),
+        ((60, 60), None),
+        ((64, 67), 67),
+    ],
+)
+def test_blocks_stay_inside_a_row(shape: tuple[int, ...], block: int | None) -> None:
+    assert block_size(shape) == block
+
+
+WIDE = {**TINY_MODEL, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
+
+
+def test_8bit_adamw_on_shards_and_in_checkpoints(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """Bit for bit on the same ranks; on others it differs by what rounding makes of a code."""
+    settings: dict[str, Any] = {"train__optimizer": "adamw_8bit", "model__config": WIDE}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert ranks.run(2, leg, whole, corpus, settings) == 0
+    assert ranks.run(2, leg, run, corpus, settings | {"train__stop_after": 3}) == 0
+    assert ranks.run(2, leg, run, corpus, settings) == 0
+    assert losses(run) == losses(whole)
+    state = open_checkpoint(run).optimizer
+    assert state is not None
+    assert state.state["model.layers.0.mlp.up_proj.weight"].keys() == {
+        "step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"
+    }  # fmt: skip
+    assert state.state["model.embed_tokens.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert ranks.run(1, leg, tmp_path / "one", corpus, settings | {"strategy": "no_shard"}) == 0
+    hybrid = settings | {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}
+    assert ranks.run(4, leg, tmp_path / "four", corpus, hybrid | {"train__stop_after": 5}) == 0
+    assert ranks.run(2, leg, tmp_path / "four", corpus, settings | {"memory__offload_params": "cpu"}) == 0
+    for other in ("one", "four"):
+        assert losses(tmp_path / other) == pytest.approx(losses(whole), rel=1e-4)
