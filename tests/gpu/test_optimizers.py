@@ -14,11 +14,13 @@ from portable.adamw_8bit import AdamW8bit, block_size, decode, encode, levels
 from tests.gpu.test_fsdp import FOUR, leg, losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured
+from tests.tpu.test_run import on_xla
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
+    from tests.xla import XlaPool
 
 ADAFACTOR: dict[str, Any] = {"train__optimizer": "adafactor", "train__learning_rate": 0.03, **FOUR}
 
@@ -112,6 +114,18 @@ def test_adafactor_goes_on(tmp_path: Path, corpus: Path, ranks: RankPool) -> Non
     assert ranks.run(1, adafactor_leg, other, corpus, {"strategy": "no_shard"}) == 0
     assert losses(same) == losses(whole)
     assert losses(other) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_adafactor_moves_between_xla_and_ranks(
+    tmp_path: Path, corpus: Path, ranks: RankPool, xla: XlaPool
+) -> None:
+    settings: dict[str, Any] = {"train__optimizer": "adafactor", "train__learning_rate": 0.03}
+    assert ranks.run(1, adafactor_leg, tmp_path / "whole", corpus, {}) == 0
+    run = tmp_path / "run"
+    assert on_xla(xla, 4, run, corpus, **settings, train__stop_after=3) == 0
+    assert ranks.run(2, adafactor_leg, run, corpus, {"train__stop_after": 6}) == 0
+    assert on_xla(xla, 2, run, corpus, **settings) == 0
+    assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
 @pytest.mark.parametrize("signed", [True, False])
