@@ -14,6 +14,7 @@ from gpu.generation import continue_text
 from gpu.saving import Saver
 from gpu.sharding import shard
 from portable.backend import Batch, Health, unsupported
+from portable.chunked_loss import chunked_head
 from portable.loss import token_loss
 from portable.model import embeddings, state_tensors
 from portable.optim import build_optimizer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gpu.sharding import ShardedModel
     from gpu.strategies import CountingEngine, Machine
     from portable.backend import SaveHandle
+    from portable.chunked_loss import ChunkedHead
     from portable.config import RunConfig
     from portable.optim import Optimizer
     from portable.weights import ReadableTensor
@@ -77,14 +79,18 @@ def _offloading(config: RunConfig) -> Iterator[tuple[bool, str]]:
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
     """Spread a model from the meta device over the ranks; the weights are still unset."""
-    return TorchEngine(shard(model, config, machine), config, machine.device)
+    head = chunked_head(model, config)
+    return TorchEngine(shard(model, config, machine), head, config, machine.device)
 
 
 class TorchEngine:
     """Implements :class:`portable.backend.Engine`; see there for the contracts."""
 
-    def __init__(self, sharded: ShardedModel, config: RunConfig, device: torch.device) -> None:
+    def __init__(
+        self, sharded: ShardedModel, head: ChunkedHead | None, config: RunConfig, device: torch.device
+    ) -> None:
         self.model: nn.Module = sharded.model
+        self._head = head
         self._sharded = sharded
         self._device = device
         self._optimizer: Optimizer = build_optimizer(
@@ -100,7 +106,7 @@ class TorchEngine:
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast():
-                loss = token_loss(self._sharded.forward, batch)
+                loss = token_loss(self._sharded.forward, batch, self._head)
             loss = loss / valid.clamp(min=1)
             (loss * self._sharded.loss_scale).backward()
         return loss.detach()
@@ -140,7 +146,7 @@ class TorchEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
         with self._sharded.autocast():
-            loss = token_loss(self._sharded.forward, batch)
+            loss = token_loss(self._sharded.forward, batch, self._head)
         self.model.train()
         return loss
 

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from portable.backend import Batch
+    from portable.chunked_loss import ChunkedHead
 
 IGNORED = -100
 
 
-def token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Run ``model`` on a micro-batch.
+def token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
+    """Run ``model`` on a micro-batch, without holding all of its logits where ``head`` saves them.
 
     The labels are aligned with the logits: ``labels[b, t]`` is what ``logits[b, t]`` should predict (for
     classification, ``labels[b]`` and ``logits[b]``), and :data:`IGNORED` where nothing is to be predicted.
@@ -28,6 +29,8 @@ def token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
+    if head is not None and head.pays(labels):
+        return head.token_loss(model, inputs, labels)
     logits = model(**inputs).logits
     return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),

@@ -161,22 +161,33 @@ _SHAPES_DISAGREE = re.compile(r"must match|cannot be multiplied|is invalid for i
 
 def _check_forward(model: PreTrainedModel, place: str) -> None:
     """Raise UserError if the sizes in the config contradict each other; costs no memory and no arithmetic."""
-    trial: Any = copy.deepcopy(model)
-    trial.to("meta").eval()
-    trial.config.use_cache = True  # without a cache, masks are made from the values of the positions
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    inputs = {"input_ids": tokens}
-    if trial.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = tokens
     try:
-        with torch.no_grad():
-            trial(**inputs)
+        trial_forward(model)
     except Exception as error:
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
                 f"{place}: its sizes do not fit each other ({one_line(error)}); check the numbers of heads "
                 "and the sizes they divide"
             ) from error
+
+
+def trial_forward(model: nn.Module, prepare: Callable[[nn.Module], None] = lambda _: None) -> Any:
+    """What a copy of ``model`` returns for two tokens on the meta device, where nothing is computed.
+
+    Args:
+        model: on the meta device, with buffers anywhere.
+        prepare: called with the copy before its forward pass.
+    """
+    trial: Any = copy.deepcopy(model)
+    trial.to("meta").eval()
+    trial.config.use_cache = True  # without a cache, masks are made from the values of the positions
+    prepare(trial)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens}
+    if trial.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    with torch.no_grad():
+        return trial(**inputs)
 
 
 def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -189,6 +189,14 @@ def _memory(config: RunConfig) -> Iterator[ConflictError]:
             "memory.nvme_path is set and nothing goes there; set memory.offload_optimizer or "
             "memory.offload_params to nvme, or remove it",
         )
+    chunk = memory.loss_chunk_tokens
+    if isinstance(chunk, int) and chunk > 0:
+        for key, value, refused in (("strategy", strategy, ZERO), ("backend", config.backend, ("xla",))):
+            if value in refused:
+                yield ConflictError(
+                    ("memory.loss_chunk_tokens", key),
+                    f"memory.loss_chunk_tokens {chunk} does not work with {key} {value}; set it to auto",
+                )
     if strategy in ("zero1", "zero2"):
         if memory.offload_params != "none":
             yield ConflictError(

@@ -287,6 +287,12 @@ class MemoryConfig(Section):
         description="Recompute activations in the backward pass in place of keeping them: of every layer "
         "(full, about a third slower, least memory), or of all but the costly operations (selective).",
     )
+    loss_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto",
+        description="Tokens whose logits are held at a time; a micro-batch with more of them gets its loss in "
+        "parts, and the logits again in the backward pass. auto: as many as have 64 million logits "
+        "(256 MiB), so that only large vocabularies are cut up. 0: all at once. FSDP and DDP only.",
+    )
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
         default="none",
         description="Keep optimizer state in host memory (cpu) or on a local disk (nvme). For models whose "

@@ -1,0 +1,176 @@
+"""The loss in chunks: the same numbers and gradients, and never all of the logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from portable.chunked_loss import chunked_head
+from portable.config import load_config
+from portable.errors import UserError
+from portable.loss import token_loss
+from portable.model import Blueprint, build_model, materialize, model_config
+from tests.gpu.test_fsdp import FOUR
+from tests.gpu.test_parity import assert_close, our_losses
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from portable.chunked_loss import ChunkedHead
+    from tests.ranks import RankPool
+
+SMALL: dict[str, Any] = {"vocab_size": 301, "hidden_size": 32, "num_attention_heads": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, tied": ("causal-lm", TINY_MODEL | {"vocab_size": 301}),
+    "llama": ("causal-lm", TINY_MODEL | {"vocab_size": 301, "tie_word_embeddings": False}),
+    "gpt2": ("causal-lm", {"model_type": "gpt2", "vocab_size": 301, "n_embd": 32, "n_layer": 1, "n_head": 2}),
+    "bert, with a bias": (
+        "masked-lm",
+        {"model_type": "bert", **SMALL, "num_hidden_layers": 1, "intermediate_size": 48},
+    ),
+    "t5": (
+        "seq2seq-lm",
+        {"model_type": "t5", "vocab_size": 301, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1,
+         "num_heads": 2},
+    ),
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma2",
+    **SMALL,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+}
+
+
+def built(task: str, config: dict[str, Any], chunk: int | str) -> tuple[nn.Module, ChunkedHead | None]:
+    settings: dict[str, Any] = {"model.config": config, "model.task": task, "memory.loss_chunk_tokens": chunk}
+    run = load_config(None, {**settings, "data.source": "texts.jsonl", "precision": "fp32"})
+    model = build_model(model_config(run.model), run.model)
+    blueprint = Blueprint.of(model)
+    head = chunked_head(model, run)
+    materialize(model, torch.device("cpu"))
+    for weights in blueprint.initial_weights(0):
+        for name, value in weights.items():
+            model.get_parameter(name).data.copy_(torch.from_numpy(value.read()))
+    return model.eval(), head
+
+
+def batch(task: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(5, 301, (2, 3, 17), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    inputs = {"input_ids": tokens, "labels": labels}
+    return inputs | ({"decoder_input_ids": tokens.flip(0)} if task == "seq2seq-lm" else {})
+
+
+def loss_and_gradients(model: nn.Module, head: ChunkedHead | None, task: str) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    loss = token_loss(model, batch(task), head) / 7
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 50])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_loss_of_all_logits(name: str, chunk: int) -> None:
+    task, config = MODELS[name]
+    model, head = built(task, config, chunk)
+    assert head is not None
+    whole, expected = loss_and_gradients(model, None, task)
+    loss, gradients = loss_and_gradients(model, head, task)
+    assert float(loss) == pytest.approx(float(whole), rel=1e-6)
+    assert len(gradients) == len(expected)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_equals_it_under_autocast() -> None:
+    model, head = built(*MODELS["llama, tied"], 10)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, expected = loss_and_gradients(model, None, "causal-lm")
+        loss, gradients = loss_and_gradients(model, head, "causal-lm")
+    assert float(loss) == pytest.approx(float(whole), rel=1e-5)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert (ours - theirs).norm() <= 0.01 * theirs.norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def test_never_holds_all_logits() -> None:
+    wide = TINY_MODEL | {"vocab_size": 30_000, "hidden_size": 8, "tie_word_embeddings": False}
+    model, head = built("causal-lm", wide, 2)
+    with LargestTensor() as chunked:
+        loss_and_gradients(model, head, "causal-lm")
+    with LargestTensor() as whole:
+        loss_and_gradients(model, None, "causal-lm")
+    assert whole.elements == 51 * 30_000
+    assert chunked.elements == 8 * 30_000  # the head's own gradient; the logits of two tokens are fewer
+
+
+def test_logits_stay_what_they_are_without_labels() -> None:
+    model, head = built(*MODELS["llama"], 1)
+    assert head is not None
+    assert model(input_ids=batch("causal-lm")["input_ids"]).logits.shape == (3, 17, 301)
+
+
+def test_auto_leaves_small_logits_alone() -> None:
+    _, head = built(*MODELS["llama"], "auto")
+    assert head is not None
+    assert not head.pays(torch.zeros(1 << 17))
+    assert head.pays(torch.zeros(1 << 18))
+
+
+def test_a_model_that_caps_its_logits_keeps_them() -> None:
+    assert built("causal-lm", GEMMA, "auto")[1] is None
+    with pytest.raises(UserError, match=r"loss_chunk_tokens: Gemma2ForCausalLM does not return"):
+        built("causal-lm", GEMMA, 10)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, {}),
+        (2, {"strategy": "no_shard"}),
+        (2, {"strategy": "full_shard"}),
+        (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
+        (2, {"fsdp__auto_wrap_policy": "size_based_wrap", "fsdp__min_num_params": 3000}),
+        (2, {"memory__offload_params": "cpu", "memory__activation_checkpointing": "full"}),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_on_ranks(
+    tied: bool, world_size: int, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    model = TINY_MODEL | {"tie_word_embeddings": tied}
+    plain = configured(tmp_path, corpus, model__config=model, memory__loss_chunk_tokens=0, **FOUR)
+    chunked = configured(
+        tmp_path, corpus, model__config=model, memory__loss_chunk_tokens=9, **FOUR, **settings
+    )
+    assert_close(ranks.run(world_size, our_losses, chunked), ranks.run(1, our_losses, plain), 1e-5)
+
+
+def test_bf16_on_ranks(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    plain, chunked = (
+        configured(tmp_path, corpus, precision="bf16", memory__loss_chunk_tokens=chunk, **FOUR)
+        for chunk in (0, 9)
+    )
+    assert_close(ranks.run(2, our_losses, chunked), ranks.run(2, our_losses, plain), 3e-3)
