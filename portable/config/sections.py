@@ -289,8 +289,8 @@ class MemoryConfig(Section):
     )
     loss_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto",
-        description="Tokens whose logits are held at a time; a micro-batch with more of them gets its loss in "
-        "parts, and the logits again in the backward pass. auto: as many as have 64 million logits "
+        description="Tokens whose logits are held at a time; a micro-batch with more gets its loss in parts, "
+        "and computes the logits again in the backward pass. auto: as many as have 64 million logits "
         "(256 MiB), so that only large vocabularies are cut up. 0: all at once. FSDP and DDP only.",
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field(

@@ -106,7 +106,9 @@ def test_equals_it_under_autocast() -> None:
 class LargestTensor(TorchDispatchMode):
     """Remembers the most elements that any operation returned."""
 
-    elements = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
