@@ -51,8 +51,6 @@ def run(invocation: Invocation) -> int:
     from portable.run import check_output_folder, describe_checkpoint, dry_run, train_leg
 
     config = invocation.config
-    if invocation.accelerate_config is not None:
-        raise UserError("--accelerate-config: not part of this version; write the settings into --config")
     if invocation.profile:
         raise UserError("--profile: not part of this version")
     if invocation.resume_info is not None:

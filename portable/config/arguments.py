@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config import flags, help_text
 from portable.config.flags import Option
-from portable.config.load import assemble
+from portable.config.load import assemble, read_accelerate_config
 from portable.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ TRAIN_OPTIONS = (
     Option(
         "accelerate-config",
         "text",
-        "An Accelerate config file (accelerate config writes it) to take settings from.",
+        "An Accelerate config file (accelerate config writes it) to take settings and the number of ranks "
+        "from. What --config sets too must agree with it; flags win over both.",
         "FILE",
     ),
     Option(
@@ -62,7 +63,6 @@ class Invocation:
 
     config: RunConfig
     config_file: Path | None = None
-    accelerate_config: Path | None = None
     nproc: int | None = None
     """Local ranks to start; None: the backend's choice."""
     dry_run: bool = False
@@ -78,10 +78,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Invocation:
     Raises ``UserError`` for what cannot be understood. ``--help`` and ``--version`` print and exit.
     """
     config, given = read_command(sys.argv[1:] if argv is None else argv, TRAIN_OPTIONS, USAGE)
-    for name in ("config", "accelerate_config"):
-        if name in given:
-            given[name] = Path(given[name])
-    return Invocation(config, given.pop("config", None), **given)
+    file = given.pop("config", None)
+    return Invocation(config, None if file is None else Path(file), **given)
 
 
 def read_command(
@@ -102,4 +100,9 @@ def read_command(
 
         print(f"portable-trainer {version('portable-trainer')}")
         raise SystemExit(0)
-    return assemble(parsed.options.get("config"), parsed.overrides), parsed.options
+    accelerate = None
+    if (path := parsed.options.pop("accelerate_config", None)) is not None:
+        accelerate = read_accelerate_config(Path(path))
+        if accelerate.processes is not None:
+            parsed.options.setdefault("nproc", accelerate.processes)
+    return assemble(parsed.options.get("config"), parsed.overrides, accelerate), parsed.options

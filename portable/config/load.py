@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from portable.config import flags, keys, yaml_text
-from portable.config.problems import Origin, build, unknown_key
+from portable.config import accelerate_yaml, flags, keys, yaml_text
+from portable.config.problems import Origin, build, shown, unknown_key
 from portable.config.schema import RunConfig
 from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from portable.config.accelerate_yaml import AccelerateSettings
 
 _MOST_BYTES = 1 << 20
 _AFTER_THE_FILE = sys.maxsize // 2
@@ -43,8 +46,15 @@ def load_config(
     return assemble(source, given)
 
 
-def assemble(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[flags.Override]) -> RunConfig:
-    """``load_config`` with its overrides already taken apart."""
+def assemble(
+    source: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[flags.Override],
+    accelerate: AccelerateSettings | None = None,
+) -> RunConfig:
+    """``load_config`` with its overrides already taken apart, and with what an Accelerate config adds.
+
+    Raises ``UserError`` also where ``source`` and ``accelerate`` disagree.
+    """
     draft = _Draft({}, {})
     if isinstance(source, Mapping):
         draft.values = _copied(source)
@@ -54,13 +64,47 @@ def assemble(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[
         # ``fsdp:`` with nothing after it is an empty section.
         if section in draft.values and draft.values[section] is None:
             draft.values[section] = {}
+    if accelerate is not None:
+        for key, value in accelerate.values.items():
+            _add(draft, tuple(key.split(".")), value, accelerate.origins[key])
     for index, override in enumerate(overrides):
         origin = override.flag and Origin(override.flag, _AFTER_THE_FILE + index, flag=True)
         _apply(draft, override, origin or None)
     return build(RunConfig, draft.values, draft.origins)
 
 
+def read_accelerate_config(path: Path) -> AccelerateSettings:
+    """Map an Accelerate config file; raises ``UserError`` for what in it has no counterpart."""
+    return accelerate_yaml.read(_parse(path), str(path))
+
+
+def _add(draft: _Draft, path: tuple[str, ...], value: Any, origin: Origin) -> None:
+    """Put in a value that must not contradict one that is there."""
+    target = draft.values
+    for part in path[:-1]:
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            return  # of the wrong type, which the schema will say
+    if target.get(path[-1], value) != value:
+        there = draft.origins.get(path)
+        other = f"{there.text if there else '--config'} sets it to {shown(target[path[-1]])}"
+        key = ".".join(path)
+        raise UserError(f"{origin.text} gives {key} {shown(value)}, and {other}; remove one of the two")
+    target[path[-1]] = value
+    draft.origins.setdefault(path, origin)
+
+
 def _read(path: Path) -> _Draft:
+    document = _parse(path)
+    if document.value is None:
+        raise UserError(f"{path}: the config is empty; leave --config out for the defaults")
+    if not isinstance(document.value, dict):
+        raise UserError(f"{path}: a config must be a mapping of settings, such as train: {{steps: 100}}")
+    origins = {key: Origin(f"{path}:{line}", line) for key, line in document.lines.items()}
+    return _Draft(document.value, origins)
+
+
+def _parse(path: Path) -> yaml_text.Document:
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -74,13 +118,7 @@ def _read(path: Path) -> _Draft:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a config file: not UTF-8 text") from error
-    document = yaml_text.parse(text, str(path))
-    if document.value is None:
-        raise UserError(f"{path}: the config is empty; leave --config out for the defaults")
-    if not isinstance(document.value, dict):
-        raise UserError(f"{path}: a config must be a mapping of settings, such as train: {{steps: 100}}")
-    origins = {key: Origin(f"{path}:{line}", line) for key, line in document.lines.items()}
-    return _Draft(document.value, origins)
+    return yaml_text.parse(text, str(path))
 
 
 def _copied(source: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +11,9 @@ from hypothesis import strategies as st
 
 from portable.config import RunConfig, keys, load_config, parse_args
 from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TABLE = keys.settings(RunConfig)
 
@@ -132,10 +134,11 @@ def test_flags_win_over_the_file_and_both_count_as_set(tmp_path: Path) -> None:
     assert not invocation.config.is_set("train.betas")
 
 
-def test_options_of_the_command() -> None:
-    files = ["--accelerate_config", "a.yaml", "--resume-info", "ckpt"]
+def test_options_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("mixed_precision: bf16\n")
+    files = ["--accelerate_config", str(tmp_path / "a.yaml"), "--resume-info", "ckpt"]
     invocation = parse_args([*files, "--nproc", "4", "--dry-run", "--eval-only", "--profile"])
-    assert invocation.accelerate_config == Path("a.yaml")
+    assert invocation.config.precision == "bf16"
     assert invocation.nproc == 4
     assert invocation.dry_run
     assert invocation.eval_only

@@ -1,0 +1,354 @@
+"""Settings from an ``accelerate config`` file: each key mapped, or refused by name with the reason.
+
+The file says how to launch and how to shard, and nothing about model, data or training. Sections for FSDP and
+DeepSpeed are read where ``distributed_type`` names them, as Accelerate does.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from portable.config import suggest
+from portable.config.problems import Origin, shown
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portable.config.yaml_text import Document
+
+Path = tuple[str, ...]
+Settings = dict[str, Any]
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""In the order of Accelerate's numbers, from 1."""
+
+_EMPTY: tuple[Any, ...] = (None, "", {}, [])
+_EVERY_HOST = "start it on every host of the slice, as docs/tpu.md says"
+_TPU_LAUNCH = ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file")
+_LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
+
+# Answered by whoever launches the ranks, or true here whatever is said.
+FREE = {
+    "main_process_ip", "main_process_port", "machine_rank", "main_training_function", "rdzv_backend",
+    "same_network", "num_processes", "num_machines",
+    "fsdp_config.fsdp_version", "fsdp_config.fsdp_cpu_ram_efficient_loading",
+    "fsdp_config.fsdp_sync_module_states",
+    "deepspeed_config.zero3_init_flag", "deepspeed_config.zero3_save_16bit_model",
+}  # fmt: skip
+
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "compute_environment": (
+        ("LOCAL_MACHINE", "TPU"),
+        "it runs where it is started; set it to LOCAL_MACHINE",
+    ),
+    "debug": ((False,), "it has no such mode; set it to false"),
+    "downcast_bf16": ((False, "no"), "the compute type is mixed_precision's; set it to no"),
+    "enable_cpu_affinity": ((False,), "ranks are not bound to cores; set it to false"),
+    "gpu_ids": ((*_EMPTY, "all"), "choose GPUs by CUDA_VISIBLE_DEVICES, and remove it"),
+    "tpu_use_cluster": (
+        (False,),
+        "start it on every host of the slice, as docs/tpu.md says; set it to false",
+    ),
+    "tpu_use_sudo": ((False,), "no command of it needs sudo; set it to false"),
+    "fp8_config": (_EMPTY, "fp8 is not part of this version; remove it"),
+    "megatron_lm_config": (_EMPTY, "it has no Megatron-LM; use FSDP or DEEPSPEED"),
+    "mpirun_config": (_EMPTY, _LAUNCHER),
+    "parallelism_config": (_EMPTY, "it shards by FSDP and ZeRO only; remove it"),
+    **dict.fromkeys(_TPU_LAUNCH, (_EMPTY, f"{_EVERY_HOST}; remove it")),
+    "fsdp_config.fsdp_use_orig_params": (
+        (True,),
+        "FSDP2 keeps every parameter as it is, and has no flat ones; set it to true",
+    ),
+    "deepspeed_config.gradient_accumulation_steps": (
+        (1, "auto"),
+        "accumulation follows from train.global_batch_size and train.micro_batch_size; remove it",
+    ),
+    "deepspeed_config.deepspeed_multinode_launcher": (("standard", *_EMPTY), _LAUNCHER),
+    "deepspeed_config.deepspeed_hostfile": (_EMPTY, _LAUNCHER),
+    "deepspeed_config.deepspeed_inclusion_filter": (_EMPTY, _LAUNCHER),
+    "deepspeed_config.deepspeed_exclusion_filter": (_EMPTY, _LAUNCHER),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": (
+        _EMPTY,
+        "ZeRO-3 finds its units by itself; remove it",
+    ),
+}
+"""Keys of which only some values mean something here: those values, and why no other."""
+
+
+@dataclass
+class AccelerateSettings:
+    """What the file comes to.
+
+    Attributes:
+        values: by dotted key of the run's config.
+        origins: the line that each comes from.
+        processes: local ranks to start; None where a launcher or the backend decides.
+    """
+
+    values: Settings = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    processes: int | None = None
+
+
+def read(document: Document, name: str) -> AccelerateSettings:
+    """Map the parsed file ``name``.
+
+    Raises:
+        UserError: for a key that is unknown, or has no counterpart.
+    """
+    return _Reader(document, name).read()
+
+
+class _Reader:
+    def __init__(self, document: Document, name: str) -> None:
+        if not isinstance(document.value, dict):
+            raise UserError(f"{name}: not an Accelerate config; accelerate config writes one")
+        self._values: Settings = document.value
+        self._lines = document.lines
+        self._name = name
+        self._result = AccelerateSettings()
+        self._xla = self._on_xla()
+
+    def read(self) -> AccelerateSettings:
+        kind = str(self._values.get("distributed_type", "NO")).upper()
+        sections = {"fsdp_config": kind == "FSDP" or self._xla, "deepspeed_config": kind == "DEEPSPEED"}
+        for key, value in self._values.items():
+            if key not in sections:
+                self._take((key,), value)
+            elif value not in _EMPTY and not isinstance(value, dict):
+                raise self._refuse((key,), f"must be a mapping, not {shown(value)}")
+            elif sections[key]:
+                for inner, item in (value or {}).items():
+                    self._take((key, inner), item)
+        if kind == "FSDP" and "strategy" not in self._result.values:
+            self._put(("distributed_type",), "strategy", "full_shard")
+        self._count_processes()
+        return self._result
+
+    def _on_xla(self) -> bool:
+        places = [self._values, self._values.get("fsdp_config")]
+        kind = str(self._values.get("distributed_type", "")).upper()
+        return kind in ("XLA", "TPU") or any(isinstance(p, dict) and p.get("xla") is True for p in places)
+
+    def _count_processes(self) -> None:
+        if self._xla or "RANK" in os.environ:  # one process drives all devices; a launcher has counted
+            return
+        machines, processes = self._values.get("num_machines", 1), self._values.get("num_processes")
+        if machines not in (None, 1):
+            raise self._refuse(
+                ("num_machines",),
+                f"{shown(machines)} machines need accelerate launch or torchrun on each of them, which this "
+                "process then joins; or set it to 1",
+            )
+        if isinstance(processes, int) and processes > 0:
+            self._result.processes = processes
+        elif processes is not None and processes != -1:
+            raise self._refuse(("num_processes",), f"must be an integer >= 1, not {shown(processes)}")
+
+    def _take(self, path: Path, value: Any) -> None:
+        key = ".".join(path)
+        # The three keys for XLA stand at the top in some guides, and among FSDP's in the Trainer's.
+        handler = _MAPPED.get(key) or (_XLA.get(path[-1]) if path[0] in ("fsdp_config", *_XLA) else None)
+        if handler is not None:
+            handler(self, path, value)
+        elif key in ONLY:
+            allowed, reason = ONLY[key]
+            if _truth(value) not in allowed:
+                raise self._refuse(path, f"{shown(value)} has no counterpart: {reason}")
+        elif key not in FREE:
+            around = f"{path[0]}." if len(path) > 1 else ""
+            known = [k.removeprefix(around) for k in (*_MAPPED, *ONLY, *FREE) if k.startswith(around)]
+            near = suggest.nearest(path[-1], known)
+            raise self._refuse(
+                path, "not a key of Accelerate's" + (f"; did you mean {near}?" if near else "")
+            )
+
+    def _put(self, path: Path, key: str, value: Any) -> None:
+        self._result.values[key] = value
+        line = self._lines.get(path, 0)
+        self._result.origins[key] = Origin(f"{self._name}:{line}: {path[-1]}", line)
+
+    def _refuse(self, path: Path, message: str) -> UserError:
+        line = self._lines.get(path, 0)
+        return UserError(one_line(f"{self._name}:{line}: {path[-1]}: {message}"))
+
+    def _choose(self, path: Path, value: Any, choices: dict[Any, Any]) -> Any:
+        """What ``value`` stands for; words count in any case."""
+        wanted = value.upper() if isinstance(value, str) else value
+        if isinstance(wanted, list | dict) or wanted not in choices:
+            allowed = ", ".join(str(choice) for choice in choices)
+            raise self._refuse(path, f"{shown(value)} has no counterpart; use one of {allowed}")
+        return choices[wanted]
+
+    # -- the keys that become settings -------------------------------------------------------------------
+
+    def distributed_type(self, path: Path, value: Any) -> None:
+        kinds = {
+            "NO": {"strategy": "no_shard"},
+            "MULTI_GPU": {"strategy": "no_shard", "backend": "cuda"},
+            "MULTI_CPU": {"strategy": "no_shard", "backend": "cpu"},
+            "FSDP": {},
+            "DEEPSPEED": {},
+            "XLA": {"backend": "xla"},
+            "TPU": {"backend": "xla"},
+        }
+        for key, setting in self._choose(path, value, kinds).items():
+            self._put(path, key, setting)
+
+    def mixed_precision(self, path: Path, value: Any) -> None:
+        choices = {"NO": "fp32", False: "fp32", "BF16": "bf16", "FP16": "fp16"}
+        self._put(path, "precision", self._choose(path, value, choices))
+
+    def use_cpu(self, path: Path, value: Any) -> None:
+        if self._flag(path, value):
+            self._put(path, "backend", "cpu")
+
+    def dynamo(self, path: Path, value: Any) -> None:
+        for name, item in (value or {}).items():
+            inner = (*path, name)
+            if name == "dynamo_backend":
+                compiled = self._choose(inner, item, {"NO": False, False: False, "INDUCTOR": True})
+                self._put(inner, "compile", compiled)
+            elif _truth(item) not in ("default", False, None):
+                raise self._refuse(
+                    inner, f"{shown(item)} has no counterpart: layers are compiled as they are; remove it"
+                )
+
+    def sharding_strategy(self, path: Path, value: Any) -> None:
+        choices: dict[Any, str] = {}
+        for number, name in enumerate(STRATEGIES, 1):
+            choices |= {number: name, str(number): name, name.upper(): name}
+        self._put(path, "strategy", self._choose(path, value, choices))
+
+    def reshard_after_forward(self, path: Path, value: Any) -> None:
+        if _truth(value) in (True, False):
+            self._put(path, "strategy", "full_shard" if _truth(value) else "shard_grad_op")
+        else:
+            self.sharding_strategy(path, value)
+
+    def auto_wrap_policy(self, path: Path, value: Any) -> None:
+        words = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+        policy = self._choose(path, value, {word.upper(): word for word in words})
+        self._put(path, "xla.auto_wrap_policy" if self._xla else "fsdp.auto_wrap_policy", policy)
+
+    def layer_classes(self, path: Path, value: Any) -> None:
+        names = value if isinstance(value, list) else str(value or "").split(",")
+        names = [str(name).strip() for name in names if str(name).strip()]
+        # On XLA nothing is wrapped, and each of the model's own layers is recomputed by itself.
+        if names and not self._xla:
+            self._put(path, "fsdp.transformer_layer_cls_to_wrap", names)
+
+    def min_num_params(self, path: Path, value: Any) -> None:
+        policy = str((self._values.get("fsdp_config") or {}).get("fsdp_auto_wrap_policy", "")).upper()
+        if policy == "SIZE_BASED_WRAP" and not self._xla:  # Accelerate writes it beside other policies too
+            self._put(path, "fsdp.min_num_params", value)
+
+    def prefetch(self, path: Path, value: Any) -> None:
+        name = path[-1].removeprefix("fsdp_").removesuffix("_policy")
+        if name == "forward_prefetch":
+            value = self._flag(path, value)
+        else:
+            words = ("backward_pre", "backward_post", "no_prefetch")
+            value = self._choose(path, value, {None: None, **{word.upper(): word for word in words}})
+        # On XLA the compiler decides; false and null ask for nothing.
+        if value not in (None, False) and not self._xla:
+            self._put(path, f"fsdp.{name}", value)
+
+    def state_dict_type(self, path: Path, value: Any) -> None:
+        # Checkpoints are sharded always; the full state dict is what is exported at the end.
+        if self._choose(path, value, {"SHARDED_STATE_DICT": False, "FULL_STATE_DICT": True}):
+            self._put(path, "checkpoint.export", True)
+
+    def offload_params(self, path: Path, value: Any) -> None:
+        self._put(path, "memory.offload_params", "cpu" if self._flag(path, value) else "none")
+
+    def recompute(self, path: Path, value: Any) -> None:
+        self._put(path, "memory.activation_checkpointing", "full" if self._flag(path, value) else "none")
+
+    def xla(self, path: Path, value: Any) -> None:
+        if self._flag(path, value):
+            self._put(path, "backend", "xla")
+
+    def xla_settings(self, path: Path, value: Any) -> None:
+        if value in _EMPTY:
+            return
+        if not isinstance(value, dict):
+            raise self._refuse(path, f"must be a mapping of names of xla_fsdp_settings, not {shown(value)}")
+        for name, item in value.items():
+            item = item.removeprefix("torch.") if isinstance(item, str) else item
+            self._put((*path, name), f"xla.{name}", item)
+
+    def xla_recompute(self, path: Path, value: Any) -> None:
+        self._put(path, "xla.xla_fsdp_grad_ckpt", self._flag(path, value))
+
+    def zero_stage(self, path: Path, value: Any) -> None:
+        stages = {0: "no_shard", 1: "zero1", 2: "zero2", 3: "zero3"}
+        self._put(
+            path, "strategy", self._choose(path, value, stages | {str(n): s for n, s in stages.items()})
+        )
+
+    def gradient_clipping(self, path: Path, value: Any) -> None:
+        if value not in (None, "auto"):
+            self._put(path, "train.max_grad_norm", value or None)
+
+    def zero_offload(self, path: Path, value: Any) -> None:
+        key = {"offload_optimizer_device": "offload_optimizer", "offload_param_device": "offload_params"}
+        choices = {None: "none", "NONE": "none", "CPU": "cpu", "NVME": "nvme"}
+        self._put(path, f"memory.{key[path[-1]]}", self._choose(path, value, choices))
+
+    def nvme_path(self, path: Path, value: Any) -> None:
+        if value in _EMPTY or str(value).lower() == "none":
+            return
+        if self._result.values.get("memory.nvme_path", value) != value:
+            raise self._refuse(path, "differs from the other nvme_path; one folder serves both")
+        self._put(path, "memory.nvme_path", value)
+
+    def deepspeed_file(self, path: Path, value: Any) -> None:
+        if value not in _EMPTY and value != "none":
+            self._put(path, "deepspeed.config", value)
+
+    def _flag(self, path: Path, value: Any) -> bool:
+        flag = _truth(value)
+        if not isinstance(flag, bool):
+            raise self._refuse(path, f"must be true or false, not {shown(value)}")
+        return flag
+
+
+_XLA: dict[str, Callable[[_Reader, Path, Any], None]] = {
+    "xla": _Reader.xla,
+    "xla_fsdp_settings": _Reader.xla_settings,
+    "xla_fsdp_grad_ckpt": _Reader.xla_recompute,
+}
+_MAPPED: dict[str, Callable[[_Reader, Path, Any], None]] = {
+    "distributed_type": _Reader.distributed_type,
+    "mixed_precision": _Reader.mixed_precision,
+    "use_cpu": _Reader.use_cpu,
+    "dynamo_config": _Reader.dynamo,
+    "fsdp_config.fsdp_sharding_strategy": _Reader.sharding_strategy,
+    "fsdp_config.fsdp_reshard_after_forward": _Reader.reshard_after_forward,
+    "fsdp_config.fsdp_auto_wrap_policy": _Reader.auto_wrap_policy,
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": _Reader.layer_classes,
+    "fsdp_config.fsdp_min_num_params": _Reader.min_num_params,
+    "fsdp_config.fsdp_forward_prefetch": _Reader.prefetch,
+    "fsdp_config.fsdp_backward_prefetch": _Reader.prefetch,
+    "fsdp_config.fsdp_backward_prefetch_policy": _Reader.prefetch,
+    "fsdp_config.fsdp_state_dict_type": _Reader.state_dict_type,
+    "fsdp_config.fsdp_offload_params": _Reader.offload_params,
+    "fsdp_config.fsdp_activation_checkpointing": _Reader.recompute,
+    "deepspeed_config.zero_stage": _Reader.zero_stage,
+    "deepspeed_config.gradient_clipping": _Reader.gradient_clipping,
+    "deepspeed_config.offload_optimizer_device": _Reader.zero_offload,
+    "deepspeed_config.offload_param_device": _Reader.zero_offload,
+    "deepspeed_config.offload_optimizer_nvme_path": _Reader.nvme_path,
+    "deepspeed_config.offload_param_nvme_path": _Reader.nvme_path,
+    "deepspeed_config.deepspeed_config_file": _Reader.deepspeed_file,
+}
+
+
+def _truth(value: Any) -> Any:
+    """Read the words of YAML 1.1 that Accelerate's files are written in."""
+    words = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
