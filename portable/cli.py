@@ -51,8 +51,8 @@ def run(invocation: Invocation) -> int:
     from portable.run import check_output_folder, describe_checkpoint, dry_run, train_leg
 
     config = invocation.config
-    if invocation.profile:
-        raise UserError("--profile: not part of this version")
+    if invocation.profile and invocation.eval_only:
+        raise UserError("--profile: records training steps, and --eval-only takes none; remove one")
     if invocation.resume_info is not None:
         return describe_checkpoint(Path(invocation.resume_info))
     name = resolve_backend(config.backend)
@@ -65,15 +65,15 @@ def run(invocation: Invocation) -> int:
             return dry_run(name, config, int(os.environ["WORLD_SIZE"])) if first else 0
         if "TORCHELASTIC_RUN_ID" in os.environ:
             launch.die_with_parent()
-        return train_leg(name, config, eval_only=invocation.eval_only)
+        return train_leg(name, config, invocation.eval_only, invocation.profile)
     ranks = invocation.nproc if invocation.nproc is not None else room.local_devices(name)
     _check_ranks(name, ranks, room.local_devices(name))
     if invocation.dry_run:
         return dry_run(name, config, ranks)
     check_output_folder(name, config, ranks)
     if ranks == 1:
-        return train_leg(name, config, eval_only=invocation.eval_only)
-    return launch.launch(train_leg, (name, config, invocation.eval_only), ranks=ranks)
+        return train_leg(name, config, invocation.eval_only, invocation.profile)
+    return launch.launch(train_leg, (name, config, invocation.eval_only, invocation.profile), ranks=ranks)
 
 
 def _check_ranks(name: str, ranks: int, devices: int) -> None:

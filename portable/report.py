@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.checkpointing import CheckpointFolder
+    from portable.profiling import Profiler
 
 
 class Reporter(Events):
@@ -45,6 +46,7 @@ class Reporter(Events):
         config: dict[str, Any],
         checkpoints: CheckpointFolder,
         save: Callable[[Progress], None],
+        profiler: Profiler | None,
     ) -> None:
         self._backend = backend
         self._folder = folder
@@ -54,6 +56,7 @@ class Reporter(Events):
         self._peak_flops = None if peak is None else peak * backend.world_size * backend.devices_per_rank
         self._checkpoints = checkpoints
         self._save = save
+        self._profiler = profiler
         self._samples = progress.samples
         self._main = backend.rank == 0
         self.last_loss: float | None = None
@@ -84,6 +87,8 @@ class Reporter(Events):
         if self._bar is not None:
             self._bar.update(1)
         self._checkpoints.finish_if_written()
+        if self._profiler is not None:
+            self._profiler.step()
 
     def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
         self.last_loss = loss
@@ -168,6 +173,8 @@ class Reporter(Events):
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
+        if self._profiler is not None:
+            self._profiler.close()
 
     def _record(self, progress: Progress, values: dict[str, float]) -> None:
         if self._metrics is None:

@@ -33,6 +33,7 @@ from portable.plan import (
     total_steps,
 )
 from portable.plot import plot_loss
+from portable.profiling import Profiler
 from portable.report import Reporter
 from portable.schedule import Schedule
 
@@ -49,8 +50,14 @@ PROMPT_TOKENS = 32
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
 
-def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False) -> int:
+def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False, profile: bool = False) -> int:
     """Train from where the run stands, on the ranks of this process's launcher.
+
+    Args:
+        backend_name: cpu, cuda or xla.
+        config: of the run.
+        eval_only: evaluate, and train no step.
+        profile: write a trace of a few steps into ``profile`` in the run's folder.
 
     Returns:
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
@@ -69,7 +76,7 @@ def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False) -> 
         with locked(folder) if backend.rank == 0 else nullcontext():
             backend.barrier()
             try:
-                return prepared.train(folder)
+                return prepared.train(folder, profile=profile)
             except UserError:
                 if new and backend.rank == 0 and not (folder / CONFIG_FILE).exists():
                     shutil.rmtree(folder, ignore_errors=True)  # refused: leave things as they were
@@ -121,7 +128,7 @@ class Prepared:
 
     # -- training ----------------------------------------------------------------------------------------
 
-    def train(self, folder: Path) -> int:
+    def train(self, folder: Path, *, profile: bool = False) -> int:
         config, backend = self.config, self.backend
         checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.checkpoint.keep, rank=backend.rank)
         check_same_run(folder, config)  # again, now that no other run can write there
@@ -130,7 +137,10 @@ class Prepared:
         if backend.rank == 0:
             checkpoints.remove_partial()
             write_durably(folder / CONFIG_FILE, dump_yaml(config))
-        reporter = self.reporter(folder, progress, checkpoints, lambda at: self.save(checkpoints, engine, at))
+        profiler = Profiler(folder / "profile", backend.rank) if profile else None
+        reporter = self.reporter(
+            folder, progress, checkpoints, lambda at: self.save(checkpoints, engine, at), profiler
+        )
         reporter.say(self.headline(progress, source))
         batches = iter(self.train_loader(progress.samples))
         gc.collect()
@@ -167,7 +177,8 @@ class Prepared:
             reporter.close()
             gc.unfreeze()
         if backend.rank == 0:
-            self.finish(folder, reporter, checkpoints.latest(), complete=progress.step == self.steps)
+            complete = progress.step == self.steps
+            self.finish(folder, reporter, checkpoints.latest(), profiler, complete=complete)
         return EXIT_DONE
 
     def reporter(
@@ -176,6 +187,7 @@ class Prepared:
         progress: Progress,
         checkpoints: CheckpointFolder,
         save: Callable[[Progress], None],
+        profiler: Profiler | None = None,
     ) -> Reporter:
         """What shows and records this run in ``folder``."""
         config = self.config
@@ -191,6 +203,7 @@ class Prepared:
             config=config.fingerprint(),
             checkpoints=checkpoints,
             save=save,
+            profiler=profiler,
         )
 
     def engine(self, source: Path | None) -> tuple[Engine, Progress]:
@@ -291,7 +304,15 @@ class Prepared:
         valid = int((batch["labels"] != IGNORED).sum())
         return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
 
-    def finish(self, folder: Path, reporter: Reporter, checkpoint: Path | None, *, complete: bool) -> None:
+    def finish(
+        self,
+        folder: Path,
+        reporter: Reporter,
+        checkpoint: Path | None,
+        profiler: Profiler | None,
+        *,
+        complete: bool,
+    ) -> None:
         """Export, plot and say where things are; on the first rank only."""
         places = [("metrics", str(folder / "metrics.jsonl"))]
         if checkpoint is not None:
@@ -304,6 +325,8 @@ class Prepared:
                 places.append(("loss curve", str(picture)))
         except OSError as error:  # the run is complete without its picture
             reporter.say(f"warning: loss.svg could not be drawn: {error}")
+        if profiler is not None:
+            places.append(("profile", str(profiler.path) if profiler.written else "too few steps for one"))
         reporter.say(reporter.summary(places))
         if not complete:
             reporter.say(f"stopped before step {self.steps}, the last, as train.stop_after says")

@@ -52,7 +52,7 @@ TRAIN_OPTIONS = (
     Option("dry-run", "switch", "Check everything, print the resolved config and the plan, and stop."),
     Option("eval-only", "switch", "Evaluate the newest checkpoint, or the model as it is, and stop."),
     Option("resume-info", "text", "Say what a checkpoint holds and what a run from it would do.", "PATH"),
-    Option("profile", "switch", "Write a profile of a few steps into output_dir."),
+    Option("profile", "switch", "Write a trace of a few steps into output_dir/profile, for Perfetto."),
     CONFIG_OPTIONS[1],
 )
 

@@ -103,7 +103,7 @@ def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.
         (["--nproc", "0"], ["--nproc"]),
         (["--backend", "xla", "--nproc", "2"], ["--nproc", "XLA"]),
         (["--backend", "gpu"], ["gpu", "cuda"]),
-        (["--profile"], ["--profile"]),
+        (["--profile", "--eval-only"], ["--profile", "--eval-only"]),
         (["--accelerate-config", "no-such.yaml"], ["no-such.yaml"]),
         (["--deepspeed.config", "ds.json"], ["deepspeed.config"]),
         (["--memory.offload_params", "cpu", "--strategy", "no_shard"], ["memory.offload_params"]),

@@ -1,0 +1,39 @@
+"""``--profile``: a trace that a viewer can open, from every rank."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import TYPE_CHECKING
+
+from portable.profiling import RECORDED
+from portable.run import train_leg
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+    from tests.ranks import RankPool
+
+
+def profiled(folder: Path, corpus: Path) -> int:
+    return train_leg("cpu", configured(folder, corpus, train__micro_batch_size=1), profile=True)
+
+
+def test_every_rank_writes_a_trace(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    assert ranks.run(2, profiled, tmp_path / "run", corpus) == 0
+    for rank in range(2):
+        with gzip.open(tmp_path / "run" / "profile" / f"rank{rank}.json.gz") as file:
+            names = [event.get("name") for event in json.load(file)["traceEvents"]]
+        assert len({name for name in names if str(name).startswith("ProfilerStep")}) == RECORDED
+        assert any("all_gather" in str(name) for name in names)
+        assert "aten::mm" in names
+
+
+def test_a_run_too_short_says_so(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_leg("cpu", configured(tmp_path, corpus, train__steps=2), profile=True) == 0
+    printed = capsys.readouterr()
+    assert "too few steps for one" in printed.out + printed.err
+    assert not (tmp_path / "profile").exists()
