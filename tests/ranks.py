@@ -9,14 +9,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 import traceback
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
 MOST_RANKS = 4
+GRACE = 10.0  # seconds that the others have to notice that a rank has failed
 
 
 class RankError(AssertionError):
@@ -48,29 +52,27 @@ def serve(connection: Connection) -> None:
 
 
 class RankPool:
-    """Up to :data:`MOST_RANKS` processes that run functions as ranks."""
+    """Up to :data:`MOST_RANKS` processes that run functions as ranks.
+
+    Ranks that are left waiting for one that failed are replaced, so that no test suffers from another.
+    """
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connections: list[Connection] = []
-        self._processes = []
-        for _ in range(MOST_RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs,), daemon=True)
-            process.start()
-            self._connections.append(ours)
-            self._processes.append(process)
+        self._ranks: list[tuple[Connection, BaseProcess]] = []
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120
+        self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 180
     ) -> Any:
         """Call a picklable ``function`` on each of ``world_size`` ranks; returns what rank 0 returned.
 
         Raises:
             RankError: with the traceback of the first rank that failed.
         """
+        if not self._ranks:
+            self._start()
         port = _free_port()
-        for rank, connection in enumerate(self._connections[:world_size]):
+        waiting: dict[Connection, int] = {}
+        for rank, (connection, _) in enumerate(self._ranks[:world_size]):
             environment = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -80,19 +82,46 @@ class RankPool:
                 "MASTER_PORT": str(port),
             }
             connection.send((environment, function, arguments))
-        results = []
-        for rank, connection in enumerate(self._connections[:world_size]):
-            if not connection.poll(timeout):
-                raise RankError(f"rank {rank} of {world_size} gave no answer in {timeout} s")
-            ok, value = connection.recv()
-            if not ok:
-                raise RankError(f"rank {rank} of {world_size}:\n{value}")
-            results.append(value)
-        return results[0]
+            waiting[connection] = rank
+        answers: dict[int, Any] = {}
+        failure = ""
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                missing = ", ".join(str(rank) for rank in waiting.values())
+                raise RankError(failure or f"no answer from rank {missing} of {world_size} in {timeout} s")
+            for connection in [known for known in waiting if known in ready]:
+                rank = waiting.pop(connection)
+                try:
+                    ok, answers[rank] = connection.recv()
+                except EOFError:
+                    ok, answers[rank] = False, "it died"
+                if not ok and not failure:
+                    failure = f"rank {rank} of {world_size}:\n{answers[rank]}"
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if failure:
+            if not all(process.is_alive() for _, process in self._ranks):
+                self.close()
+            raise RankError(failure)
+        return answers[0]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(MOST_RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((ours, process))
 
     def close(self) -> None:
-        for process in self._processes:
+        """End all ranks; the next run starts new ones."""
+        for connection, process in self._ranks:
             process.kill()
+            connection.close()
+        self._ranks = []
 
 
 def _free_port() -> int:
