@@ -111,9 +111,9 @@ def assert_close(ours: Steps, theirs: Steps, tolerance: float) -> None:
 
 
 def assert_frugal(steps: Steps, graphs: dict[str, int]) -> None:
-    """Nothing was compiled but these graphs (nothing, if an earlier test had them), and nothing was read."""
+    """Nothing was compiled but these graphs (fewer, if an earlier test had some), and nothing was read."""
     assert steps.graphs == graphs
-    assert steps.figures["graphs_compiled"] in (0, sum(graphs.values()))
+    assert steps.figures["graphs_compiled"] <= sum(graphs.values())
     assert steps.figures["transfers_from_device"] == 0
 
 

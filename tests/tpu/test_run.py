@@ -71,8 +71,8 @@ def test_is_the_run_that_the_cpu_makes(finished: Path, tmp_path: Path, corpus: P
 def test_counts_graphs_and_transfers_in_the_metrics(finished: Path) -> None:
     rows = [row for row in read_metrics(finished) if "loss" in row]
     compiled = [row["graphs_compiled"] - rows[0]["graphs_compiled"] for row in rows]
-    # Nothing more to compile, but for the evaluation after step 4.
-    assert compiled == [0] * 4 + [1] * 4
+    # Nothing more to compile, but for the evaluation after step 4 (if no earlier test in the process had it).
+    assert compiled in ([0] * 4 + [1] * 4, [0] * 8)
     read = [row["transfers_from_device"] for row in rows]
     # Two reads a logged step: loss and norm, and the account of masked updates.
     assert [b - a for a, b in itertools.pairwise(read[:4])] == [2, 2, 2]
