@@ -54,12 +54,7 @@ class TorchBackend:
                 torch.cuda.is_available(),
                 "backend: cuda needs a GPU, and torch finds none; use --backend cpu",
             )
-            require(
-                self.local_rank < torch.cuda.device_count(),
-                f"--nproc: local rank {self.local_rank} has no GPU of its own; this machine has "
-                f"{torch.cuda.device_count()}",
-            )
-            self.device = torch.device("cuda", self.local_rank)
+            self.device = torch.device("cuda", devices.index(self.local_rank))
         else:
             self.device = torch.device("cpu")
             if self.local_world_size > 1:

@@ -1,6 +1,12 @@
-"""What data sheets say about GPUs."""
+"""Which GPU is this rank's, and what data sheets say about it."""
 
 from __future__ import annotations
+
+import os
+
+import torch
+
+from portable.errors import UserError
 
 # Dense tensor-core peaks in TFLOP/s as (bf16 or fp16, tf32), from NVIDIA's data sheets; where a sheet gives
 # the figure with 2:4 sparsity, half of it. Matched by substring in this order: longer names stand first.
@@ -24,6 +30,26 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("V100", 125.0, None),
     ("T4", 65.0, None),
 )
+
+# Set by srun where each task is shown its own GPUs only, so that all of them count from 0.
+BOUND_BY_SRUN = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
+
+
+def index(local_rank: int) -> int:
+    """CUDA's number of the GPU that the node's rank ``local_rank`` drives.
+
+    Raises:
+        UserError: if there are fewer GPUs than ranks.
+    """
+    visible = torch.cuda.device_count()
+    if local_rank < visible:
+        return local_rank
+    if visible == 1 and any(name in os.environ for name in BOUND_BY_SRUN):
+        return 0
+    raise UserError(
+        f"--nproc: local rank {local_rank} has no GPU of its own; this process sees {visible}. Start as many "
+        "ranks on a node as it has GPUs"
+    )
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

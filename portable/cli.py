@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         from portable.config import parse_args
+        from portable.slurm import rank_variables
 
+        os.environ.update(rank_variables(os.environ))
         return run(parse_args(_without_local_rank(sys.argv[1:] if argv is None else argv)))
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)

@@ -29,7 +29,7 @@ STOP_REQUESTED = "stop-requested"
 
 
 def joined() -> bool:
-    """Whether a launcher (torchrun, accelerate launch, our own) has started this process as a rank."""
+    """Whether a launcher (torchrun, accelerate launch, srun, our own) has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -70,7 +70,7 @@ class RankPool:
         """
         if not self._ranks:
             self._start()
-        port = _free_port()
+        port = free_port()
         waiting: dict[Connection, int] = {}
         for rank, (connection, _) in enumerate(self._ranks[:world_size]):
             environment = {
@@ -124,7 +124,7 @@ class RankPool:
         self._ranks = []
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,0 +1,41 @@
+"""``portable-train`` that writes down each rank's mesh: ``python -m tests.gpu.mesh_of_rank FOLDER ...``"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpu import sharding
+from portable import cli
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from gpu.strategies import Machine
+    from portable.config import RunConfig
+
+NODE = ("GROUP_RANK", "SLURM_NODEID")
+
+
+def main(folder: Path, arguments: list[str]) -> int:
+    original = sharding._mesh
+
+    def recorded(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
+        mesh = original(config, machine, group)
+        found = {
+            "node": next(int(os.environ[name]) for name in NODE if name in os.environ),
+            "names": mesh.mesh_dim_names,
+            "ranks": mesh.mesh.tolist(),
+        }
+        (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+        return mesh
+
+    sharding._mesh = recorded
+    return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

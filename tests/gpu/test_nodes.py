@@ -1,0 +1,131 @@
+"""Several nodes: two torchrun agents, and two nodes of a real SLURM, all on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.metrics import read_metrics
+from portable.run import train_leg
+from tests import slurm
+from tests.ranks import free_port
+from tests.runs import configured, flags, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.slurm import Slurm
+
+pytestmark = pytest.mark.slow
+
+BIN = Path(sys.executable).parent
+TEMPLATE = Path(__file__).parents[2] / "gpu" / "scripts" / "slurm.sbatch"
+HYBRID: dict[str, Any] = {
+    "strategy": "hybrid_shard",
+    "train__global_batch_size": 8,
+    "train__micro_batch_size": 1,
+    "train__steps": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[float]:
+    """The losses of one rank."""
+    folder = tmp_path_factory.mktemp("truth")
+    assert train_leg("cpu", configured(folder, corpus, **{**HYBRID, "strategy": "no_shard"})) == 0
+    return losses(folder)
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+def check_meshes(folder: Path) -> None:
+    """A copy of the state on each node, and gradients summed between the nodes."""
+    meshes = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert [mesh["node"] for mesh in meshes] == [0, 0, 1, 1]
+    for mesh in meshes:
+        assert mesh["names"] == ["replicate", "shard"]
+        assert mesh["ranks"] == [[0, 1], [2, 3]]
+
+
+def test_two_agents_of_torchrun(tmp_path: Path, corpus: Path, truth: list[float]) -> None:
+    settings = flags(tiny(tmp_path / "run", corpus, **HYBRID))
+    port = str(free_port())
+    agents = []
+    for node in ("0", "1"):
+        command = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", node]
+        command += ["--master-addr", "127.0.0.1", "--master-port", port]
+        command += ["-m", "tests.gpu.mesh_of_rank", str(tmp_path), *settings]
+        agents.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    for agent in agents:
+        _, errors = agent.communicate(timeout=300)
+        assert agent.returncode == 0, errors
+    check_meshes(tmp_path)
+    assert losses(tmp_path / "run") == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if (reason := slurm.missing()) is not None:
+        pytest.skip(reason)
+    nodes = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
+    # The names of the nodes mean nothing to this machine's resolver; on a real cluster they do.
+    nodes.environment |= {"MASTER_ADDR": "127.0.0.1", "PATH": f"{BIN}:{nodes.environment['PATH']}"}
+    try:
+        nodes.start()
+        yield nodes
+    finally:
+        nodes.close()
+
+
+def test_srun(tmp_path: Path, corpus: Path, truth: list[float], cluster: Slurm) -> None:
+    settings = flags(tiny(tmp_path / "run", corpus, **HYBRID))
+    layout = ("--nodes", "2", "--ntasks-per-node", "2", "--chdir", str(Path.cwd()))
+    command = (str(BIN / "python"), "-m", "tests.gpu.mesh_of_rank", str(tmp_path), *settings)
+    done = cluster.command("srun", *layout, *command)
+    assert done.returncode == 0, done.stderr
+    check_meshes(tmp_path)
+    assert losses(tmp_path / "run") == pytest.approx(truth, rel=1e-5)
+
+
+def test_the_template_stops_with_a_checkpoint_and_is_queued_again(
+    tmp_path: Path, corpus: Path, cluster: Slurm
+) -> None:
+    settings = tiny(tmp_path / "run", corpus, **{**HYBRID, "train__steps": 4000})
+    output = tmp_path / "job.out"
+    # Two tasks a node, on nodes without GPUs.
+    sizes = ("--ntasks-per-node", "2", "--gpus-per-node", "0", "--cpus-per-task", "1")
+    submitted = cluster.command(
+        "sbatch", "--parsable", *sizes, "--output", str(output), str(TEMPLATE), *flags(settings)
+    )
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(losses(tmp_path / "run")) >= 3, output)
+    # What --signal=TERM@300 does five minutes before the end: the steps are signalled, the script is not.
+    assert cluster.command("scancel", "--signal", "TERM", job).returncode == 0
+    wait_for(lambda: "queued again" in text_of(output), output)
+    stopped = len(losses(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / f"step-{stopped:06d}").exists()
+    state = cluster.command("scontrol", "show", "job", job).stdout
+    assert "Requeue=1" in state
+    assert "Restarts=1" in state
+    assert cluster.command("scancel", job).returncode == 0
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def wait_for(condition: Any, output: Path, seconds: float = 180) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, text_of(output)
+        time.sleep(0.2)
