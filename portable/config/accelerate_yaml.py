@@ -1,7 +1,8 @@
 """Settings from an ``accelerate config`` file: each key mapped, or refused by name with the reason.
 
 The file says how to launch and how to shard, and nothing about model, data or training. Sections for FSDP and
-DeepSpeed are read where ``distributed_type`` names them, as Accelerate does.
+DeepSpeed are read where ``distributed_type`` names them, as Accelerate does. What ``accelerate launch`` puts
+into the environment of the ranks is read as if it were such a file.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portable.config import suggest
+from portable.config import accelerate_environment, suggest
 from portable.config.problems import Origin, shown
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from portable.config.yaml_text import Document
 
@@ -58,6 +59,11 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "mpirun_config": (_EMPTY, _LAUNCHER),
     "parallelism_config": (_EMPTY, "it shards by FSDP and ZeRO only; remove it"),
     **dict.fromkeys(_TPU_LAUNCH, (_EMPTY, f"{_EVERY_HOST}; remove it")),
+    "fsdp_config.fsdp_activation_checkpointing_offload": (
+        (False,),
+        "what is kept of the activations stays on the device; set it to false",
+    ),
+    "fsdp_config.fsdp_ignored_modules": (_EMPTY, "every module is sharded; remove it"),
     "fsdp_config.fsdp_use_orig_params": (
         (True,),
         "FSDP2 keeps every parameter as it is, and has no flat ones; set it to true",
@@ -99,20 +105,40 @@ def read(document: Document, name: str) -> AccelerateSettings:
     Raises:
         UserError: for a key that is unknown, or has no counterpart.
     """
-    return _Reader(document, name).read()
+    if not isinstance(document.value, dict):
+        raise UserError(f"{name}: not an Accelerate config; accelerate config writes one")
+
+    def origin(path: Path) -> Origin:
+        line = document.lines.get(path, 0)
+        return Origin(f"{name}:{line}: {path[-1]}", line)
+
+    return _Reader(document.value, origin).read()
+
+
+def read_environment(environment: Mapping[str, str]) -> AccelerateSettings | None:
+    """Map what ``accelerate launch`` has set for this process; None where it has not started it.
+
+    Raises:
+        UserError: for a variable that has no counterpart.
+    """
+    values, variables = accelerate_environment.values_of(environment)
+    if not values:
+        return None
+
+    def origin(path: Path) -> Origin:
+        return Origin(f"accelerate launch: {variables.get(path, path[-1])}", 0)
+
+    return _Reader(values, origin).read(strategy_from_kind=False)
 
 
 class _Reader:
-    def __init__(self, document: Document, name: str) -> None:
-        if not isinstance(document.value, dict):
-            raise UserError(f"{name}: not an Accelerate config; accelerate config writes one")
-        self._values: Settings = document.value
-        self._lines = document.lines
-        self._name = name
+    def __init__(self, values: Settings, origin: Callable[[Path], Origin]) -> None:
+        self._values = values
+        self._origin = origin
         self._result = AccelerateSettings()
         self._xla = self._on_xla()
 
-    def read(self) -> AccelerateSettings:
+    def read(self, *, strategy_from_kind: bool = True) -> AccelerateSettings:
         kind = str(self._values.get("distributed_type", "NO")).upper()
         sections = {"fsdp_config": kind == "FSDP" or self._xla, "deepspeed_config": kind == "DEEPSPEED"}
         for key, value in self._values.items():
@@ -123,7 +149,7 @@ class _Reader:
             elif sections[key]:
                 for inner, item in (value or {}).items():
                     self._take((key, inner), item)
-        if kind == "FSDP" and "strategy" not in self._result.values:
+        if strategy_from_kind and kind == "FSDP" and "strategy" not in self._result.values:
             self._put(("distributed_type",), "strategy", "full_shard")
         self._count_processes()
         return self._result
@@ -168,12 +194,10 @@ class _Reader:
 
     def _put(self, path: Path, key: str, value: Any) -> None:
         self._result.values[key] = value
-        line = self._lines.get(path, 0)
-        self._result.origins[key] = Origin(f"{self._name}:{line}: {path[-1]}", line)
+        self._result.origins[key] = self._origin(path)
 
     def _refuse(self, path: Path, message: str) -> UserError:
-        line = self._lines.get(path, 0)
-        return UserError(one_line(f"{self._name}:{line}: {path[-1]}: {message}"))
+        return UserError(one_line(f"{self._origin(path).text}: {message}"))
 
     def _choose(self, path: Path, value: Any, choices: dict[Any, Any]) -> Any:
         """What ``value`` stands for; words count in any case."""

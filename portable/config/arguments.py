@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.config import flags, help_text
+from portable.config.accelerate_yaml import read_environment
 from portable.config.flags import Option
 from portable.config.load import assemble, read_accelerate_config
 from portable.config.schema import RunConfig
@@ -100,9 +102,9 @@ def read_command(
 
         print(f"portable-trainer {version('portable-trainer')}")
         raise SystemExit(0)
-    accelerate = None
+    accelerate = [] if (launched := read_environment(os.environ)) is None else [launched]
     if (path := parsed.options.pop("accelerate_config", None)) is not None:
-        accelerate = read_accelerate_config(Path(path))
-        if accelerate.processes is not None:
-            parsed.options.setdefault("nproc", accelerate.processes)
+        accelerate.append(file := read_accelerate_config(Path(path)))
+        if file.processes is not None:
+            parsed.options.setdefault("nproc", file.processes)
     return assemble(parsed.options.get("config"), parsed.overrides, accelerate), parsed.options

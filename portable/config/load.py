@@ -49,11 +49,11 @@ def load_config(
 def assemble(
     source: str | Path | Mapping[str, Any] | None,
     overrides: Sequence[flags.Override],
-    accelerate: AccelerateSettings | None = None,
+    accelerate: Sequence[AccelerateSettings] = (),
 ) -> RunConfig:
-    """``load_config`` with its overrides already taken apart, and with what an Accelerate config adds.
+    """``load_config`` with its overrides already taken apart, and with what Accelerate adds.
 
-    Raises ``UserError`` also where ``source`` and ``accelerate`` disagree.
+    Raises ``UserError`` also where ``source`` and one of ``accelerate`` disagree.
     """
     draft = _Draft({}, {})
     if isinstance(source, Mapping):
@@ -64,9 +64,9 @@ def assemble(
         # ``fsdp:`` with nothing after it is an empty section.
         if section in draft.values and draft.values[section] is None:
             draft.values[section] = {}
-    if accelerate is not None:
-        for key, value in accelerate.values.items():
-            _add(draft, tuple(key.split(".")), value, accelerate.origins[key])
+    for settings in accelerate:
+        for key, value in settings.values.items():
+            _add(draft, tuple(key.split(".")), value, settings.origins[key])
     for index, override in enumerate(overrides):
         origin = override.flag and Origin(override.flag, _AFTER_THE_FILE + index, flag=True)
         _apply(draft, override, origin or None)
