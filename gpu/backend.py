@@ -157,6 +157,17 @@ class TorchBackend:
             return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
         return host_memory()
 
+    def driver_memory(self) -> tuple[int, int] | None:
+        if self.name != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free, total
+
+    def shape_multiple(self, precision: str) -> int | None:
+        if self.name != "cuda":
+            return None
+        return devices.shape_multiple(torch.cuda.get_device_capability(self.device), precision)
+
     def peak_flops(self, precision: str) -> float | None:
         if self.name != "cuda":
             return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 
 from portable.errors import UserError
 
 # Dense tensor-core peaks in TFLOP/s as (bf16 or fp16, tf32), from NVIDIA's data sheets; where a sheet gives
-# the figure with 2:4 sparsity, half of it. Matched by substring in this order: longer names stand first.
+# the figure with 2:4 sparsity, half of it. Matched as words of the name, in this order.
 PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("GB200", 2500.0, 1250.0),
     ("B200", 2250.0, 1100.0),
@@ -19,6 +20,7 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("H100 NVL", 835.0, 417.5),
     ("H100", 989.4, 494.7),
     ("H800", 989.4, 494.7),
+    ("H20", 148.0, 74.0),
     ("A100", 312.0, 156.0),
     ("A800", 312.0, 156.0),
     ("A10G", 70.0, 35.0),
@@ -27,8 +29,8 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("L40S", 362.0, 183.0),
     ("L40", 181.0, 90.5),
     ("L4", 121.0, 60.0),
-    ("V100", 125.0, None),
-    ("T4", 65.0, None),
+    ("V100", 125.0, None),  # fp16 only
+    ("T4", 65.0, None),  # fp16 only
 )
 
 # Set by srun where each task is shown its own GPUs only, so that all of them count from 0.
@@ -52,10 +54,26 @@ def index(local_rank: int) -> int:
     )
 
 
+def shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
+    """Elements that the sizes of a matrix product should be multiples of, for tensor cores at full speed.
+
+    16 bytes, and 128 bytes on A100 and what came after it for servers: see :mod:`portable.shapes`.
+
+    Args:
+        capability: of the GPU, such as (9, 0).
+        precision: fp32, which tensor cores do not multiply, gives None.
+    """
+    size = {"bf16": 2, "fp16": 2, "tf32": 4}.get(precision)
+    oldest = {"fp16": (7, 0)}.get(precision, (8, 0))
+    if size is None or capability < oldest:
+        return None
+    return (128 if capability == (8, 0) or capability >= (9, 0) else 16) // size
+
+
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of the GPU called ``device_name`` for ``precision``, or None where the table has none."""
     for name, half, tf32 in PEAKS:
-        if name in device_name:
+        if re.search(rf"\b{name}\b", device_name):  # an RTX A4000 is not an A40
             teraflops = {"bf16": half, "fp16": half, "tf32": tf32}.get(precision)
             return None if teraflops is None else teraflops * 1e12
     return None

@@ -174,6 +174,15 @@ class Backend(Protocol):
     def memory(self) -> tuple[int, int]:
         """Bytes in use now and at the peak, on this rank's device (resident host memory on CPU)."""
 
+    def driver_memory(self) -> tuple[int, int] | None:
+        """Bytes of this rank's device that are in use and that there are, as its driver counts them.
+
+        That includes what libraries and other processes hold. None where no driver counts.
+        """
+
+    def shape_multiple(self, precision: str) -> int | None:
+        """What the sizes of matrix products should be multiples of, in elements; None: no matter."""
+
     def peak_flops(self, precision: str) -> float | None:
         """FLOP/s that one device's data sheet gives for ``precision`` (dense), or None where unknown."""
 

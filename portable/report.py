@@ -159,6 +159,17 @@ class Reporter(Events):
             ("tokens/s", f"{rate * self._tokens_per_sample:,.0f}"),
             ("peak memory", human_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")),
         ]
+        if self._peak_flops is not None:
+            mfu = rate * self._tokens_per_sample * self._flops_per_token / self._peak_flops
+            rows.append(("MFU", f"{mfu:.1%}"))
+        if (counted := self._backend.driver_memory()) is not None:
+            used, total = counted
+            rows.append(
+                (
+                    f"{self._backend.device.type.upper()} memory",
+                    f"{human_bytes(used)} of {human_bytes(total)} in use, as the driver counts",
+                )
+            )
         if self.last_loss is not None:
             rows.append(("training loss", f"{self.last_loss:.4f}"))
         if self.last_eval_loss is not None:

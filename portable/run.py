@@ -36,6 +36,7 @@ from portable.plot import plot_loss
 from portable.profiling import Profiler
 from portable.report import Reporter
 from portable.schedule import Schedule
+from portable.shapes import shape_hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -387,7 +388,13 @@ class Prepared:
                 f"{plan.accumulation_steps} x {plan.micro_batch_size}",
             ),
         ]
-        return f"{start}\n{table(rows)}"
+        hints = shape_hints(
+            self.model_config,
+            tokens=plan.micro_batch_size * config.data.seq_len,
+            multiple=backend.shape_multiple(config.precision),
+            precision=config.precision,
+        )
+        return "\n".join([start, table(rows), *hints])
 
 
 def _tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:

@@ -145,9 +145,17 @@ class XlaBackend:
     def memory(self) -> tuple[int, int]:
         if not runtime.on_tpu():
             return host_memory()
-        # A device of this host: on a pod, the first process need not have the first device.
-        info = torch_xla.core.xla_model.get_memory_info(str(xla._xla_real_devices()[0]))
-        return int(info["bytes_used"]), int(info.get("peak_bytes_used", info["bytes_used"]))
+        info = _memory_info()
+        return info["bytes_used"], info.get("peak_bytes_used", info["bytes_used"])
+
+    def driver_memory(self) -> tuple[int, int] | None:
+        if not runtime.on_tpu():
+            return None
+        info = _memory_info()
+        return info["bytes_used"], info["bytes_limit"]
+
+    def shape_multiple(self, precision: str) -> int | None:
+        return None  # the compiler pads, and which sizes it likes is not written down
 
     def peak_flops(self, precision: str) -> float | None:
         if not runtime.on_tpu():
@@ -163,3 +171,9 @@ def _compilation_cache(setting: str) -> Path | None:
     if setting == "auto":
         return default_cache_dir() / "xla" if runtime.on_tpu() else None
     return None if setting == "none" else Path(setting)
+
+
+def _memory_info() -> dict[str, int]:
+    # A device of this host: on a pod, the first process need not have the first device.
+    info = torch_xla.core.xla_model.get_memory_info(str(xla._xla_real_devices()[0]))
+    return {name: int(count) for name, count in info.items()}
