@@ -104,7 +104,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     autocast_dtype = None if compute == torch.float32 else compute
     group = shard_group_size(config, machine.world_size, machine.local_world_size)
     offload = config.memory.offload_params == "cpu"
-    if machine.world_size == 1 and not offload:
+    if stands_alone(machine, offload=offload):
         materialize(model, device)
         return ShardedModel(model, model, device, autocast_dtype)
     if config.strategy == "no_shard":
@@ -117,6 +117,11 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     _fully_shard(model, config, _mesh(config, machine, group), compute, _offload_policy(offload, device))
     materialize(model, device, parameters=torch.device("cpu") if offload else device)
     return ShardedModel(model, model, device, autocast_dtype=None)
+
+
+def stands_alone(machine: Machine, *, offload: bool) -> bool:
+    """Whether there is nothing to spread, nor to keep elsewhere."""
+    return machine.world_size == 1 and not offload
 
 
 def transport(device: torch.device) -> str:
