@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from portable.checkpointing import CheckpointFolder
 from portable.loop import Cadence, Events, train
+from portable.model import Blueprint
 from portable.optim import parameter_groups
+from portable.weights import to_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -108,13 +110,19 @@ class Setting:
     @classmethod
     def of(cls, prepared: Prepared, model: nn.Module, now: Callable[[], float], *, steps: int) -> Setting:
         """``steps`` optimizer steps are to be taken, from the present weights of ``model``."""
-        loader = iter(prepared.train_loader(0))
-        # Two steps more: a peer's data loader that reaches its end does extra work there, and the batch after
-        # the last is what the results are compared on.
-        batches = list(islice(loader, (steps + 2) * prepared.plan.accumulation_steps))
-        loader.close()
         weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-        return cls(prepared, weights, batches, now)
+        return cls(prepared, weights, _batches(prepared, steps), now)
+
+    @classmethod
+    def from_scratch(cls, prepared: Prepared, now: Callable[[], float], *, steps: int) -> Setting:
+        """The same from the weights that a run starts from, with no model of this project's beside it."""
+        blueprint = Blueprint.of(prepared.model)
+        weights = {
+            name: to_torch(tensor.read()).clone()
+            for part in blueprint.initial_weights(prepared.config.seed)
+            for name, tensor in part.items()
+        }
+        return cls(prepared, weights, _batches(prepared, steps), now)
 
     @property
     def config(self) -> RunConfig:
@@ -160,6 +168,15 @@ class Setting:
 
     def rows(self) -> Rows:
         return Rows(self.batches)
+
+
+def _batches(prepared: Prepared, steps: int) -> list[Batch]:
+    loader = iter(prepared.train_loader(0))
+    # Two steps more: a peer's data loader that reaches its end does extra work there, and the batch after
+    # the last is what the results are compared on.
+    batches = list(islice(loader, (steps + 2) * prepared.plan.accumulation_steps))
+    loader.close()
+    return batches
 
 
 class Rows(Dataset[dict[str, Any]]):
@@ -259,6 +276,8 @@ class BareLoop:
         self.name = name
         self._setting = setting
         self.model = setting.build_model()
+        if setting.config.compile:
+            self.model.compile()
         self._optimizer = setting.build_optimizer(self.model)
         self._batches = iter(setting.batches)
         self._clock = setting.clock()
@@ -305,6 +324,7 @@ class AccelerateLoop:
             cpu=setting.device.type == "cpu",
             mixed_precision="no" if setting.config.precision == "fp32" else setting.config.precision,
             gradient_accumulation_steps=setting.accumulation,
+            dynamo_backend="inductor" if setting.config.compile else None,
         )
         self._prepared, self._optimizer, loader = self._accelerator.prepare(self.model, optimizer, loader)
         self._batches: Iterator[Batch] = iter(loader)
@@ -392,6 +412,7 @@ class TrainerLoop:
             adam_epsilon=settings.eps,
             max_grad_norm=self._setting.max_norm,
             bf16=self._setting.config.precision == "bf16",
+            torch_compile=bool(self._setting.config.compile),
             use_cpu=self._setting.device.type == "cpu",
             dataloader_pin_memory=self._setting.device.type == "cuda",
             train_sampling_strategy="sequential",

@@ -20,7 +20,8 @@ def describe_machine(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
     }
     if device.type == "cuda":
-        described["gpu"] = torch.cuda.get_device_name(device)
+        card = torch.cuda.get_device_properties(device)
+        described["gpu"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     return described | {name: metadata.version(name) for name in LIBRARIES}
 
 

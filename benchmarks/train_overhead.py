@@ -135,7 +135,7 @@ def measure(options: Options, micro_batch_size: int) -> list[Result]:
             results = _take_turns(options, Prepared(config, backend), folder)
         finally:
             backend.stop()
-            _forget_accelerators()
+            forget_accelerators()
     if options.precision == "fp32":
         check_losses(results)
     return results
@@ -195,7 +195,7 @@ def _final_loss(setting: Setting, trained: nn.Module) -> float:
     return float(cross_entropy(logits, batch["labels"].to(setting.device)))
 
 
-def _forget_accelerators() -> None:
+def forget_accelerators() -> None:
     """Accelerate keeps its settings for the life of the process; the next measurement has others."""
     from accelerate.state import AcceleratorState, GradientState
 
