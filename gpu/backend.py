@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from gpu import devices, zero_runtime
+from gpu import devices, host_memory, zero_runtime
 from gpu.quiet import native_stdout_closed
 from gpu.sharding import shard_group_size, transport
 from gpu.strategies import CountingEngine, Machine, engine_room
 from portable.backend import Backend, Engine, require, unsupported
-from portable.host import host_memory
+from portable.host import host_memory as memory_of_this_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +36,11 @@ def local_devices(name: str) -> int:
 def create(name: str) -> Backend:
     """The backend of this process; rank and world size come from the launcher's environment variables."""
     return TorchBackend(name)
+
+
+def memory_advice(config: RunConfig) -> str:
+    """Which settings to change where host memory runs out; see :class:`portable.backend.BackendRoom`."""
+    return host_memory.advice(config)
 
 
 class TorchBackend:
@@ -155,7 +160,7 @@ class TorchBackend:
     def memory(self) -> tuple[int, int]:
         if self.name == "cuda":
             return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-        return host_memory()
+        return memory_of_this_process()
 
     def driver_memory(self) -> tuple[int, int] | None:
         if self.name != "cuda":

@@ -62,9 +62,10 @@ def _choose_accelerator(device_type: str) -> None:
 def start(deepspeed: Any, device: torch.device) -> None:
     """Put DeepSpeed on the process group of this run; a single process gets a group of its own."""
     # What DeepSpeed reads without asking whether it is there.
-    for name in ("RANK", "LOCAL_RANK"):
-        os.environ.setdefault(name, "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        if name not in os.environ:
+            os.environ[name] = value
+            _variables.append(name)
     # Shared-memory collectives for CPU ranks are C++ that it would compile at its start, for a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
@@ -87,12 +88,15 @@ def empty_until_stop(folder: Path) -> None:
 
 
 _scratch: list[Path] = []
+_variables: list[str] = []
 
 
 def stop() -> None:
     """Leave the process group, so that another run in this process can start on a new one."""
     while _scratch:
         shutil.rmtree(_scratch.pop(), ignore_errors=True)
+    while _variables:  # a notebook's next run would take itself for a rank of some launcher
+        os.environ.pop(_variables.pop(), None)
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is None or deepspeed.comm.comm.cdb is None or not dist.is_initialized():
         return

@@ -191,13 +191,16 @@ class Backend(Protocol):
 
 
 class BackendRoom(Protocol):
-    """What a backend's module offers: ``local_devices()`` and ``create(...)``."""
+    """What a backend's module offers."""
 
     def local_devices(self, name: str) -> int:
         """Ranks that this machine can hold, one a device; 1 on CPU."""
 
     def create(self, name: str) -> Backend:
         """The backend of this process, from the launcher's environment variables where there are any."""
+
+    def memory_advice(self, config: RunConfig) -> str:
+        """Which settings to change where host memory runs out under ``config``, in one sentence."""
 
 
 # Where each backend lives. Imported only when it is chosen: nobody pays for, or needs, an accelerator's

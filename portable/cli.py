@@ -72,10 +72,16 @@ def run(invocation: Invocation) -> int:
     _check_ranks(name, ranks, room.local_devices(name))
     if invocation.dry_run:
         return dry_run(name, config, ranks)
-    check_output_folder(name, config, ranks)
-    if ranks == 1:
+    resolved = check_output_folder(name, config, ranks)
+    if ranks == 1 and not resolved.memory.offloads:
         return train_leg(name, config, invocation.eval_only, invocation.profile)
-    return launch.launch(train_leg, (name, config, invocation.eval_only, invocation.profile), ranks=ranks)
+    # A single rank, too, where host memory may run out: somebody has to be left to say so.
+    return launch.launch(
+        train_leg,
+        (name, config, invocation.eval_only, invocation.profile),
+        ranks=ranks,
+        memory_advice=room.memory_advice(resolved),
+    )
 
 
 def _check_ranks(name: str, ranks: int, devices: int) -> None:

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import RunError, UserError, one_line
+from portable.oom import killed_since, oom_kills
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 USER_ERROR, RUN_ERROR = 2, 1
 STOP_REQUESTED = "stop-requested"
+POLL = 0.1  # seconds between two looks at the ranks
 
 
 def joined() -> bool:
@@ -43,7 +45,9 @@ class RankFailure:
     """One line for a person, where the rank could still write one."""
 
 
-def launch(function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: int) -> int:
+def launch(
+    function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: int, memory_advice: str = ""
+) -> int:
     """Run ``function(*arguments)`` in ``ranks`` local processes under torch's elastic agent.
 
     Args:
@@ -51,6 +55,8 @@ def launch(function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: i
             are reported once, whichever ranks raised them.
         arguments: picklable.
         ranks: how many.
+        memory_advice: what to change where host memory runs out, for the message on a rank that the system
+            killed.
 
     Returns:
         the exit code, which is the same on all ranks.
@@ -72,7 +78,7 @@ def launch(function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: i
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            monitor_interval=0.1,
+            monitor_interval=POLL,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
         )
@@ -81,6 +87,7 @@ def launch(function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: i
         # signals alone, and we pass them on: the ranks finish their step, save, and the agent sees them end.
         for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):  # what failed, we say ourselves
             logging.getLogger(chatty).setLevel(logging.CRITICAL)
+        kills_before = oom_kills()
         agent = ThreadPoolExecutor(1)
         running = agent.submit(elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid())
         with _signals_passed_on(Path(scratch)):
@@ -90,7 +97,9 @@ def launch(function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: i
                 rank, failure = error.get_first_failure()
                 if failure.exitcode == -signal.SIGTERM and (Path(scratch) / STOP_REQUESTED).exists():
                     raise RunError("stopped by a signal before the first step; nothing was saved") from None
-                raise _as_exception(_first_failure(Path(scratch), rank, failure.exitcode)) from None
+                first = _first_failure(Path(scratch), rank, failure.exitcode)
+                for_memory = killed_since(kills_before, oom_kills())
+                raise _as_exception(first, for_memory, memory_advice) from None
         return max(int(code) for code in codes.values())
 
 
@@ -129,6 +138,8 @@ def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch
         traceback.print_exc()
         _report(Path(scratch), RUN_ERROR, f"{type(error).__name__}: {one_line(error)} (traceback above)")
         sys.stderr.flush()
+        # Where another rank was killed, this one failed in its wake: the agent shall see that one first.
+        time.sleep(5 * POLL)
         os._exit(RUN_ERROR)
 
 
@@ -151,7 +162,7 @@ def _first_failure(scratch: Path, rank: int, exit_code: int) -> RankFailure:
     return RankFailure(first["rank"], first["code"], first["message"])
 
 
-def _as_exception(failure: RankFailure) -> Exception:
+def _as_exception(failure: RankFailure, for_memory: bool | None, memory_advice: str) -> Exception:
     if failure.message is not None:
         if failure.exit_code == USER_ERROR:
             return UserError(failure.message)
@@ -159,8 +170,26 @@ def _as_exception(failure: RankFailure) -> Exception:
     if failure.exit_code >= 0:
         return RunError(f"rank {failure.rank} failed first: it ended with exit code {failure.exit_code}")
     name = signal.Signals(-failure.exit_code).name
-    hint = "; the system may have been out of memory" if name == "SIGKILL" else ""
-    return RunError(f"rank {failure.rank} failed first: it was killed by {name}{hint}")
+    cause = _why_killed(for_memory, memory_advice) if name == "SIGKILL" else ""
+    return RunError(f"rank {failure.rank} failed first: it was killed by {name}{cause}")
+
+
+def _why_killed(for_memory: bool | None, advice: str) -> str:
+    """What a SIGKILL most likely means.
+
+    Args:
+        for_memory: whether the kernel's counters of kills for memory rose meanwhile; None: there are none.
+        advice: what to change where host memory runs out.
+    """
+    advice = f"; {advice}" if advice else ""
+    if for_memory:
+        return f", by the kernel, which ran out of host memory{advice}"
+    if for_memory is None:
+        return f", most likely by the kernel for want of host memory{advice}"
+    return (
+        ", though the kernel counts no kill for memory since the start: by a person, or by what guards memory "
+        f"or time here (a batch system, systemd-oomd). If it was for memory{advice}"
+    )
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -432,8 +432,8 @@ def _checkpoint_of(path: Path) -> Path:
     return CheckpointFolder(path / "checkpoints", keep=None).latest() or path
 
 
-def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> None:
-    """Refuse, before any rank starts, what the ranks would refuse at once.
+def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> RunConfig:
+    """Refuse, before any rank starts, what the ranks would refuse at once; the config as they will have it.
 
     The device itself is left alone: a launcher that opened it would hold memory on it all through the run.
     """
@@ -443,6 +443,7 @@ def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> Non
     check_trackers(config.log.trackers)
     check_same_run(Path(config.output_dir), config)
     _plan_for(config, backend, ranks)
+    return config
 
 
 def _plan_for(config: RunConfig, backend: Backend, ranks: int) -> BatchPlan:

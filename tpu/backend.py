@@ -43,6 +43,11 @@ def create(name: str) -> Backend:
     return XlaBackend(name)
 
 
+def memory_advice(config: RunConfig) -> str:
+    """What host memory goes to beside a TPU: the loader's workers and, on a CPU, the run itself."""
+    return "to take less, set data.num_workers or train.micro_batch_size lower"
+
+
 class XlaBackend:
     """All devices of all hosts; this process is the one of its host."""
 

@@ -307,6 +307,11 @@ class MemoryConfig(Section):
         default=None, min_length=1, description="Folder on a fast local disk for what is offloaded to nvme."
     )
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything leaves the devices."""
+        return (self.offload_optimizer, self.offload_params) != ("none", "none")
+
 
 class FsdpConfig(Section):
     """Details of FSDP, under the names that Accelerate uses. Null leaves the choice to the backend."""

@@ -148,6 +148,11 @@ def _rank_function(how: str) -> int:
         raise ValueError("a bug of ours")
     if rank == 1 and how == "exits":
         os._exit(9)
+    if how.startswith("killed"):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+        raise RuntimeError("connection closed by peer")
     if how == "returns":
         return 75
     time.sleep(60)
@@ -160,6 +165,8 @@ def _rank_function(how: str) -> int:
         ("refuses", UserError, "data.source: nothing there"),
         ("breaks", RunError, "rank 1 failed first: ValueError: a bug of ours"),
         ("exits", RunError, "rank 1 failed first: it ended with exit code 9"),
+        # and not what the other rank, whose connections broke, has to say
+        ("killed", RunError, "rank 1 failed first: it was killed by SIGKILL"),
     ],
 )
 def test_the_first_rank_that_fails_is_reported(how: str, kind: type[Exception], message: str) -> None:
@@ -167,6 +174,30 @@ def test_the_first_rank_that_fails_is_reported(how: str, kind: type[Exception], 
     with pytest.raises(kind, match=message):
         launch(_rank_function, (how,), ranks=2)
     assert time.monotonic() - begin < 50  # the other rank was ended, not waited for
+
+
+@pytest.mark.parametrize(
+    ("counted", "words"),
+    [
+        ([0, 1], "killed by SIGKILL, by the kernel, which ran out of host memory; set this lower"),
+        ([3, 3], "though the kernel counts no kill for memory since the start"),
+        (
+            [None, None],
+            "killed by SIGKILL, most likely by the kernel for want of host memory; set this lower",
+        ),
+    ],
+    ids=["counted", "not counted", "no counter"],
+)
+def test_what_a_kill_most_likely_means(
+    counted: list[int | None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kill is real; the kernel's counter of kills for memory is emulated."""
+    readings = iter([{} if value is None else {"/proc/vmstat": value} for value in counted])
+    monkeypatch.setattr("portable.launch.oom_kills", lambda: next(readings))
+    with pytest.raises(RunError) as caught:
+        launch(_rank_function, ("killed",), ranks=2, memory_advice="set this lower")
+    assert words in str(caught.value)
+    assert "set this lower" in str(caught.value)
 
 
 def test_a_refusal_in_a_rank_is_one_line(tmp_path: Path, corpus: Path) -> None:

@@ -1,0 +1,52 @@
+"""Which settings a run is told to look at when the system has killed a rank for memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gpu.backend import memory_advice
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NVME = "memory.offload_optimizer nvme, with memory.nvme_path on a local disk, in place of cpu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told", "left_out"),
+    [
+        (
+            {"strategy": "zero3", "memory__offload_optimizer": "cpu"},
+            [NVME, "train.micro_batch_size"],
+            "zero3,",
+        ),
+        (
+            {"strategy": "zero2", "memory__offload_optimizer": "cpu", "backend": "cuda"},
+            ["strategy zero3", "memory.nvme_path", "memory.offload_optimizer none, where the GPUs have room"],
+            "train.micro_batch_size",
+        ),
+        (
+            {
+                "strategy": "zero3",
+                "memory__offload_optimizer": "nvme",
+                "memory__nvme_path": "/nvme",
+                "backend": "cuda",
+            },
+            ["sub_group_size", "buffer_count", "deepspeed.config"],
+            "in place of cpu",
+        ),
+        ({"strategy": "no_shard", "backend": "cuda"}, ["data.num_workers"], "offload"),
+        ({"strategy": "zero3"}, ["memory.offload_optimizer and memory.offload_params nvme"], "strategy"),
+    ],
+    ids=["zero3 cpu", "zero2 cpu", "zero3 nvme", "DDP on GPUs", "zero3 on cpu"],
+)
+def test_advice_fits_the_run(
+    settings: dict[str, Any], told: list[str], left_out: str, tmp_path: Path, corpus: Path
+) -> None:
+    advice = memory_advice(configured(tmp_path, corpus, **settings))
+    for words in told:
+        assert words in advice
+    assert left_out not in advice

@@ -1,0 +1,114 @@
+"""ZeRO under other launchers than our own, and in a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from portable.launch import joined
+from portable.run import train_leg
+from tests.gpu.zero_support import renumber
+from tests.portable.test_launch import ranks_of, start, steps_logged, wait_for
+from tests.ranks import free_port
+from tests.runs import configured, flags, tiny
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+BIN = Path(sys.executable).parent
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "{port}", "--module"],
+    "accelerate": [
+        *("accelerate", "launch", "--use_deepspeed", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}", "-m"),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "strategy"), [("deepspeed", "zero2"), ("accelerate", "zero3")])
+def test_the_ranks_of_a_launcher_train_together(
+    launcher: str, strategy: str, tmp_path: Path, corpus: Path
+) -> None:
+    settings = tiny(tmp_path, corpus, strategy=strategy, train__steps=2, train__micro_batch_size=1)
+    program, *arguments = [word.format(port=free_port()) for word in LAUNCHERS[launcher]]
+    done = subprocess.run(
+        [str(BIN / program), *arguments, "portable.cli", *flags(settings)],
+        # Both look for an accelerator when they start; there is none.
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    state = json.loads((tmp_path / "checkpoints" / "step-000002" / "trainer_state.json").read_text())
+    assert (state["world_size"], state["strategy"]) == (2, strategy)
+    assert done.stderr.count("step 2/2") == 1  # one rank speaks
+
+
+def in_a_notebook(folder: Path, corpus: Path) -> tuple[str, list[str]]:
+    """What a kernel does with two cells that train: no rank's variables, an event loop that runs, its streams.
+
+    Returns:
+        what was shown, and the variables that the cells left behind.
+    """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    shown = io.StringIO()  # which no file descriptor stands behind
+
+    async def cell(name: str, strategy: str) -> int:
+        renumber()
+        settings = {"train__steps": 2, "train__micro_batch_size": 1, "strategy": strategy}
+        return train_leg("cpu", configured(folder / name, corpus, **settings))
+
+    async def kernel() -> list[int]:
+        return [await cell("first", "zero2"), await cell("second", "zero3"), await cell("third", "no_shard")]
+
+    before = set(os.environ)
+    with redirect_stdout(shown), redirect_stderr(shown):
+        assert asyncio.run(kernel()) == [0, 0, 0]
+        assert not joined()  # a later cell may still start ranks of its own
+    return shown.getvalue(), sorted(set(os.environ) - before)
+
+
+def test_one_process_of_a_notebook(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    shown, left = ranks.run(1, in_a_notebook, tmp_path, corpus)
+    assert shown.count("step 2/2") == 3
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(left)
+    for name in ("first", "second", "third"):
+        assert (tmp_path / name / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_single_rank_that_offloads_is_missed_when_it_is_killed(tmp_path: Path, corpus: Path) -> None:
+    """Killed by hand: the kernel's counters do not rise, and the message says so. The advice is the run's."""
+    scratch, folder = tmp_path / "scratch", tmp_path / "run"
+    settings = tiny(
+        folder,
+        corpus,
+        strategy="zero3",
+        memory__offload_optimizer="cpu",
+        train__steps=100_000,
+        train__micro_batch_size=1,
+    )
+    run = start(scratch, settings)
+    wait_for(lambda: steps_logged(folder) >= 2 or run.poll() is not None)
+    os.kill(ranks_of(scratch)[0], signal.SIGKILL)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1, errors
+    (told,) = (line for line in errors.splitlines() if line.startswith("error: "))
+    assert "rank 0 failed first: it was killed by SIGKILL" in told
+    assert "memory.offload_optimizer nvme, with memory.nvme_path on a local disk, in place of cpu" in told
