@@ -225,6 +225,8 @@ _FOREIGN: dict[str, Any] = {
     "expert_parallel": None,
     "hybrid_engine.enabled": False,
     "compile.deepcompile": False,
+    "checkpoint.writer": None,
+    "datastates_ckpt": None,
     "fp16.fp16_master_weights_and_grads": False,
     "bf16.bf16_master_weights_and_grads": False,
 }

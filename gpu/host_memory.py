@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def advice(config: RunConfig) -> str:
-    """The settings of this run that decide how much host memory its ranks take, and what else they could be."""
+    """The settings that decide how much host memory a run's ranks take, and what else they could be."""
     return "to take less, set " + "; ".join(_remedies(config))
 
 
@@ -43,6 +43,8 @@ def _remedies(config: RunConfig) -> Iterator[str]:
         yield "memory.offload_optimizer and memory.offload_params nvme, with memory.nvme_path on a local disk"
     if not on_gpu:
         yield "memory.activation_checkpointing full, or train.micro_batch_size lower"
+    if config.checkpoint.async_ and config.checkpoint.every_steps:
+        yield "checkpoint.async false, since a copy of a checkpoint waits in host memory while it is written"
     if not in_memory and on_gpu:
         yield "data.num_workers lower"
     yield "or take more machines"

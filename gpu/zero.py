@@ -15,6 +15,7 @@ from gpu.generation import continue_text
 from gpu.quiet import native_stdout_closed
 from gpu.recompute import checkpoint_activations
 from gpu.zero_partitions import FlatPartitions, ShardedPartitions
+from gpu.zero_saving import ZeroSaver
 from gpu.zero_scaling import LossScale
 from gpu.zero_settings import ModelSizes, settings_for
 from portable.backend import Batch, Health, unsupported
@@ -169,6 +170,7 @@ class ZeroEngine:
         else:
             self._partitions = FlatPartitions(engine.optimizer, names, machine.rank)
         self._scaling = LossScale(engine.optimizer)
+        self._saver = ZeroSaver(engine)
         self._updates = 0
         self._skipped = 0
         self._first_bad: int | None = None
@@ -259,16 +261,10 @@ class ZeroEngine:
         self._engine.global_steps = _steps_done(checkpoint)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        # In the foreground always: DeepSpeed's files are pickled from the live tensors.
         self._partitions.refresh()
-        with native_stdout_closed():
-            self._engine.save_checkpoint(str(folder))
         if self._engine.global_rank == 0:
             self._scaling.save(folder)
-        for path in folder.rglob("*"):
-            if path.is_file() and _is_ours(path.name, self._engine.global_rank):
-                _sync(path)
-        return _Saved()
+        return self._saver.save(folder, background=background)
 
 
 def _steps_done(checkpoint: Checkpoint) -> int:
@@ -276,23 +272,3 @@ def _steps_done(checkpoint: Checkpoint) -> int:
     state: Any = next(iter(checkpoint.optimizer.state.values()), {}) if checkpoint.optimizer else {}
     step = state.get("step", checkpoint.metadata.get("step", 0))
     return int(step.read() if isinstance(step, StoredTensor) else step)
-
-
-class _Saved:
-    """A checkpoint that was on disk when :meth:`ZeroEngine.save` returned."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-
-def _is_ours(name: str, rank: int) -> bool:
-    """Whether this rank wrote the file: those of a rank carry its number, the others are rank 0's."""
-    return f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank_" not in name)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

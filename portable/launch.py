@@ -187,8 +187,8 @@ def _why_killed(for_memory: bool | None, advice: str) -> str:
     if for_memory is None:
         return f", most likely by the kernel for want of host memory{advice}"
     return (
-        ", though the kernel counts no kill for memory since the start: by a person, or by what guards memory "
-        f"or time here (a batch system, systemd-oomd). If it was for memory{advice}"
+        ", though the kernel counts no kill for memory since the start: by a person, or by what guards "
+        f"memory or time here (a batch system, systemd-oomd). If it was for memory{advice}"
     )
 
 

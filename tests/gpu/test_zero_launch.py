@@ -31,8 +31,18 @@ BIN = Path(sys.executable).parent
 LAUNCHERS = {
     "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "{port}", "--module"],
     "accelerate": [
-        *("accelerate", "launch", "--use_deepspeed", "--num_processes", "2", "--num_machines", "1"),
-        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}", "-m"),
+        *("accelerate", "launch", "--use_deepspeed", "--zero_stage", "3", "--num_processes", "2"),
+        *(
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+            "--main_process_port",
+            "{port}",
+            "-m",
+        ),
     ],
 }
 
@@ -60,7 +70,7 @@ def test_the_ranks_of_a_launcher_train_together(
 
 
 def in_a_notebook(folder: Path, corpus: Path) -> tuple[str, list[str]]:
-    """What a kernel does with two cells that train: no rank's variables, an event loop that runs, its streams.
+    """What a kernel does with cells that train: an event loop runs, and no variable tells a rank.
 
     Returns:
         what was shown, and the variables that the cells left behind.

@@ -1,0 +1,183 @@
+"""DeepSpeed's checkpoint files, written in the foreground or behind the training.
+
+DeepSpeed decides what goes into which file and hands it to its *checkpoint engine*. For a save in the
+background ours serialises it at once, with the same ``torch.save``, but into host memory: what is then left
+is bytes that no later step can change, and writing them can wait for the disk while the training goes on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gpu.quiet import native_stdout_closed
+
+if TYPE_CHECKING:
+    from portable.backend import SaveHandle
+
+# Ranks write at their own pace, and one that dies is noticed at once: so wait for long.
+_SLOWEST_DISK = datetime.timedelta(days=1)
+
+
+class ZeroSaver:
+    """Has a DeepSpeed engine save through host memory."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._staged = _StagingEngine(engine.checkpoint_engine.zipfile_serialization)
+        engine.checkpoint_engine = self._staged
+        self._group = None
+        if dist.get_world_size() > 1:
+            # The writing threads talk to each other while the loop does, so they need a group of their own.
+            with native_stdout_closed():
+                self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_DISK)
+
+    def save(self, folder: Path, *, background: bool) -> SaveHandle:
+        """Write a checkpoint into ``folder``; see :meth:`portable.backend.Engine.save`.
+
+        State that is swapped to a disk is copied in the foreground: the next step overwrites its files.
+        """
+        self._staged.hold = background
+        try:
+            with native_stdout_closed():
+                self._engine.save_checkpoint(str(folder))
+        finally:
+            files = self._staged.take()
+        rank = self._engine.global_rank
+        writing: Future[None] = Future()
+
+        def write() -> None:
+            try:
+                self._write_together(files, folder, rank)
+            except BaseException as error:
+                writing.set_exception(error)
+            else:
+                writing.set_result(None)
+
+        if background:
+            Thread(target=write, name="checkpoint", daemon=True).start()
+        else:
+            write()
+        return _Save(writing)
+
+    def _write_together(self, files: list[_File], folder: Path, rank: int) -> None:
+        """Write this rank's files; return when all ranks have, and fail if one could not."""
+        failure: Exception | None = None
+        try:
+            while files:
+                files.pop(0).write()  # and forget its bytes
+            for path in folder.rglob("*"):
+                if path.is_file() and _is_of(rank, path.name):
+                    _sync(path)
+        except Exception as error:
+            failure = error
+        if self._group is not None:
+            failed = torch.tensor(float(failure is not None))
+            dist.all_reduce(failed, group=self._group)
+            if failed and failure is None:
+                raise OSError(f"{int(failed)} of {dist.get_world_size()} ranks could not write their files")
+        if failure is not None:
+            raise failure
+
+
+class _File:
+    """The bytes of a file that is still to be written."""
+
+    def __init__(self, path: Path, content: io.BytesIO) -> None:
+        self.path = path
+        self._content = content
+
+    def write(self) -> None:
+        with self.path.open("wb") as file:
+            file.write(self._content.getbuffer())
+
+
+class _StagingEngine:
+    """A checkpoint engine of DeepSpeed's that can keep what it is given to save as bytes in host memory.
+
+    Attributes:
+        hold: keep the files for :meth:`take`; else they are written at once.
+
+    It has the methods of ``deepspeed.runtime.checkpoint_engine.CheckpointEngine``, which is not imported
+    here, so that this module can be without DeepSpeed.
+    """
+
+    name = "portable"
+
+    def __init__(self, zipfile_serialization: bool) -> None:
+        self._zipfile = zipfile_serialization
+        self._files: list[_File] = []
+        self.hold = False
+
+    def take(self) -> list[_File]:
+        """The files of the checkpoint that was saved last, which are forgotten here."""
+        files, self._files = self._files, []
+        return files
+
+    def save(self, state_dict: Any, path: str) -> None:
+        if not self.hold:
+            torch.save(state_dict, path, _use_new_zipfile_serialization=self._zipfile)
+            return
+        content = io.BytesIO()
+        torch.save(state_dict, content, _use_new_zipfile_serialization=self._zipfile)
+        self._files.append(_File(Path(path), content))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        raise NotImplementedError("checkpoints are read through converters.open_checkpoint")
+
+    def create(self, info: Any) -> None:
+        """A checkpoint begins."""
+
+    def commit(self, info: Any) -> bool:
+        """A checkpoint is complete, as far as DeepSpeed goes."""
+        return True
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        Path(path).mkdir(parents=True, exist_ok=exist_ok)
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        return dp_rank == 0
+
+    def is_decoupled(self) -> bool:
+        return False
+
+    def preserves_storage_sharing(self) -> bool:
+        return True
+
+    def set_commit_info(self, info: Any) -> None:
+        """For engines that commit later."""
+
+    def get_commit_info(self) -> None:
+        return None
+
+    def cleanup(self) -> None:
+        """Nothing is held."""
+
+
+class _Save:
+    def __init__(self, writing: Future[None]) -> None:
+        self._writing = writing
+
+    def done(self) -> bool:
+        return self._writing.done()
+
+    def wait(self) -> None:
+        self._writing.result()
+
+
+def _is_of(rank: int, name: str) -> bool:
+    """Whether ``rank`` wrote the file: those of a rank carry its number, the others are rank 0's."""
+    return f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank_" not in name)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,170 @@
+"""Saves behind the training under ZeRO: what is written is the step that was saved, and failures are loud."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from gpu import zero_saving
+from portable.errors import RunError
+from tests.gpu.test_zero_checkpoints import leg
+from tests.gpu.zero_support import renumber
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from portable.loop import StepResult
+    from tests.ranks import RankPool
+
+
+def stepping(config: RunConfig) -> Iterator[Any]:
+    """The engine of a run from the start; whatever is then asked of the iterator is another step."""
+    from portable.backend import backend_room
+    from portable.loop import train_step
+    from portable.run import Prepared, resolve
+
+    renumber()
+    backend = backend_room("cpu").create("cpu")
+    config = resolve(config, backend)
+    backend.start()
+    try:
+        run = Prepared(config, backend)
+        engine, _ = run.engine(None)
+        yield engine
+        batches = iter(run.train_loader(0))
+        while True:
+            result: StepResult = train_step(
+                backend,
+                engine,
+                batches,
+                plan=run.plan,
+                first_sample=0,
+                learning_rate=3e-3,
+                max_grad_norm=1.0,
+            )
+            yield result
+    finally:
+        backend.stop()
+
+
+def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
+    """Save a step in the foreground and in the background, the latter held up until two steps later.
+
+    Returns:
+        the files whose bytes differ, of this rank's.
+    """
+    import torch.distributed as dist
+
+    steps = stepping(config)
+    engine = next(steps)
+    next(steps)
+    go = threading.Event()
+    write = zero_saving._File.write
+
+    def held_up(file: Any) -> None:
+        assert go.wait(60)
+        write(file)
+
+    paths = {kind: folder / kind for kind in ("foreground", "background")}
+    for path in paths.values():
+        path.mkdir(exist_ok=True)
+    engine.save(paths["foreground"], background=False).wait()
+    zero_saving._File.write = held_up  # type: ignore[method-assign, assignment]
+    try:
+        handle = engine.save(paths["background"], background=True)
+        assert not handle.done()
+        next(steps)
+        next(steps)
+        assert not handle.done()
+        go.set()
+        handle.wait()
+        assert handle.done()
+    finally:
+        zero_saving._File.write = write  # type: ignore[method-assign, assignment]
+    dist.barrier()
+    files = sorted(path.relative_to(paths["foreground"]) for path in paths["foreground"].rglob("*.pt"))
+    ranks = dist.get_world_size()
+    stage3 = config.strategy == "zero3"
+    assert len(files) == ranks + (ranks if stage3 else 1)  # optimizer shards, and model states
+    differing = [str(file) for file in files if different(*(path / file for path in paths.values()))]
+    steps.close()  # type: ignore[attr-defined]
+    return differing
+
+
+def different(one: Path, other: Path) -> bool:
+    """Whether two files of torch's hold other tensors or other values; their names are part of zip files."""
+    import torch
+
+    found = [torch.load(path, weights_only=False) for path in (one, other)]
+    flat = [list(leaves(value)) for value in found]
+    return len(flat[0]) < 10 or flat[0] != flat[1]
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    import torch
+
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            yield from leaves(inside, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, inside in enumerate(value):
+            yield from leaves(inside, f"{path}.{index}")
+    elif isinstance(value, torch.Tensor):
+        yield path, (value.shape, value.dtype, value.detach().reshape(-1).view(torch.uint8).tolist())
+    elif isinstance(value, int | float | str | type(None)):
+        yield path, value
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload"), [("zero1", "none"), ("zero2", "cpu"), ("zero3", "none"), ("zero3", "cpu")]
+)
+def test_what_is_written_later_is_the_step_that_was_saved(
+    strategy: str, offload: str, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings: dict[str, Any] = {"strategy": strategy, "memory__offload_optimizer": offload}
+    config = configured(tmp_path, corpus, precision="bf16", train__micro_batch_size=1, **settings)
+    assert ranks.run(2, save_both_ways, config, tmp_path) == []
+
+
+def leg_with_a_full_disk(folder: Path, corpus: Path, settings: dict[str, Any], full_rank: int) -> str:
+    """Train while ``full_rank``'s second checkpoint cannot be written; the error of this rank's run."""
+    import os
+
+    write, written = zero_saving._File.write, 0
+
+    def failing(file: Any) -> None:
+        nonlocal written
+        written += "step-000002" not in str(file.path)
+        if written and int(os.environ["RANK"]) == full_rank:
+            raise OSError(28, "No space left on device")
+        write(file)
+
+    zero_saving._File.write = failing  # type: ignore[method-assign, assignment]
+    try:
+        with pytest.raises(RunError) as caught:
+            leg(folder, corpus, settings)
+        return str(caught.value)
+    finally:
+        zero_saving._File.write = write  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_save_that_fails_ends_the_run(
+    full_rank: int, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    """The disk is full for one rank; the first learns of it, and names what is left."""
+    settings = {"strategy": "zero2", "checkpoint__every_steps": 2}
+    told = ranks.run(2, leg_with_a_full_disk, tmp_path / "run", corpus, settings, full_rank)
+    assert "step-000004: could not be written" in told
+    assert ("No space left" in told) == (full_rank == 0)
+    assert told.endswith("last good checkpoint: " + str(tmp_path / "run" / "checkpoints" / "step-000002"))
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert "step-000002" in names
+    assert "step-000004" not in names
