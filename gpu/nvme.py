@@ -19,6 +19,18 @@ if TYPE_CHECKING:
 _RAM_DISKS = ("tmpfs", "ramfs", "devtmpfs")
 _KEY = "memory.nvme_path"
 
+AIO_DEFAULTS: dict[str, Any] = {
+    "block_size": 1 << 20,
+    "queue_depth": 32,
+    "intra_op_parallelism": 1,
+    "single_submit": False,
+    "overlap_events": True,
+}
+"""DeepSpeed's ``aio`` settings for a local NVMe drive: a deep queue of large requests.
+
+``python -m gpu.aio`` finds what is best for a disk.
+"""
+
 
 def in_use(config: RunConfig) -> bool:
     """Whether anything goes to the disk."""
@@ -28,19 +40,28 @@ def in_use(config: RunConfig) -> bool:
 def check(config: RunConfig, deepspeed: Any) -> None:
     """Raise UserError unless ``memory.nvme_path`` is a writable folder on a disk, and can be swapped to."""
     assert config.memory.nvme_path is not None  # the schema sees to it
-    path = Path(config.memory.nvme_path)
+    check_folder(Path(config.memory.nvme_path), _KEY)
+    check_async_io(deepspeed)
+
+
+def check_folder(path: Path, key: str) -> None:
+    """Raise UserError, naming ``key``, unless ``path`` is a writable folder on a disk."""
     try:
-        require(path.exists(), f"{_KEY}: {path} does not exist; make the folder, or name another")
-        require(path.is_dir(), f"{_KEY}: {path} is not a folder")
+        require(path.exists(), f"{key}: {path} does not exist; make the folder, or name another")
+        require(path.is_dir(), f"{key}: {path} is not a folder")
         with tempfile.TemporaryFile(dir=path):
             pass
     except (OSError, ValueError) as error:
-        raise UserError(f"{_KEY}: {path} cannot be written to ({one_line(error)})") from error
+        raise UserError(f"{key}: {path} cannot be written to ({one_line(error)})") from error
     kind = filesystem(path)
     require(
         kind not in _RAM_DISKS,
-        f"{_KEY}: {path} lies in memory ({kind}), where offloading saves nothing; name a folder on a disk",
+        f"{key}: {path} lies in memory ({kind}), where offloading saves nothing; name a folder on a disk",
     )
+
+
+def check_async_io(deepspeed: Any) -> None:
+    """Raise UserError where DeepSpeed's ``async_io`` cannot be built."""
     builder = deepspeed.ops.op_builder.AsyncIOBuilder()
     require(
         builder.is_compatible(verbose=False),

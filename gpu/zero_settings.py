@@ -76,14 +76,7 @@ def _own_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
         "steps_per_print": None,
     }
     if nvme.in_use(config):
-        # A queue deep enough for a local NVMe drive, in requests large enough to reach its bandwidth.
-        settings["aio"] = {
-            "block_size": 1 << 20,
-            "queue_depth": 32,
-            "intra_op_parallelism": 1,
-            "single_submit": False,
-            "overlap_events": True,
-        }
+        settings["aio"] = dict(nvme.AIO_DEFAULTS)
     if config.precision in ("bf16", "fp16"):
         settings[config.precision] = {"enabled": True}
         # Gradients are summed over ranks, and over micro-batches where each rank keeps its share, in fp32.

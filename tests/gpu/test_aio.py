@@ -1,0 +1,115 @@
+"""The search for good aio settings, on an emulated disk and on the real one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from gpu import aio
+from gpu.aio import CHOICES, DEFAULT, Aio, Trial, search
+from gpu.deepspeed_json import read
+from portable.config import load_config
+from tests.gpu.test_deepspeed_json import require_libaio
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+BEST = Aio(
+    block_size=8 << 20, queue_depth=8, intra_op_parallelism=4, single_submit=True, overlap_events=False
+)
+
+
+def emulated(settings: Aio) -> tuple[float, float]:
+    """A disk that is slower with every choice that lies further from :data:`BEST`."""
+    distance = sum(
+        abs(values.index(getattr(settings, name)) - values.index(getattr(BEST, name)))
+        for name, values in CHOICES.items()
+    )
+    return 0.010 + 0.001 * distance, 0.005 + 0.002 * distance
+
+
+def test_the_fastest_settings_are_found() -> None:
+    trials = search(emulated, 1 << 30, seconds=0.3)
+    assert trials[0].aio == BEST
+    assert trials[0].rounds > 1  # measured again
+    assert [trial.seconds for trial in trials] == sorted(trial.seconds for trial in trials)
+    assert trials[0].write_rate == pytest.approx(100)
+    assert trials[0].read_rate == pytest.approx(200)
+    assert any(trial.aio == DEFAULT for trial in trials)
+
+
+def test_the_time_is_kept_to() -> None:
+    def slow(settings: Aio) -> tuple[float, float]:
+        time.sleep(0.05)
+        return emulated(settings)
+
+    shares: list[float] = []
+    start = time.monotonic()
+    trials = search(slow, 1, 0.2, shares.append)
+    assert time.monotonic() - start < 1
+    assert 1 <= len(trials) < 10
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+
+
+def test_what_is_to_be_pasted_is_taken(tmp_path: Path) -> None:
+    yaml = aio.to_paste(BEST).split("\n\n")[1]
+    path = tmp_path / "run.yaml"
+    path.write_text(f"strategy: zero3\n{yaml}\n")
+    document = read(load_config(path))
+    assert document is not None
+    assert Aio(**document.values["aio"]) == BEST
+
+
+def measured(folder: Path) -> list[Trial]:
+    return aio.tune(folder, seconds=1.0, size=64 << 20)
+
+
+def test_the_disk_at_hand(tmp_path: Path, ranks: RankPool) -> None:
+    require_libaio()
+    trials = ranks.run(1, measured, tmp_path)
+    assert len(trials) >= 2
+    assert all(0 < trial.write_rate < 1000 and 0 < trial.read_rate < 1000 for trial in trials)
+    assert not list(tmp_path.iterdir())
+    printed = aio.table(trials)
+    assert printed.count("the default") == 1
+    assert len(printed.splitlines()) >= 3
+
+
+def without_libaio(folder: Path) -> str:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    from portable.errors import UserError
+
+    found = AsyncIOBuilder.has_function
+    AsyncIOBuilder.has_function = lambda *_, **__: False
+    try:
+        with pytest.raises(UserError) as caught:
+            aio.tune(folder, seconds=1.0, size=64 << 20)
+        return str(caught.value)
+    finally:
+        AsyncIOBuilder.has_function = found
+
+
+def test_without_libaio_there_is_one_line(tmp_path: Path, ranks: RankPool) -> None:
+    """The linker is made to find no libaio."""
+    told = ranks.run(1, without_libaio, tmp_path)
+    assert "libaio-dev" in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gpu.aio", str(tmp_path / "missing")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"error: PATH: {tmp_path / 'missing'} does not exist; make the folder, or name another"
+    ]
