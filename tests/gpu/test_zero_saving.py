@@ -76,8 +76,8 @@ def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
     for path in paths.values():
         path.mkdir(exist_ok=True)
     engine.save(paths["foreground"], background=False).wait()
-    zero_saving._File.write = held_up  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_saving._File, "write", held_up)
         handle = engine.save(paths["background"], background=True)
         assert not handle.done()
         next(steps)
@@ -86,8 +86,6 @@ def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
         go.set()
         handle.wait()
         assert handle.done()
-    finally:
-        zero_saving._File.write = write  # type: ignore[method-assign]
     dist.barrier()
     files = sorted(path.relative_to(paths["foreground"]) for path in paths["foreground"].rglob("*.pt"))
     ranks = dist.get_world_size()
@@ -146,13 +144,10 @@ def leg_with_a_full_disk(folder: Path, corpus: Path, settings: dict[str, Any], f
             raise OSError(28, "No space left on device")
         write(file)
 
-    zero_saving._File.write = failing  # type: ignore[method-assign]
-    try:
-        with pytest.raises(RunError) as caught:
-            leg(folder, corpus, settings)
-        return str(caught.value)
-    finally:
-        zero_saving._File.write = write  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError) as caught:
+        patch.setattr(zero_saving._File, "write", failing)
+        leg(folder, corpus, settings)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("full_rank", [0, 1])
