@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
+import os
+import sys
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -364,11 +367,30 @@ class TrainerLoop:
 
     name = "Trainer"
 
-    def __init__(self, setting: Setting, folder: Path, *, logging_steps: int) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        folder: Path,
+        *,
+        logging_steps: int,
+        deepspeed: dict[str, Any] | None = None,
+    ) -> None:
         self._setting = setting
         self._folder = folder
         self._logging_steps = logging_steps
+        self._deepspeed = deepspeed
         self.model = setting.build_model()
+
+    def _tell_of_cpu_ranks(self) -> bool:
+        """Where DeepSpeed runs on CPUs, set the state, which Accelerate would take for a lone process."""
+        if self._deepspeed is None or self._setting.device.type != "cpu":
+            return False
+        from accelerate import PartialState
+
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+        del os.environ["ACCELERATE_USE_DEEPSPEED"]
+        return True
 
     def run(self, turns: list[int], after_turn: Callable[[int, Turn], None]) -> None:
         """Train for ``sum(turns)`` steps; ``after_turn`` is called with the index of every finished turn."""
@@ -413,7 +435,10 @@ class TrainerLoop:
             max_grad_norm=self._setting.max_norm,
             bf16=self._setting.config.precision == "bf16",
             torch_compile=bool(self._setting.config.compile),
-            use_cpu=self._setting.device.type == "cpu",
+            # With it, DeepSpeed would be left out; whose accelerator says what the device is.
+            use_cpu=self._setting.device.type == "cpu" and self._deepspeed is None,
+            deepspeed=self._deepspeed,
+            accelerator_config={"use_configured_state": self._tell_of_cpu_ranks()},
             dataloader_pin_memory=self._setting.device.type == "cuda",
             train_sampling_strategy="sequential",
             remove_unused_columns=False,  # shift_labels is not named in the signature of the model's forward
@@ -429,6 +454,44 @@ class TrainerLoop:
                 train_dataset=ShiftedRows(self._setting.batches),
                 callbacks=[TakeTurns()],
             ).train()
+
+
+def take_turns(
+    trainer: TrainerLoop,
+    others: list[Loop],
+    lengths: list[int],
+    before_turn: Callable[[], None] = lambda: None,
+) -> dict[str, list[Turn]]:
+    """Advance all loops by turns of ``lengths`` steps; every loop's turns by its name.
+
+    Args:
+        trainer: leads, since it owns its loop.
+        others: follow in every round, each time beginning with another one.
+        lengths: of the turns, the first of which is the warm-up.
+        before_turn: called before every turn of ``others``.
+    """
+    contestants: list[Contestant] = [*others, trainer]
+    turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in contestants}
+    terminal = sys.stderr  # the Trainer's output is held back while it runs
+
+    def let_others(index: int, turn: Turn) -> None:
+        turns[trainer.name].append(turn)
+        start = index % len(others)
+        for loop in others[start:] + others[:start]:  # nobody always follows the same one
+            before_turn()
+            turns[loop.name].append(loop.turn(lengths[index]))
+        before_turn()
+        if terminal.isatty():
+            last = len(lengths) - 1
+            print(f"round {index} of {last}", end="\n" if index == last else "\r", file=terminal, flush=True)
+
+    gc.collect()
+    gc.freeze()  # as portable-train does; here it spares the peers as well
+    try:
+        trainer.run(lengths, let_others)
+    finally:
+        gc.unfreeze()
+    return turns
 
 
 @contextlib.contextmanager

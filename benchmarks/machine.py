@@ -12,8 +12,8 @@ import torch
 LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 
 
-def describe_machine(device: torch.device) -> dict[str, str]:
-    """Processor, threads, and the versions of the libraries that take part."""
+def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
+    """Processor, threads, and the versions of the libraries that take part, of ``more`` besides."""
     described = {
         "cpu": f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes, at the start)",
@@ -22,7 +22,7 @@ def describe_machine(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         described["gpu"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    return described | {name: metadata.version(name) for name in LIBRARIES}
+    return described | {name: metadata.version(name) for name in (*LIBRARIES, *more)}
 
 
 def cpu_model() -> str:

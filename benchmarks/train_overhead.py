@@ -7,7 +7,6 @@ from the same weights on the same data. It fails if, in fp32, this project's los
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import shlex
@@ -32,8 +31,8 @@ from benchmarks.loops import (
     PortableLoop,
     Setting,
     TrainerLoop,
-    Turn,
     cross_entropy,
+    take_turns,
 )
 from benchmarks.machine import describe_machine
 from portable.backend import Backend, backend_room, resolve_backend
@@ -128,7 +127,7 @@ def measure(options: Options, micro_batch_size: int) -> list[Result]:
     """
     with tempfile.TemporaryDirectory(prefix="train-overhead-") as scratch:
         folder = Path(scratch)
-        backend = create_backend(options)
+        backend = create_backend(options.backend)
         config = resolve(_config(options, micro_batch_size, folder), backend)
         backend.start()
         try:
@@ -141,8 +140,8 @@ def measure(options: Options, micro_batch_size: int) -> list[Result]:
     return results
 
 
-def create_backend(options: Options) -> Backend:
-    name = resolve_backend(options.backend)
+def create_backend(choice: str) -> Backend:
+    name = resolve_backend(choice)
     return backend_room(name).create(name)
 
 
@@ -155,25 +154,9 @@ def _take_turns(options: Options, prepared: Prepared, folder: Path) -> list[Resu
     if options.control:
         others.append(BareLoop(setting, "bare, again"))
     contestants: list[Contestant] = [*others, trainer]
-    turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in contestants}
-    terminal = sys.stderr  # the Trainer's output is held back while it runs
-
-    def let_others(index: int, turn: Turn) -> None:
-        turns[trainer.name].append(turn)
-        start = index % len(others)
-        for loop in others[start:] + others[:start]:  # nobody always follows the same one
-            turns[loop.name].append(loop.turn(lengths[index]))
-        if terminal.isatty():
-            end = "\n" if index == options.rounds else "\r"
-            print(f"round {index} of {options.rounds}", end=end, file=terminal, flush=True)
-
-    lengths = [options.warmup, *[options.steps] * options.rounds]
-    gc.collect()
-    gc.freeze()  # as portable-train does; here it spares the peers as well
     try:
-        trainer.run(lengths, let_others)
+        turns = take_turns(trainer, others, [options.warmup, *[options.steps] * options.rounds])
     finally:
-        gc.unfreeze()
         portable.close()
     return [
         Result(
@@ -215,9 +198,9 @@ def check_losses(results: Sequence[Result]) -> None:
             raise AssertionError(f"this project's loss is {loss:.9f} where the bare loop's is {expected:.9f}")
 
 
-def table(results: Sequence[Result]) -> str:
-    """One line a loop; ratios are to the bare loop."""
-    bare = next(result for result in results if result.name == BASELINE)
+def table(results: Sequence[Result], baseline: str = BASELINE) -> str:
+    """One line a loop; ratios are to ``baseline``."""
+    bare = next(result for result in results if result.name == baseline)
     heads = f"{'step, ms':>10}{'middle half':>18}{'x bare':>9}{'with logs, ms':>15}{'x bare':>9}{'loss':>13}"
     lines = [f"{'':<16}{heads}"]
     for result in results:
@@ -314,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = shlex.join(
         ["python", "-m", "benchmarks.train_overhead", *(sys.argv[1:] if argv is None else argv)]
     )
-    machine = describe_machine(create_backend(options).device)
+    machine = describe_machine(create_backend(options.backend).device)
     print(f"$ {command}")
     print("\n".join(f"{name:<13} {value}" for name, value in machine.items()))
     measured = []

@@ -1,0 +1,336 @@
+"""The optimizer step under DeepSpeed ZeRO beside a bare ``deepspeed.initialize`` loop and the Trainer.
+
+``python -m benchmarks.zero`` trains one model with all three, from the same weights, on the same data and
+with the same DeepSpeed JSON, in turns of a few steps. It fails if, in fp32, this project's losses are not
+those of the bare loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Where torch_xla is installed, transformers and accelerate would start its runtime on import.
+os.environ.setdefault("USE_TORCH_XLA", "0")
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.loops import (
+    Contestant,
+    Loop,
+    PortableLoop,
+    Setting,
+    TrainerLoop,
+    Turn,
+    cross_entropy,
+    take_turns,
+)
+from benchmarks.machine import describe_machine
+from benchmarks.train_overhead import CLOCKS, SMALL_MODEL, Result, create_backend, forget_accelerators, table
+from portable.config import load_config
+from portable.data import TrainLoader
+from portable.launch import launch
+from portable.model import Blueprint, tied_names
+from portable.run import Prepared, resolve
+from portable.weights import to_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from portable.config import RunConfig
+
+SAME_LOSS = 1e-5
+"""Relative difference that this project's fp32 losses may have from the bare loop's."""
+
+BASELINE = "bare DeepSpeed"
+
+
+@dataclass(frozen=True)
+class Options:
+    """``rounds`` turns of ``steps`` optimizer steps are measured of each loop, after ``warmup`` steps."""
+
+    strategies: tuple[str, ...] = ("zero2",)
+    ranks: int = 2
+    offload: bool = False
+    global_batch_size: int = 8
+    micro_batch_size: int = 4
+    steps: int = 5
+    warmup: int = 3
+    rounds: int = 6
+    precision: str = "fp32"
+    backend: str = "auto"
+    small: bool = False
+    control: bool = False
+    clock: str = "wall"
+
+    @property
+    def total_steps(self) -> int:
+        return self.warmup + self.rounds * self.steps
+
+
+def document(options: Options, strategy: str) -> dict[str, Any]:
+    """The DeepSpeed JSON of all contestants."""
+    zero: dict[str, Any] = {"stage": int(strategy[-1])}
+    if options.offload:
+        on_gpu = torch.cuda.is_available() and options.backend != "cpu"
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+    values: dict[str, Any] = {
+        "train_batch_size": options.global_batch_size,
+        "train_micro_batch_size_per_gpu": options.micro_batch_size,
+        "gradient_accumulation_steps": accumulation(options),
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        # All update with torch's fused AdamW.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if options.precision == "bf16":
+        values |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+        if strategy != "zero1":
+            values["data_types"] = {"grad_accum_dtype": "fp32"}
+    return values
+
+
+def accumulation(options: Options) -> int:
+    return options.global_batch_size // options.micro_batch_size // options.ranks
+
+
+class BareZeroLoop:
+    """DeepSpeed's guide: ``initialize``, ``engine(...)``, ``backward``, ``step``; batches wait in a list."""
+
+    def __init__(self, setting: Setting, values: dict[str, Any], name: str) -> None:
+        import deepspeed
+
+        self.name = name
+        self._setting = setting
+        self.model = setting.build_model()
+        self._engine, *_ = deepspeed.initialize(
+            model=self.model,
+            optimizer=setting.build_optimizer(self.model),
+            config=values,
+            dist_init_required=False,
+        )
+        self._batches = iter(setting.batches)
+        self._clock = setting.clock()
+
+    def turn(self, steps: int) -> Turn:
+        engine, device = self._engine, self._setting.device
+        self._clock.start()
+        for _ in range(steps):
+            step_loss = torch.zeros((), device=device)
+            for _ in range(self._setting.accumulation):
+                batch = next(self._batches)
+                logits = engine(input_ids=batch["input_ids"].to(device, non_blocking=True)).logits
+                loss = cross_entropy(logits, batch["labels"].to(device, non_blocking=True))
+                engine.backward(loss)
+                engine.step()
+                step_loss += loss.detach() / self._setting.accumulation
+            self._clock.tick()
+        seconds = self._clock.stop()
+        dist.all_reduce(step_loss)
+        return Turn(seconds, step_loss.item() / dist.get_world_size())
+
+
+def measure(options: Options, strategy: str) -> list[Result]:
+    """All loops under one strategy, on this rank of the ranks that run it together; the bare loop is first.
+
+    Raises:
+        AssertionError: in fp32, if this project's losses are not those of the bare loop.
+    """
+    with tempfile.TemporaryDirectory(prefix="zero-") as scratch:
+        folder = Path(scratch)
+        backend = create_backend(options.backend)
+        config = resolve(_config(options, strategy, folder), backend)
+        backend.start()
+        try:
+            results = _take_turns(options, strategy, Prepared(config, backend), folder)
+        finally:
+            backend.stop()
+            forget_accelerators()
+    if options.precision == "fp32":
+        check_losses(results)
+    return results
+
+
+def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Path) -> list[Result]:
+    now = CLOCKS[options.clock]
+    weights = _whole_weights(prepared)
+    batches = (options.total_steps + 2) * prepared.plan.accumulation_steps
+    # The Trainer shares the samples out to the ranks itself.
+    alone = TrainLoader(
+        prepared.data.train,
+        seed=prepared.config.seed,
+        position=0,
+        global_batch_size=options.global_batch_size,
+        micro_batch_size=options.micro_batch_size,
+        rank=0,
+        world_size=1,
+    )
+    everything = list(islice(alone, batches * options.ranks))
+    portable = PortableLoop(prepared, folder / "portable", now)
+    setting = Setting(prepared, weights, list(islice(prepared.train_loader(0), batches)), now)
+    others: list[Loop] = [BareZeroLoop(setting, document(options, strategy), BASELINE), portable]
+    if options.control:
+        others.append(BareZeroLoop(setting, document(options, strategy), "bare, again"))
+    trainer = TrainerLoop(
+        Setting(prepared, weights, everything, now),
+        folder / "trainer",
+        logging_steps=options.steps,
+        deepspeed=document(options, strategy),
+    )
+    try:
+        turns = take_turns(
+            trainer, others, [options.warmup, *[options.steps] * options.rounds], prepared.backend.barrier
+        )
+    finally:
+        portable.close()
+    contestants: list[Contestant] = [*others, trainer]
+    return [
+        Result(
+            loop.name,
+            step_seconds=[turn.seconds for turn in turns[loop.name][1:]],
+            turn_losses=[turn.loss for turn in turns[loop.name]],
+            final_loss=float("nan") if (last := turns[loop.name][-1].loss) is None else last,
+        )
+        for loop in contestants
+    ]
+
+
+def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
+    """What the run starts from: it has each rank initialise its share only."""
+    weights: dict[str, Tensor] = {}
+    blueprint = Blueprint.of(prepared.model)
+    for part in blueprint.initial_weights(prepared.config.seed):
+        weights |= {name: to_torch(tensor.read()) for name, tensor in part.items()}
+    for name, others in tied_names(prepared.model).items():
+        weights |= dict.fromkeys(others, weights[name])
+    return weights
+
+
+def check_losses(results: Sequence[Result]) -> None:
+    """Raise AssertionError unless this project's losses are the bare loop's within :data:`SAME_LOSS`."""
+    losses = {result.name: result.turn_losses for result in results}
+    for expected, loss in zip(losses[BASELINE], losses[PortableLoop.name], strict=True):
+        # On ranks other than the first, this project's loop does not read its loss.
+        if loss is not None and expected is not None and abs(loss - expected) > SAME_LOSS * abs(expected):
+            raise AssertionError(f"this project's loss is {loss:.9f} where the bare loop's is {expected:.9f}")
+
+
+LEGEND = """\
+step           median over all measured steps of rank 0, and the middle half of them
+with logs      median over the turns of the mean of a turn's steps, which log once; its ratio is the median
+               over the rounds of this loop's turn to the bare loop's
+loss           of the last step, over all ranks"""
+
+
+def _config(options: Options, strategy: str, folder: Path) -> RunConfig:
+    """The quickstart, at a constant learning rate and with neither evaluation nor checkpoints."""
+    settings: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "precision": options.precision,
+        "deepspeed.config": document(options, strategy),
+        "train.steps": options.total_steps,
+        "train.schedule": "constant",
+        "train.warmup_steps": 0,
+        "log.trackers": [],
+    }
+    if options.small:
+        text = folder / "text.txt"
+        text.write_text("\n".join(f"line {i} of a text with {i * i} words" for i in range(3000)))
+        settings |= {
+            "model.config": SMALL_MODEL,
+            "data.source": str(text),
+            "data.cache_dir": str(folder / "cache"),
+            "data.seq_len": 32,
+        }
+    return load_config(None, settings)
+
+
+def _rank(options: Options, strategy: str, path: str) -> int:
+    results = measure(options, strategy)
+    if os.environ["RANK"] == "0":
+        Path(path).write_text(json.dumps([asdict(result) for result in results]), "utf-8")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
+    defaults = Options()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zero", description=__doc__)
+    parser.add_argument(
+        "--strategy", nargs="+", choices=("zero1", "zero2", "zero3"), default=defaults.strategies
+    )
+    parser.add_argument("--ranks", type=int, default=defaults.ranks)
+    parser.add_argument("--offload", action="store_true", help="master weights and moments in host memory")
+    parser.add_argument("--batch", type=int, default=defaults.global_batch_size, help="sequences of a step")
+    parser.add_argument(
+        "--micro-batch", type=int, default=defaults.micro_batch_size, help="sequences of a micro-batch"
+    )
+    parser.add_argument("--steps", type=int, default=defaults.steps, help="of a turn; each turn logs once")
+    parser.add_argument("--warmup", type=int, default=defaults.warmup, help="steps that do not count")
+    parser.add_argument("--rounds", type=int, default=defaults.rounds, help="measured turns of each loop")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default=defaults.precision)
+    parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default=defaults.backend)
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program out")
+    parser.add_argument("--control", action="store_true", help="the bare loop twice: how far equals differ")
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default=defaults.clock, help="cpu: processor time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's time as well")
+    given = parser.parse_args(argv)
+    if min(given.steps, given.warmup, given.rounds, given.ranks, given.micro_batch, given.batch) < 1:
+        parser.error("numbers must be at least 1")
+    if given.batch % (given.micro_batch * given.ranks):
+        parser.error(f"--batch: {given.batch} is no multiple of --micro-batch x --ranks")
+    options = Options(
+        strategies=tuple(given.strategy),
+        ranks=given.ranks,
+        offload=given.offload,
+        global_batch_size=given.batch,
+        micro_batch_size=given.micro_batch,
+        steps=given.steps,
+        warmup=given.warmup,
+        rounds=given.rounds,
+        precision=given.precision,
+        backend=given.backend,
+        small=given.small,
+        control=given.control,
+        clock=given.clock,
+    )
+    return options, given.json
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, path = parse(argv)
+    command = shlex.join(["python", "-m", "benchmarks.zero", *(sys.argv[1:] if argv is None else argv)])
+    machine = describe_machine(create_backend(options.backend).device, "deepspeed")
+    print(f"$ {command}")
+    print("\n".join(f"{name:<13} {value}" for name, value in machine.items()))
+    measured = []
+    for strategy in options.strategies:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            launch(_rank, (options, strategy, file.name), ranks=options.ranks)
+            results = [Result(**values) for values in json.loads(Path(file.name).read_text("utf-8"))]
+        measured.append({"strategy": strategy, "loops": [asdict(result) for result in results]})
+        print(
+            f"\n{strategy}{', optimizer offloaded' if options.offload else ''}, {options.precision}, "
+            f"{options.ranks} ranks x {accumulation(options)} x {options.micro_batch_size} sequences a step, "
+            f"{options.rounds} x {options.steps} steps each, {options.clock} time\n{table(results, BASELINE)}"
+        )
+    print(f"\n{LEGEND}")
+    if path is not None:
+        whole = {"command": command, "machine": machine, "options": asdict(options), "measured": measured}
+        path.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

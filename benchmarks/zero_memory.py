@@ -1,0 +1,262 @@
+"""Peak host memory of each rank under ZeRO, in bytes a parameter, beside what the arithmetic says.
+
+``python -m benchmarks.zero_memory --docs docs/zero.md`` trains a model of which the state is far larger than
+activations and buffers, on CPU ranks, each setting in fresh processes, and puts the table into the page. A
+rank's memory is what is resident and its own (not shared with files), beyond what it took after the same
+steps with a tiny model: so libraries do not count. On a GPU, what is not offloaded lies there instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import resource
+import shlex
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("USE_TORCH_XLA", "0")
+
+from portable.backend import backend_room
+from portable.checkpointing import CheckpointFolder
+from portable.config import load_config
+from portable.launch import launch
+from portable.loop import Progress, train_step
+from portable.run import Prepared, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.config import RunConfig
+
+STRATEGIES = ("zero1", "zero2", "zero3")
+STEPS = 2
+BEGIN = "<!-- benchmarks.zero_memory: begin -->"
+END = "<!-- benchmarks.zero_memory: end -->"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: a strategy, with or without all that it can offload in host memory."""
+
+    strategy: str
+    offload: bool
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return self.strategy + (" with offload to cpu" if self.offload else "")
+
+    @property
+    def formula(self) -> float:
+        """Bytes a parameter on each rank in bf16, wherever they lie; see docs/zero.md."""
+        return {
+            "zero1": 2 + 2 + 12 / self.ranks,
+            "zero2": 2 + (4 + 12) / self.ranks,
+            "zero3": (2 + 4 + 12) / self.ranks,
+        }[self.strategy]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes a parameter of a rank: between steps, at the peak of building and stepping, and while saving."""
+
+    resident: float
+    peak: float
+    saving: float
+
+
+class Sampler:
+    """The largest anonymous memory of this process, looked at every millisecond."""
+
+    def __init__(self) -> None:
+        self.peak = anonymous()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.001):
+            self.peak = max(self.peak, anonymous())
+
+    def restart(self) -> int:
+        """The peak so far; the next one is counted from now."""
+        peak, self.peak = max(self.peak, anonymous()), anonymous()
+        return peak
+
+    def stop(self) -> int:
+        self._over.set()
+        self._thread.join()
+        return max(self.peak, anonymous())
+
+
+def anonymous() -> int:
+    """Resident bytes of this process that no file stands behind."""
+    resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
+def trim() -> None:
+    """Give back to the system what is free."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def measure(case: Case, hidden: int, layers: int) -> Usage:
+    """One rank's part of a case; all its ranks call it together."""
+    with tempfile.TemporaryDirectory(prefix="zero-memory-") as scratch:
+        folder = Path(scratch)
+        _train(_config(case, folder / "tiny", 64, 1), None)
+        trim()
+        before = anonymous()
+        sampler = Sampler()
+        resident, peak, parameters = _train(_config(case, folder / "run", hidden, layers), sampler)
+        saving = sampler.stop()
+    return Usage(*((value - before) / parameters for value in (resident, peak, saving)))
+
+
+def _train(config: RunConfig, sampler: Sampler | None) -> tuple[int, int, int]:
+    """A few steps and a checkpoint: memory between steps, the peak before saving, and the parameters."""
+    backend = backend_room("cpu").create("cpu")
+    config = resolve(config, backend)
+    backend.start()
+    try:
+        run = Prepared(config, backend)
+        engine, _ = run.engine(None)
+        batches = iter(run.train_loader(0))
+        for step in range(STEPS):
+            train_step(
+                backend,
+                engine,
+                batches,
+                plan=run.plan,
+                first_sample=step * run.plan.global_batch_size,
+                learning_rate=1e-4,
+                max_grad_norm=1.0,
+            )
+        batches.close()
+        trim()
+        resident = anonymous()
+        peak = 0 if sampler is None else sampler.restart()
+        checkpoints = CheckpointFolder(Path(config.output_dir) / "checkpoints", keep=1, rank=backend.rank)
+        run.save(checkpoints, engine, Progress(STEPS, STEPS * run.plan.global_batch_size))
+        checkpoints.finish()
+        backend.barrier()
+        return resident, peak, run.parameters
+    finally:
+        backend.stop()
+
+
+def _config(case: Case, folder: Path, hidden: int, layers: int) -> RunConfig:
+    folder.mkdir()
+    text = folder.parent / "text.txt"
+    text.write_text("\n".join(f"line {i} of a text with {i * i} words" for i in range(300)))
+    model = {
+        "model_type": "llama",
+        "vocab_size": 384,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32,
+    }
+    settings: dict[str, Any] = {
+        "backend": "cpu",
+        "precision": "bf16",
+        "strategy": case.strategy,
+        "output_dir": str(folder / "run"),
+        "model.config": model,
+        "data.source": str(text),
+        "data.cache_dir": str(folder.parent / "cache"),
+        "data.seq_len": 32,
+        "train.steps": STEPS,
+        "train.global_batch_size": case.ranks,
+        "train.micro_batch_size": 1,
+        # Buckets that follow the model's size, as in the Trainer: the defaults are for much larger ones.
+        "deepspeed.config": {
+            "zero_optimization": {"stage": int(case.strategy[-1]), "reduce_bucket_size": "auto"}
+        },
+    }
+    if case.offload:
+        settings["memory.offload_optimizer"] = "cpu"
+        if case.strategy == "zero3":
+            settings["memory.offload_params"] = "cpu"
+    return load_config(None, settings)
+
+
+def _rank(case: Case, hidden: int, layers: int, folder: str) -> int:
+    usage = measure(case, hidden, layers)
+    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(asdict(usage)), "utf-8")
+    return 0
+
+
+def run_case(case: Case, hidden: int, layers: int) -> Usage:
+    """Measure a case in fresh processes; of each figure the largest among the ranks."""
+    with tempfile.TemporaryDirectory(prefix="zero-memory-") as scratch:
+        launch(_rank, (case, hidden, layers, scratch), ranks=case.ranks)
+        ranks = [Usage(**json.loads(path.read_text("utf-8"))) for path in sorted(Path(scratch).iterdir())]
+    return Usage(*(max(getattr(usage, name) for usage in ranks) for name in ("resident", "peak", "saving")))
+
+
+def table(measured: Sequence[tuple[Case, Usage]]) -> str:
+    """A Markdown table, one line a case."""
+    lines = [
+        "| `strategy` | ranks | formula | between steps | peak | peak while saving |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for case, usage in measured:
+        lines.append(
+            f"| {case.name} | {case.ranks} | {case.formula:.1f} | {usage.resident:.1f} | {usage.peak:.1f} | "
+            f"{usage.saving:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def put_into(page: Path, text: str) -> None:
+    """Replace what stands between the marks of ``page``.
+
+    Raises:
+        ValueError: if it has no such marks.
+    """
+    whole = page.read_text("utf-8")
+    start, end = whole.index(BEGIN) + len(BEGIN), whole.index(END)
+    page.write_text(f"{whole[:start]}\n{text}\n{whole[end:]}", "utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zero_memory", description=__doc__)
+    parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 2))
+    parser.add_argument("--hidden", type=int, default=1024, help="size of the model")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
+    given = parser.parse_args(argv)
+    command = shlex.join(
+        ["python", "-m", "benchmarks.zero_memory", *(sys.argv[1:] if argv is None else argv)]
+    )
+    measured = []
+    for strategy in given.strategy:
+        for offload in (False, True):
+            for ranks in given.ranks:
+                start = time.monotonic()
+                case = Case(strategy, offload, ranks)
+                measured.append((case, run_case(case, given.hidden, given.layers)))
+                print(f"{case} {measured[-1][1]} {time.monotonic() - start:.0f} s", file=sys.stderr)
+    print(f"$ {command}\n\n{table(measured)}")
+    if given.docs is not None:
+        put_into(given.docs, f"\n{table(measured)}\n\n`{command}`\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
