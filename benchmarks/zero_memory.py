@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("zero1", "zero2", "zero3")
 STEPS = 2
+FIGURES = ("resident", "peak", "saving")
 BEGIN = "<!-- benchmarks.zero_memory: begin -->"
 END = "<!-- benchmarks.zero_memory: end -->"
 
@@ -67,7 +68,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes a parameter of a rank: between steps, at the peak of building and stepping, and while saving."""
+    """Memory of a rank: between steps, at the peak of building and stepping, and while saving."""
 
     resident: float
     peak: float
@@ -75,7 +76,7 @@ class Usage:
 
 
 class Sampler:
-    """The largest anonymous memory of this process, looked at every millisecond."""
+    """The largest anonymous memory of this process, looked at every few milliseconds."""
 
     def __init__(self) -> None:
         self.peak = anonymous()
@@ -84,7 +85,7 @@ class Sampler:
         self._thread.start()
 
     def _watch(self) -> None:
-        while not self._over.wait(0.001):
+        while not self._over.wait(0.005):
             self.peak = max(self.peak, anonymous())
 
     def restart(self) -> int:
@@ -111,54 +112,46 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def measure(case: Case, hidden: int, layers: int) -> Usage:
-    """One rank's part of a case; all its ranks call it together."""
+def measure(case: Case, hidden: int, layers: int) -> tuple[Usage, int]:
+    """Train a few steps and save on one rank; all ranks call it together.
+
+    Returns:
+        what this process took, libraries included, in bytes; and the parameters of the model.
+    """
     with tempfile.TemporaryDirectory(prefix="zero-memory-") as scratch:
-        folder = Path(scratch)
-        _train(_config(case, folder / "tiny", 64, 1), None)
-        trim()
-        before = anonymous()
+        backend = backend_room("cpu").create("cpu")
+        config = resolve(_config(case, Path(scratch), hidden, layers), backend)
+        backend.start()
         sampler = Sampler()
-        resident, peak, parameters = _train(_config(case, folder / "run", hidden, layers), sampler)
-        saving = sampler.stop()
-    return Usage(*((value - before) / parameters for value in (resident, peak, saving)))
-
-
-def _train(config: RunConfig, sampler: Sampler | None) -> tuple[int, int, int]:
-    """A few steps and a checkpoint: memory between steps, the peak before saving, and the parameters."""
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(config, backend)
-    backend.start()
-    try:
-        run = Prepared(config, backend)
-        engine, _ = run.engine(None)
-        batches = iter(run.train_loader(0))
-        for step in range(STEPS):
-            train_step(
-                backend,
-                engine,
-                batches,
-                plan=run.plan,
-                first_sample=step * run.plan.global_batch_size,
-                learning_rate=1e-4,
-                max_grad_norm=1.0,
-            )
-        batches.close()
-        trim()
-        resident = anonymous()
-        peak = 0 if sampler is None else sampler.restart()
-        checkpoints = CheckpointFolder(Path(config.output_dir) / "checkpoints", keep=1, rank=backend.rank)
-        run.save(checkpoints, engine, Progress(STEPS, STEPS * run.plan.global_batch_size))
-        checkpoints.finish()
-        backend.barrier()
-        return resident, peak, run.parameters
-    finally:
-        backend.stop()
+        try:
+            run = Prepared(config, backend)
+            engine, _ = run.engine(None)
+            batches = iter(run.train_loader(0))
+            for step in range(STEPS):
+                train_step(
+                    backend,
+                    engine,
+                    batches,
+                    plan=run.plan,
+                    first_sample=step * run.plan.global_batch_size,
+                    learning_rate=1e-4,
+                    max_grad_norm=1.0,
+                )
+            batches.close()
+            trim()
+            resident = anonymous()
+            peak = sampler.restart()
+            checkpoints = CheckpointFolder(Path(scratch) / "checkpoints", keep=1, rank=backend.rank)
+            run.save(checkpoints, engine, Progress(STEPS, STEPS * run.plan.global_batch_size))
+            checkpoints.finish()
+            backend.barrier()
+            return Usage(resident, peak, sampler.stop()), run.parameters
+        finally:
+            backend.stop()
 
 
 def _config(case: Case, folder: Path, hidden: int, layers: int) -> RunConfig:
-    folder.mkdir()
-    text = folder.parent / "text.txt"
+    text = folder / "text.txt"
     text.write_text("\n".join(f"line {i} of a text with {i * i} words" for i in range(300)))
     model = {
         "model_type": "llama",
@@ -177,7 +170,7 @@ def _config(case: Case, folder: Path, hidden: int, layers: int) -> RunConfig:
         "output_dir": str(folder / "run"),
         "model.config": model,
         "data.source": str(text),
-        "data.cache_dir": str(folder.parent / "cache"),
+        "data.cache_dir": str(folder / "cache"),
         "data.seq_len": 32,
         "train.steps": STEPS,
         "train.global_batch_size": case.ranks,
@@ -195,17 +188,24 @@ def _config(case: Case, folder: Path, hidden: int, layers: int) -> RunConfig:
 
 
 def _rank(case: Case, hidden: int, layers: int, folder: str) -> int:
-    usage = measure(case, hidden, layers)
-    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(asdict(usage)), "utf-8")
+    usage, parameters = measure(case, hidden, layers)
+    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps([asdict(usage), parameters]), "utf-8")
     return 0
 
 
 def run_case(case: Case, hidden: int, layers: int) -> Usage:
-    """Measure a case in fresh processes; of each figure the largest among the ranks."""
+    """Bytes a parameter, beyond what the same steps take with a tiny model; the largest among the ranks."""
+    little, few = _in_fresh_processes(case, 64, 1)
+    much, many = _in_fresh_processes(case, hidden, layers)
+    return Usage(*((getattr(much, name) - getattr(little, name)) / (many - few) for name in FIGURES))
+
+
+def _in_fresh_processes(case: Case, hidden: int, layers: int) -> tuple[Usage, int]:
     with tempfile.TemporaryDirectory(prefix="zero-memory-") as scratch:
         launch(_rank, (case, hidden, layers, scratch), ranks=case.ranks)
-        ranks = [Usage(**json.loads(path.read_text("utf-8"))) for path in sorted(Path(scratch).iterdir())]
-    return Usage(*(max(getattr(usage, name) for usage in ranks) for name in ("resident", "peak", "saving")))
+        ranks = [json.loads(path.read_text("utf-8")) for path in sorted(Path(scratch).iterdir())]
+    largest = Usage(*(max(usage[name] for usage, _ in ranks) for name in FIGURES))
+    return largest, int(ranks[0][1])
 
 
 def table(measured: Sequence[tuple[Case, Usage]]) -> str:
