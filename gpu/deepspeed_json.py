@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpu.deepspeed_blocks import adopt_optimizer, adopt_scheduler, check_optimizer_type, rate_of
 from gpu.deepspeed_keys import check_keys
+from gpu.deepspeed_values import AUTO, check_values, shown
 from portable.backend import require
 from portable.errors import UserError, one_line
 
@@ -23,11 +25,8 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-AUTO = "auto"
 _MOST_BYTES = 1 << 20
 _KEY = "deepspeed.config"
-_SHAPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,15 @@ def read(config: RunConfig) -> Document | None:
     values, name = (deepcopy(given), _KEY) if isinstance(given, dict) else (_load(Path(given)), str(given))
     notices = _modernise(values)
     _refuse_removed(values, name)
+    check_optimizer_type(values, name)
     check_keys(values, name)
-    return Document(values, name, tuple(notices))
+    check_values(values, name)
+    document = Document(values, name, tuple(notices))
+    rate = rate_of(document)
+    if rate is not None and document.get("optimizer.params.lr") is not None:
+        notice = f"optimizer.params.lr has no effect: the scheduler sets the learning rate, by {rate}"
+        document = replace(document, notices=(*notices, notice))
+    return document
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -139,14 +145,6 @@ _SHARED = (
     _Shared("train_batch_size", "train.global_batch_size"),
     _Shared("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
     _Shared("gradient_clipping", "train.max_grad_norm", lambda value: float(value) or None),
-    _Shared("optimizer.params.lr", "train.learning_rate"),
-    _Shared("optimizer.params.betas", "train.betas", tuple),
-    _Shared("optimizer.params.eps", "train.eps"),
-    _Shared("optimizer.params.weight_decay", "train.weight_decay"),
-    _Shared("scheduler.params.warmup_max_lr", "train.learning_rate"),
-    _Shared("scheduler.params.warmup_num_steps", "train.warmup_steps"),
-    _Shared("scheduler.params.total_num_steps", "train.steps"),
-    _Shared("scheduler.params.cos_min_ratio", "train.min_learning_rate_ratio"),
     _Shared("zero_optimization.offload_optimizer.device", "memory.offload_optimizer"),
     _Shared("zero_optimization.offload_param.device", "memory.offload_params"),
 )
@@ -159,18 +157,23 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
         UserError: where the JSON contradicts a setting of the run, or itself.
     """
     found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+
+    def put_default(key: str, value: Any, _: str) -> None:
+        if not config.is_set(key):
+            defaults[key] = value
 
     def put(key: str, value: Any, path: str) -> None:
         ours = config.get(key)
         if config.is_set(key) and ours != AUTO and not _same(ours, value):
             raise UserError(
-                f"{document.name}: {path} is {_shown(value)} and {key} is {_shown(ours)}; "
+                f"{document.name}: {path} is {shown(value)} and {key} is {shown(ours)}; "
                 f"set one of the two, or {path} to auto"
             )
         if key in found and not _same(found[key], value):
             raise UserError(
-                f"{document.name}: {path} says {_shown(value)} for {key}, which it has as "
-                f"{_shown(found[key])} elsewhere; make them agree"
+                f"{document.name}: {path} says {shown(value)} for {key}, which it has as "
+                f"{shown(found[key])} elsewhere; make them agree"
             )
         found[key] = value
 
@@ -178,8 +181,8 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
     precision = _precision(document)
     if precision is not None and not (precision == "fp32" and config.precision == "tf32"):
         put("precision", precision, f"{'bf16' if precision == 'bf16' else 'fp16'}.enabled")
-    _check_optimizer(document, put)
-    _check_schedule(document, put)
+    adopt_optimizer(document, put, put_default)
+    adopt_scheduler(document, put, put_default)
     for shared in _SHARED:
         value = document.get(shared.path)
         if value is not None:
@@ -202,11 +205,12 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
     recompute = "memory.activation_checkpointing"
     if document.values.get("activation_checkpointing") and not config.is_set(recompute):
         found[recompute] = "full"
-    _check_values(document)
+    _check_switches(document)
     try:
-        return config.replaced(found)
+        return config.replaced({**defaults, **found})
     except UserError as error:
-        raise UserError(f"{document.name}: {error}") from error
+        line = str(error).replace("train.schedule_params", "scheduler.params")
+        raise UserError(f"{document.name}: {line}") from error
 
 
 _NEEDED = {
@@ -215,8 +219,8 @@ _NEEDED = {
     "managed_gradient_accumulation": "the run tells where a step ends",
 }
 
-# What puts another engine or another layout in place of the ones that are driven here, with the value that
-# changes nothing.
+# What puts another engine, another layout or another computation in place of the ones that are driven here,
+# with the value that changes nothing.
 _FOREIGN: dict[str, Any] = {
     "zero_optimization.zenflow": None,
     "zero_optimization.offload_optimizer.super_offload": False,
@@ -229,15 +233,15 @@ _FOREIGN: dict[str, Any] = {
     "datastates_ckpt": None,
     "fp16.fp16_master_weights_and_grads": False,
     "bf16.bf16_master_weights_and_grads": False,
+    "torch_autocast.enabled": False,
+    "data_efficiency.enabled": False,
+    "weight_quantization": None,
+    "gradient_allreduce_op": "mean",
 }
 
 
-def _check_values(document: Document) -> None:
-    """Raise UserError for a value that DeepSpeed would not take, or a switch that the run depends on."""
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
-
+def _check_switches(document: Document) -> None:
+    """Raise UserError for a switch that the run depends on, or one to what is not driven here."""
     for path, reason in _NEEDED.items():
         require(document.get(path) is not False, f"{document.name}: {path} false: {reason}; remove it")
     for path, harmless in _FOREIGN.items():
@@ -246,26 +250,20 @@ def _check_values(document: Document) -> None:
             value in (None, False, harmless),
             f"{document.name}: {path} is not part of this version; remove it",
         )
+    reduce_scatter = document.get("zero_optimization.reduce_scatter") is not False
+    for path, harmless in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        value = document.get(path)
+        require(
+            value in (None, harmless) or not reduce_scatter,
+            f"{document.name}: {path} {shown(value)} needs zero_optimization.reduce_scatter false under "
+            "ZeRO; remove it, or set that",
+        )
     if document.get("zero_optimization.stage") == 1 and document.get("bf16.enabled"):
         require(
             document.get("data_types.grad_accum_dtype") != "fp32",
             f"{document.name}: data_types.grad_accum_dtype fp32 is for stages 2 and 3 here, where gradients "
             "are accumulated in shares; use zero_optimization.stage 2",
         )
-    sections = (
-        ("zero_optimization", DeepSpeedZeroConfig),
-        ("bf16", DeepSpeedBF16Config),
-        ("fp16", DeepSpeedFP16Config),
-    )
-    for section, model in sections:
-        values = document.values.get(section, {})
-        require(isinstance(values, dict), f"{document.name}: {section} must be a mapping")
-        try:
-            model(**_filled(values, {}, (section,)))
-        except ValidationError as error:
-            first = error.errors()[0]
-            path = ".".join((section, *(str(part) for part in first["loc"])))
-            raise UserError(one_line(f"{document.name}: {path}: {first['msg']}")) from error
 
 
 def _strategy(config: RunConfig, document: Document) -> str:
@@ -274,7 +272,7 @@ def _strategy(config: RunConfig, document: Document) -> str:
         return config.strategy
     if stage not in (1, 2, 3) or isinstance(stage, bool):
         raise UserError(
-            f"{document.name}: zero_optimization.stage is {_shown(stage)}; it must be 1, 2 or 3 (without "
+            f"{document.name}: zero_optimization.stage is {shown(stage)}; it must be 1, 2 or 3 (without "
             "ZeRO, remove deepspeed.config and use strategy no_shard)"
         )
     return f"zero{stage}"
@@ -289,46 +287,6 @@ def _precision(document: Document) -> str | None:
     if on:
         return on[0]
     return "fp32" if False in enabled.values() and AUTO not in enabled.values() else None
-
-
-def _check_optimizer(document: Document, put: Callable[[str, Any, str], None]) -> None:
-    kind = document.get("optimizer.type")
-    if kind is None:
-        return
-    ours = _OPTIMIZERS.get(str(kind).lower())
-    require(
-        ours is not None,
-        f"{document.name}: optimizer.type {kind} is not part of this version; use AdamW, Adam or SGD",
-    )
-    put("train.optimizer", ours, "optimizer.type")
-    params = document.values["optimizer"].get("params") or {}
-    plain_adam = str(kind).lower() == "adam" and params.get("adam_w_mode") is False
-    for refused, what in ((plain_adam, "adam_w_mode false"), (bool(params.get("amsgrad")), "amsgrad")):
-        require(
-            not refused,
-            f"{document.name}: optimizer.params: {what} is not part of this version; remove it",
-        )
-    if ours == "sgd" and "momentum" in params:
-        put("train.betas", (params["momentum"], 0.95), "optimizer.params.momentum")
-
-
-def _check_schedule(document: Document, put: Callable[[str, Any, str], None]) -> None:
-    kind = document.get("scheduler.type")
-    if kind is None:
-        return
-    require(
-        kind in _SHAPES,
-        f"{document.name}: scheduler.type {kind} is not part of this version; use {', '.join(_SHAPES)}, or "
-        "remove it and set train.schedule",
-    )
-    put("train.schedule", _SHAPES[kind], "scheduler.type")
-    for name in ("warmup_min_lr", "warmup_min_ratio"):
-        start = document.get(f"scheduler.params.{name}")
-        require(
-            not start,
-            f"{document.name}: scheduler.params.{name} is {_shown(start)}; the warm-up starts at 0 here, "
-            "so set it to 0 or auto",
-        )
 
 
 def _batch(
@@ -380,14 +338,16 @@ def _same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-def _shown(value: Any) -> str:
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
-
-
 # -- handed to DeepSpeed ---------------------------------------------------------------------------------
 
 # What the run decides by itself, through its optimizer, its schedule and its own batches.
-_OURS = ("optimizer", "scheduler", "activation_checkpointing")
+_OURS = (
+    "optimizer",
+    "scheduler",
+    "activation_checkpointing",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)
 
 
 def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
 
+from gpu.deepspeed_blocks import optimizer_defaults, scheduler_defaults
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError
 
@@ -38,7 +39,7 @@ _CURRICULUM_METRIC = _names(
 )
 
 # Read from plain dictionaries: deepspeed/runtime/config.py and the constants.py beside each feature.
-_PLAIN: Known = {
+PLAIN: Known = {
     **_names(
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
@@ -122,42 +123,6 @@ _PLAIN: Known = {
     "elasticity": None,  # removed, as DeepSpeed says itself
 }
 
-_OPTIMIZER_PARAMS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "bias_correction",
-    "amsgrad",
-    "torch_adam",
-    "adam_w_mode",
-    "fp32_optimizer_states",
-    "foreach",
-    "fused",
-    "set_grad_none",
-    "max_coeff",
-    "min_coeff",
-    "freeze_step",
-    "cuda_aware",
-    "comm_backend_name",
-    "coeff_beta",
-    "factor_max",
-    "factor_min",
-    "factor_threshold",
-    "var_freeze_step",
-    "var_update_scaler",
-    "local_step_scaler",
-    "local_step_clipper",
-    "momentum",
-    "dampening",
-    "nesterov",
-    "ns_method",
-    "muon_lr",
-    "adam_lr",
-    "lr_decay",
-    "initial_accumulator_value",
-)
-
 
 def check_keys(document: Mapping[str, Any], where: str) -> None:
     """Raise UserError for the first key that the installed DeepSpeed does not know, at any depth.
@@ -173,37 +138,70 @@ def check_keys(document: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}: unknown key {'.'.join(path)}{hint}")
 
 
-def known_keys(document: Mapping[str, Any]) -> Known:
-    """All keys, the ``params`` of optimizer and scheduler as their types in ``document`` take them."""
+def models() -> dict[tuple[str, ...], type[BaseModel]]:
+    """The pydantic models by which the installed DeepSpeed reads parts of its configuration, by place."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import DeepSpeedMonitorConfig
-    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
-    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, HybridEngineConfig
+    from deepspeed.runtime.config import HybridEngineConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
-    bf16 = _fields(DeepSpeedBF16Config)
-    return {
-        **_PLAIN,
-        **dict.fromkeys(_REMOVED_TOP_LEVEL_CONFIG_KEYS),  # which DeepSpeed refuses in its own words
-        **_fields(DeepSpeedMonitorConfig),
-        "bf16": bf16,
-        "bfloat16": bf16,
-        "fp16": _fields(DeepSpeedFP16Config),
-        "zero_optimization": {**_fields(DeepSpeedZeroConfig), "aio": _PLAIN["aio"]},
-        "comms_logger": _fields(CommsLoggerConfig),
-        "compile": _fields(CompileConfig),
-        "flops_profiler": _attributes(DeepSpeedFlopsProfilerConfig({})) | _SWITCH,
-        "hybrid_engine": _fields(HybridEngineConfig),
-        "tensor_parallel": _fields(TPTrainingConfig),
-        "timers": {"throughput": _fields(DeepSpeedThroughputTimerConfig)},
-        "autotuning": _autotuning(),
-        "optimizer": {**_PLAIN["optimizer"], "params": _names(*_OPTIMIZER_PARAMS)},
-        "scheduler": {**_PLAIN["scheduler"], "params": _scheduler_params(document.get("scheduler"))},
+    monitors = {
+        (name,): kind
+        for name, field in DeepSpeedMonitorConfig.model_fields.items()
+        for kind in _types(field.annotation)
+        if issubclass(kind, BaseModel)
     }
+    return {
+        **monitors,
+        ("bf16",): DeepSpeedBF16Config,
+        ("fp16",): DeepSpeedFP16Config,
+        ("zero_optimization",): DeepSpeedZeroConfig,
+        ("comms_logger",): CommsLoggerConfig,
+        ("compile",): CompileConfig,
+        ("hybrid_engine",): HybridEngineConfig,
+        ("tensor_parallel",): TPTrainingConfig,
+        ("timers", "throughput"): DeepSpeedThroughputTimerConfig,
+    }
+
+
+def classes() -> dict[str, Any]:
+    """Those by which it reads others: plain ones, whose attributes are the keys, at their defaults."""
+    from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+
+    return {"flops_profiler": DeepSpeedFlopsProfilerConfig, "autotuning": DeepSpeedAutotuningConfig}
+
+
+def known_keys(document: Mapping[str, Any]) -> Known:
+    """All keys, the ``params`` of optimizer and scheduler as their types in ``document`` take them."""
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
+
+    read: Known = {}
+    for path, model in models().items():
+        inside = read
+        for part in path[:-1]:
+            inside = inside.setdefault(part, {})
+        inside[path[-1]] = _fields(model)
+    optimizer = _names(*optimizer_defaults(_type(document, "optimizer")))
+    return {
+        **PLAIN,
+        **dict.fromkeys(_REMOVED_TOP_LEVEL_CONFIG_KEYS),  # which DeepSpeed refuses in its own words
+        **read,
+        "bfloat16": read["bf16"],
+        "zero_optimization": {**read["zero_optimization"], "aio": PLAIN["aio"]},
+        **{section: _names("enabled", *vars(kind({}))) for section, kind in classes().items()},
+        "optimizer": {**PLAIN["optimizer"], "params": optimizer},
+        "scheduler": {**PLAIN["scheduler"], "params": _scheduler_params(_type(document, "scheduler"))},
+    }
+
+
+def _type(document: Mapping[str, Any], block: str) -> Any:
+    found = document.get(block)
+    return found.get("type") if isinstance(found, dict) else None
 
 
 def _unknown(
@@ -238,23 +236,7 @@ def _types(annotation: Any) -> Iterator[type]:
         yield from _types(argument)
 
 
-def _attributes(settings: object) -> Known:
-    return _names(*vars(settings))
-
-
-def _autotuning() -> Known:
-    from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
-
-    return _attributes(DeepSpeedAutotuningConfig({})) | _SWITCH
-
-
-def _scheduler_params(scheduler: Any) -> Known | None:
+def _scheduler_params(kind: Any) -> Known | None:
     """What the scheduler's class takes; None, for any, where the type is no scheduler."""
-    from deepspeed.runtime import lr_schedules
-
-    kind = scheduler.get("type") if isinstance(scheduler, dict) else None
-    found = getattr(lr_schedules, kind, None) if isinstance(kind, str) else None
-    if not inspect.isclass(found):
-        return None
-    names = inspect.signature(found.__init__).parameters
-    return _names(*(name for name in names if name not in ("self", "optimizer")))
+    defaults = scheduler_defaults(kind)
+    return None if defaults is None else _names(*defaults)

@@ -17,7 +17,7 @@ from portable.backend import Batch, Health, unsupported
 from portable.chunked_loss import chunked_head
 from portable.loss import token_loss
 from portable.model import embeddings, state_tensors
-from portable.optim import build_optimizer
+from portable.optim import build_optimizer, set_rates
 from portable.resume import stored_state
 from portable.weights import to_torch
 
@@ -111,7 +111,14 @@ class TorchEngine:
             (loss * self._sharded.loss_scale).backward()
         return loss.detach()
 
-    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+    def update(
+        self,
+        learning_rate: float,
+        max_norm: float,
+        loss: Tensor,
+        *,
+        betas: tuple[float, float] | None = None,
+    ) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
@@ -124,8 +131,7 @@ class TorchEngine:
         self._first_bad = torch.where(
             (self._skipped == 1) & (self._first_bad < 0), float(self._updates), self._first_bad
         )
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rates(self._optimizer, learning_rate, betas)
         # The optimizers leave parameters and state alone when this value is 1, which they find on the device
         # of the parameters: if those are offloaded, the host has waited for their gradients anyway.
         self._optimizer.found_inf = (self._skipped > 0).float().to(self._parameters[0].device)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from converters import Tensor as StoredTensor
-from gpu import deepspeed_json, nvme, zero_runtime
+from gpu import deepspeed_json, nvme, zero_optimizer, zero_runtime
 from gpu.generation import continue_text
 from gpu.quiet import native_stdout_closed
 from gpu.recompute import checkpoint_activations
@@ -21,7 +21,7 @@ from gpu.zero_settings import ModelSizes, settings_for
 from portable.backend import Batch, Health, unsupported
 from portable.loss import token_loss
 from portable.model import materialize, state_tensors, transformer_layers
-from portable.optim import build_optimizer
+from portable.optim import set_rates
 from portable.plan import parameter_count, plan_batches
 from portable.resume import stored_state
 from portable.weights import to_torch
@@ -64,6 +64,7 @@ def check(config: RunConfig, device_type: str) -> None:
         ]
     )
     deepspeed = zero_runtime.import_deepspeed(device_type)
+    zero_optimizer.check(config, deepspeed_json.read(config))
     if nvme.in_use(config):
         nvme.check(config, deepspeed)
 
@@ -98,7 +99,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
         _partition(deepspeed, model, settings, machine.device, COMPUTE_DTYPES[config.precision])
     else:
         materialize(model, machine.device)
-    optimizer = build_optimizer(config.train, dict(model.named_parameters()), _ndim)
+    optimizer = zero_optimizer.build(config, document, model)
     with native_stdout_closed():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
@@ -148,11 +149,6 @@ def _partition(
                 module._buffers[name] = buffer.to(device)
 
 
-def _ndim(parameter: nn.Parameter) -> int:
-    """Dimensions of a parameter, also of one that ZeRO-3 has cut up and left empty."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
-
-
 class ZeroEngine:
     """Implements :class:`portable.backend.Engine`; see there for the contracts."""
 
@@ -182,14 +178,20 @@ class ZeroEngine:
         self._engine.backward(loss * self._loss_scale, scale_wrt_gas=False)
         return loss.detach()
 
-    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+    def update(
+        self,
+        learning_rate: float,
+        max_norm: float,
+        loss: Tensor,
+        *,
+        betas: tuple[float, float] | None = None,
+    ) -> Tensor:
         optimizer = self._engine.optimizer
         norm: Any = math.nan
         searching = self._scaling.dynamic  # for a loss scale: an overflow is then no failure
         # DeepSpeed waits for the norm in every step, to see whether it overflowed: so the loss may be read.
         if self._skipped == 0 and (searching or math.isfinite(loss.item())):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+            set_rates(optimizer, learning_rate, betas)
             optimizer.clip_grad = max_norm
             try:
                 self._engine.step()
@@ -257,8 +259,10 @@ class ZeroEngine:
         self.load_weights(stored.weights)
         self._partitions.load_optimizer(stored.optimizer)
         self._scaling.load(checkpoint.root)
+        steps = _steps_done(checkpoint)
+        zero_optimizer.catch_up(self._engine.basic_optimizer, steps)
         # DeepSpeed names its folder inside ours by the steps that it has counted.
-        self._engine.global_steps = _steps_done(checkpoint)
+        self._engine.global_steps = steps
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         self._partitions.refresh()

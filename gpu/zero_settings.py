@@ -70,7 +70,7 @@ def _own_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": config.train.max_grad_norm or 0.0,
         "zero_optimization": zero,
-        # Our optimizers are torch's fused ones, which keep the update the same under every strategy.
+        # Of what these two refuse, gpu/zero_optimizer.py has taken care.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,

@@ -85,13 +85,21 @@ class Engine(Protocol):
             this rank's share of the global mean loss, an fp32 scalar on the device, not yet read.
         """
 
-    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+    def update(
+        self,
+        learning_rate: float,
+        max_norm: float,
+        loss: Tensor,
+        *,
+        betas: tuple[float, float] | None = None,
+    ) -> Tensor:
         """Clip, step, zero. A loss or norm that is not finite masks this update and all that follow.
 
         Args:
             learning_rate: of this step.
             max_norm: bound of the global gradient norm; 0 does not clip.
             loss: the global loss of this step, on the device.
+            betas: Adam's decay rates from this step on, where the schedule moves them.
 
         Returns:
             the gradient norm before clipping, an fp32 scalar on the device, not yet read.

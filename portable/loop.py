@@ -86,6 +86,7 @@ def train_step(
     first_sample: int,
     learning_rate: float,
     max_grad_norm: float,
+    betas: tuple[float, float] | None = None,
 ) -> StepResult:
     """One optimizer step over the global batch, which begins at ``first_sample``.
 
@@ -103,7 +104,7 @@ def train_step(
         last = index == plan.accumulation_steps - 1
         losses.append(engine.accumulate(backend.place(batch), valid, last=last))
     loss = backend.sum(torch.stack(losses).sum())
-    grad_norm = engine.update(learning_rate, max_grad_norm, loss)
+    grad_norm = engine.update(learning_rate, max_grad_norm, loss, betas=betas)
     return StepResult(loss, grad_norm)
 
 
@@ -153,6 +154,7 @@ def train(
                 first_sample=progress.samples,
                 learning_rate=learning_rate,
                 max_grad_norm=max_grad_norm,
+                betas=schedule.betas(progress.step),
             )
             progress.step += 1
             progress.samples += plan.global_batch_size

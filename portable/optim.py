@@ -85,6 +85,14 @@ def build_optimizer(
     return FusedSGD(groups, lr=settings.learning_rate, momentum=beta1)
 
 
+def set_rates(optimizer: Any, learning_rate: float, betas: tuple[float, float] | None) -> None:
+    """Set this step's learning rate in all parameter groups, and its betas where the schedule moves them."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+        if betas is not None:
+            group["betas"] = betas
+
+
 class FusedAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW(fused=True)``."""
 

@@ -35,7 +35,7 @@ from portable.plan import (
 from portable.plot import plot_loss
 from portable.profiling import Profiler
 from portable.report import Reporter
-from portable.schedule import Schedule
+from portable.schedule import build_schedule
 from portable.shapes import shape_hints
 
 if TYPE_CHECKING:
@@ -119,13 +119,7 @@ class Prepared:
         )
         self.steps = total_steps(config, len(self.data.train))
         self.until = min(self.steps, config.train.stop_after or self.steps)
-        self.schedule = Schedule(
-            kind=config.train.schedule,
-            peak=config.train.learning_rate,
-            minimum=config.train.learning_rate * config.train.min_learning_rate_ratio,
-            warmup_steps=config.train.warmup_steps,
-            total_steps=self.steps,
-        )
+        self.schedule = build_schedule(config.train, self.steps)
 
     # -- training ----------------------------------------------------------------------------------------
 
@@ -255,7 +249,7 @@ class Prepared:
             step=progress.step,
             samples=progress.samples,
             seed=config.seed,
-            schedule=asdict(self.schedule),
+            schedule={"kind": config.train.schedule, **asdict(self.schedule)},
             run=config.fingerprint(),
             backend=self.backend.name,
             strategy=config.strategy,

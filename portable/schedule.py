@@ -1,36 +1,265 @@
-"""Learning rates: a pure function of the step."""
+"""Learning rates: a pure function of the step.
+
+``cosine``, ``linear`` and ``constant`` are the project's own. The others are DeepSpeed's, by its names and in
+its arithmetic (``deepspeed/runtime/lr_schedules.py``), for any backend: a run that was begun under a
+DeepSpeed JSON goes on anywhere, and one from elsewhere goes on under DeepSpeed.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+if TYPE_CHECKING:
+    from portable.config.sections import TrainConfig
+
+Kind = Literal[
+    "cosine",
+    "linear",
+    "constant",
+    "WarmupLR",
+    "WarmupDecayLR",
+    "WarmupCosineLR",
+    "OneCycle",
+    "LRRangeTest",
+]
+Rate = Annotated[float, Field(ge=0)]
+Steps = Annotated[float, Field(gt=0)]
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class Schedule:
-    """Linear warm-up, then ``kind`` down to ``minimum`` at the last step.
+    """What all schedules go by; what else one takes are its own fields, ``train.schedule_params``.
 
     Attributes:
-        kind: ``cosine``, ``linear`` or ``constant``.
-        peak: learning rate after the warm-up.
-        minimum: learning rate at the end of a cosine or linear schedule.
-        warmup_steps: steps until the peak is reached; the first step already learns.
-        total_steps: length of the schedule in optimizer steps.
+        peak: ``train.learning_rate``.
+        minimum: the rate at the end, where a schedule falls to one.
+        warmup_steps: steps until the peak is reached.
+        total_steps: length of the run in optimizer steps.
     """
 
-    kind: str
     peak: float
     minimum: float
     warmup_steps: int
     total_steps: int
 
+    warms_up: ClassVar[bool] = True
+    """Whether ``warmup_steps`` counts."""
+
     def __call__(self, step: int) -> float:
         """Learning rate of optimizer step ``step``, counted from 0."""
+        raise NotImplementedError
+
+    def betas(self, step: int) -> tuple[float, float] | None:
+        """Adam's decay rates in that step, where they change with it."""
+        return None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Constant(Schedule):
+    """Rises in a straight line, from the first step on, and stays."""
+
+    def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        if self.kind == "constant":
-            return self.peak
         # The minimum is approached and never quite reached, so that no step is spent at a rate of zero.
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
-        return self.minimum + (self.peak - self.minimum) * shape
+        return self.minimum + (self.peak - self.minimum) * self._shape(progress)
+
+    def _shape(self, progress: float) -> float:
+        """From 1 to 0 as ``progress`` goes from 0 to 1; here it stays."""
+        return 1.0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Linear(Constant):
+    """Then falls in a straight line."""
+
+    def _shape(self, progress: float) -> float:
+        return 1 - progress
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Cosine(Constant):
+    """Then falls along half a cosine."""
+
+    def _shape(self, progress: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, config=_STRICT)
+class WarmupLR(Schedule):
+    """Rises from ``warmup_min_lr`` and stays.
+
+    DeepSpeed sets the first rate, takes a step, and only then begins to count, from 0: so the first two steps
+    have the same rate. It never warms up in fewer than two steps.
+    """
+
+    warmup_min_lr: Rate = 0.0
+    warmup_type: Literal["log", "linear"] = "log"
+
+    def __call__(self, step: int) -> float:
+        return self.warmup_min_lr + (self.peak - self.warmup_min_lr) * self._share(max(0, step - 1))
+
+    def _share(self, counted: int) -> float:
+        """How far the rate has come, from 0 to 1, by DeepSpeed's count of steps."""
+        warmup = max(2, self.warmup_steps)
+        return _risen(counted, warmup, self.warmup_type) if counted < warmup else self._after(counted, warmup)
+
+    def _after(self, counted: int, warmup: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class WarmupDecayLR(WarmupLR):
+    """Then falls in a straight line, back to ``warmup_min_lr``."""
+
+    def _after(self, counted: int, warmup: int) -> float:
+        return max(0.0, (self.total_steps - counted) / max(1.0, self.total_steps - warmup))
+
+
+@dataclass(frozen=True, config=_STRICT)
+class WarmupCosineLR(Schedule):
+    """Rises from a share of the peak, then falls along half a cosine; its very first step has a rate of 0."""
+
+    warmup_min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    warmup_type: Literal["log", "linear"] = "log"
+
+    def __call__(self, step: int) -> float:
+        counted, warmup = step - 1, max(2, self.warmup_steps)
+        if counted < 0:
+            return 0.0
+        if counted < warmup:
+            risen = _risen(counted, warmup, self.warmup_type)
+            return self.peak * (self.warmup_min_ratio + risen * (1.0 - self.warmup_min_ratio))
+        progress = min(1.0, (counted - warmup + 1) / max(1, self.total_steps - warmup))
+        end = self.minimum / self.peak
+        return self.peak * max(0.0, end + (1.0 - end) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def _risen(counted: int, warmup: int, shape: str) -> float:
+    return 1.0 / math.log(warmup) * math.log(counted + 1) if shape == "log" else counted / warmup
+
+
+@dataclass(frozen=True, config=_STRICT)
+class OneCycle(Schedule):
+    """Up from ``cycle_min_lr`` to the peak and down again, once, then further down; momentum the other way.
+
+    L. N. Smith, "A disciplined approach to neural network hyper-parameters", arXiv:1803.09820.
+    """
+
+    cycle_min_lr: Rate
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: Steps = 2000
+    cycle_second_step_size: Rate | None = None
+    cycle_first_stair_count: Annotated[int, Field(ge=0)] = 0
+    cycle_second_stair_count: Annotated[int, Field(ge=0)] | None = None
+    decay_step_size: Rate = 0.0
+    cycle_momentum: bool = True
+    cycle_min_mom: Rate = 0.8
+    cycle_max_mom: Rate = 0.9
+    decay_mom_rate: float = 0.0
+
+    warms_up: ClassVar[bool] = False
+
+    def __call__(self, step: int) -> float:
+        if step - 1 < self._length:
+            return self.cycle_min_lr + (self.peak - self.cycle_min_lr) * self._height(step)
+        if self.decay_step_size == 0 or self.decay_lr_rate == 0:
+            return self.cycle_min_lr
+        return self.cycle_min_lr / (1 + self.decay_lr_rate * (step - self._length) / self.decay_step_size)
+
+    def betas(self, step: int) -> tuple[float, float] | None:
+        """The first decay rate falls while the learning rate rises. The second one is 0.99 throughout."""
+        if not self.cycle_momentum:
+            return None
+        low, high = self.cycle_min_mom, self.cycle_max_mom
+        if step == 0:  # before DeepSpeed has counted a step
+            return low, 0.99
+        if step - 1 < self._length:
+            return high - (high - low) * self._height(step), 0.99
+        if self.decay_step_size == 0 or self.decay_mom_rate == 0:
+            return high, 0.99
+        return high * (1 + self.decay_mom_rate * (step - self._length) / self.decay_step_size), 0.99
+
+    @property
+    def _second(self) -> float:
+        second = self.cycle_second_step_size
+        return float(self.cycle_first_step_size if second is None else second)
+
+    @property
+    def _length(self) -> float:
+        return self.cycle_first_step_size + self._second
+
+    def _height(self, step: int) -> float:
+        """Where in the cycle the rate stands, from 0 to 1 and back."""
+        first, length = self.cycle_first_step_size, self._length
+        along = 1.0 + step / length - math.floor(1 + step / length)
+        rising = along <= first / length
+        stairs = self.cycle_first_stair_count
+        if not rising and self.cycle_second_stair_count is not None:
+            stairs = self.cycle_second_stair_count
+        if stairs > 0:
+            within = step % length
+            climbed = within / first if within <= first else (length - within) / self._second
+            return math.floor(climbed * stairs) / stairs
+        return along / (first / length) if rising else (along - 1) / (first / length - 1)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LRRangeTest(Schedule):
+    """Rises without end from ``train.learning_rate``, to see at which rate the loss gives way."""
+
+    lr_range_test_step_size: Annotated[int, Field(gt=0)] = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+
+    warms_up: ClassVar[bool] = False
+
+    def __call__(self, step: int) -> float:
+        interval = step / self.lr_range_test_step_size
+        if self.lr_range_test_staircase:
+            interval = math.floor(interval)
+        return self.peak * (1 + self.lr_range_test_step_rate * interval)
+
+
+SCHEDULES: dict[str, type[Schedule]] = dict(
+    zip(
+        get_args(Kind),
+        (Cosine, Linear, Constant, WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest),
+        strict=True,
+    )
+)
+
+
+def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
+    """The schedule of a run of ``total_steps`` optimizer steps.
+
+    Raises:
+        ValueError: for ``train.schedule_params`` that it does not take.
+    """
+    values: dict[str, Any] = {
+        "peak": settings.learning_rate,
+        "minimum": settings.learning_rate * settings.min_learning_rate_ratio,
+        "warmup_steps": settings.warmup_steps,
+        "total_steps": total_steps,
+        **settings.schedule_params,
+    }
+    try:
+        return SCHEDULES[settings.schedule](**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = f"train.schedule_params.{first['loc'][0]}"
+        if first["type"] == "missing":
+            raise ValueError(f"train.schedule {settings.schedule} needs {key}") from error
+        raise ValueError(f"{key}: {first['msg']}") from error
+
+
+def own_params(kind: str) -> tuple[str, ...]:
+    """What ``train.schedule_params`` may hold for a schedule."""
+    common = Schedule.__dataclass_fields__
+    return tuple(name for name in SCHEDULES[kind].__dataclass_fields__ if name not in common)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portable.schedule import build_schedule
 from tpu.optim import NAMES as OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ def unusable(config: RunConfig) -> Iterator[tuple[bool, str]]:
         config.train.optimizer not in OPTIMIZERS,
         f"train.optimizer: {config.train.optimizer} needs kernels that xla lacks; use one of "
         f"{', '.join(OPTIMIZERS)}",
+    )
+    yield (
+        build_schedule(config.train, 1).betas(0) is not None,
+        "train.schedule_params: cycle_momentum would compile a graph for every step on xla; set it to false",
     )
     yield (
         config.train.micro_batch_size == "auto",

@@ -151,7 +151,15 @@ class XlaEngine:
             return self._spec_of(name, tensor)
         return self._layout.replicated(tensor.dim())
 
-    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+    def update(
+        self,
+        learning_rate: float,
+        max_norm: float,
+        loss: Tensor,
+        *,
+        betas: tuple[float, float] | None = None,
+    ) -> Tensor:
+        assert betas is None  # they are part of the graph; the backend refuses a schedule that moves them
         self._rate = learning_rate
         norm = self._updated(self._layout.whole(torch.tensor(learning_rate)), max_norm, loss)
         self.graphs.run("step" if self._accumulated is None else "update", [loss, norm, self._account])

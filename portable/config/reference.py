@@ -79,7 +79,7 @@ def _cell(text: str) -> str:
 
 
 def _default(setting: keys.Setting) -> str:
-    if isinstance(setting.default, dict):
+    if isinstance(setting.default, dict) and setting.default:
         return "the quickstart's"
     return f"`{default_text(setting.default)}`"
 

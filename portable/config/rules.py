@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from portable.config.suggest import did_you_mean
+from portable.schedule import SCHEDULES, build_schedule, own_params
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.config.schema import RunConfig
+    from portable.config.sections import TrainConfig
 
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
@@ -43,7 +47,8 @@ def settle(config: RunConfig) -> None:
         _default(config, "train", steps=None)
     steps = config.train.steps
     if steps is not None and not config.is_set("train.warmup_steps"):
-        _default(config, "train", warmup_steps=min(train.warmup_steps, steps // 10))
+        most = steps // 10 if SCHEDULES[train.schedule].warms_up else 0
+        _default(config, "train", warmup_steps=min(train.warmup_steps, most))
     if config.backend == "xla" and config.precision == "auto" and config.xla.compute_dtype is not None:
         config.__dict__["precision"] = XLA_PRECISIONS.get(config.xla.compute_dtype, "auto")
     if train.micro_batch_size != "auto" and not config.is_set("train.micro_batch_size"):
@@ -117,12 +122,14 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             ("train.steps", "train.epochs"),
             "train.steps and train.epochs are both null; give one, the length of the schedule",
         )
-    if train.steps is not None and train.warmup_steps > train.steps:
+    # WarmupLR does nothing but warm up, so that a run may well end before it has.
+    if train.steps is not None and train.warmup_steps > train.steps and train.schedule != "WarmupLR":
         yield ConflictError(
             ("train.warmup_steps", "train.steps"),
             f"train.warmup_steps {train.warmup_steps} is more than train.steps {train.steps}; lower it or "
             "train longer",
         )
+    yield from _schedule(train)
     if train.steps is not None and train.stop_after is not None and train.stop_after > train.steps:
         yield ConflictError(
             ("train.stop_after", "train.steps"),
@@ -141,6 +148,32 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             ("train.optimizer", "strategy"),
             f"train.optimizer adafactor needs the rows and columns of a parameter, which strategy "
             f"{config.strategy} has flattened; use adamw, or strategy full_shard",
+        )
+
+
+def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
+    kind, params = train.schedule, own_params(train.schedule)
+    around = ("train.schedule_params", "train.schedule")
+    for name in train.schedule_params:
+        if name not in params:
+            hint = did_you_mean(name, params) or f"; {kind} takes {', '.join(params) or 'none'}"
+            yield ConflictError(around, f"unknown key train.schedule_params.{name}{hint}")
+    if train.warmup_steps and not SCHEDULES[kind].warms_up:
+        yield ConflictError(
+            ("train.warmup_steps", "train.schedule"),
+            f"train.warmup_steps {train.warmup_steps} has no use with train.schedule {kind}, which does not "
+            "warm up; set it to 0",
+        )
+    try:
+        schedule = build_schedule(train, train.steps or 1)
+    except ValueError as error:
+        yield ConflictError(around, str(error))
+        return
+    if schedule.betas(0) is not None and not train.optimizer.startswith("adamw"):
+        yield ConflictError(
+            around,
+            f"train.schedule_params.cycle_momentum moves train.betas, which optimizer {train.optimizer} does "
+            "not go by; set it to false",
         )
 
 

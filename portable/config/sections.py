@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from portable.config.types import IDENTITY, AnyCase, Flag, Names, OneOrMany, OpenMapping, Section
+from portable.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
@@ -242,16 +243,24 @@ class TrainConfig(Section):
         "pretraining.",
         json_schema_extra=IDENTITY,
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
+    schedule: ScheduleKind = Field(
         default="cosine",
-        description="How the learning rate falls after the warm-up.",
+        description="How the learning rate falls after the warm-up. The names in capitals are DeepSpeed's "
+        "schedulers, step by step the same, on any backend.",
+        json_schema_extra=IDENTITY,
+    )
+    schedule_params: OpenMapping = Field(
+        default_factory=dict,
+        description="What one of DeepSpeed's schedules takes besides, under its names (warmup_type, "
+        "cycle_min_lr ...). Rates, warm-up and length come from the settings around this one; for OneCycle "
+        "train.learning_rate is the top of the cycle, for LRRangeTest where the rise begins.",
         json_schema_extra=IDENTITY,
     )
     warmup_steps: int = Field(
         default=20,
         ge=0,
-        description="Steps over which the learning rate rises from zero in a straight line. Left out, at "
-        "most a tenth of train.steps.",
+        description="Steps over which the learning rate rises from zero, in a straight line unless the "
+        "schedule says otherwise. Left out, at most a tenth of train.steps.",
         json_schema_extra=IDENTITY,
     )
     weight_decay: float = Field(

@@ -51,7 +51,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     best, score = None, _NEAR
     for candidate in candidates:
         # A whole match outranks a match of the last part: train.step is train.steps, not log.every_steps.
-        likeness = max(_ratio(name, candidate), _ratio(leaf, candidate.rpartition(".")[2]) - 0.05)
+        folded = candidate.lower()
+        likeness = max(_ratio(name, folded), _ratio(leaf, folded.rpartition(".")[2]) - 0.05)
         if likeness >= score:
             best, score = candidate, likeness + 1e-9
     return best

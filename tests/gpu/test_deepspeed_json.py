@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from copy import deepcopy
@@ -18,9 +19,11 @@ from gpu.deepspeed_keys import check_keys, known_keys
 from portable.backend import backend_room
 from portable.errors import UserError
 from portable.plan import plan_batches
-from portable.run import resolve
+from portable.run import resolve, train_leg
 from tests.gpu.test_parity import assert_close
 from tests.gpu.test_zero import zero_losses
+from tests.gpu.test_zero_checkpoints import leg, losses
+from tests.gpu.zero_support import renumber
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -177,9 +180,11 @@ def from_guide(name: str, folder: Path) -> dict[str, Any]:
 def test_the_guides_files_train(name: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     if name == "nvme":
         require_libaio()
+    document = from_guide(name, tmp_path)
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps(from_guide(name, tmp_path)))
-    settings: dict[str, Any] = {"train__micro_batch_size": 1, "train__schedule": "constant"}
+    file.write_text(json.dumps(document))
+    settings: dict[str, Any] = {"train__micro_batch_size": 1}
+    settings["train__schedule"] = "WarmupLR" if "scheduler" in document else "constant"
     plain = ranks.run(1, zero_losses, configured(tmp_path, corpus, strategy="no_shard", **settings))
     config = configured(tmp_path, corpus, deepspeed__config=str(file), **settings)
     assert_close(ranks.run(2, zero_losses, config), plain, 1e-5)
@@ -197,6 +202,89 @@ def require_libaio() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=540)
 
 
+@cache
+def require_cpu_adam() -> None:
+    """Have DeepSpeed build its optimizer for the CPU, which takes minutes once."""
+    program = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, check=True, capture_output=True, timeout=540, env=environment)
+
+
+def forced(folder: Path, corpus: Path, stage: int, **settings: Any) -> RunConfig:
+    document = {
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": True,
+    }
+    return configured(folder, corpus, deepspeed__config=document, train__micro_batch_size=1, **settings)
+
+
+def forced_losses(config: RunConfig) -> Any:
+    """The losses, once it is certain that DeepSpeed's optimizer makes the updates."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    calls = 0
+    own = DeepSpeedCPUAdam.step
+
+    def counted(self: Any, closure: Any = None) -> Any:
+        nonlocal calls
+        calls += 1
+        return own(self, closure)
+
+    DeepSpeedCPUAdam.step = counted
+    try:
+        results = zero_losses(config)
+    finally:
+        DeepSpeedCPUAdam.step = own
+    assert calls >= len(results)
+    return results
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
+def test_deepspeeds_cpu_optimizer_where_it_is_asked_for(
+    stage: int, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    require_cpu_adam()
+    plain = ranks.run(1, zero_losses, configured(tmp_path, corpus, strategy="no_shard"))
+    assert_close(ranks.run(2, forced_losses, forced(tmp_path, corpus, stage)), plain, 1e-5)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_deepspeeds_cpu_optimizer_resumes_and_moves(
+    stage: int, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    require_cpu_adam()
+    whole, run, moved = tmp_path / "whole", tmp_path / "run", tmp_path / "moved"
+    for folder, stop in ((whole, None), (run, 5), (run, None), (moved, 5)):
+        assert ranks.run(2, forced_leg, folder, corpus, stage, stop) == 0
+    weights = [folder / "final" / "model.safetensors" for folder in (whole, run)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert ranks.run(3, leg, moved, corpus, {"strategy": "full_shard"}) == 0
+    assert losses(moved) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def forced_leg(folder: Path, corpus: Path, stage: int, stop: int | None) -> int:
+    renumber()
+    return train_leg("cpu", forced(folder, corpus, stage, train__stop_after=stop))
+
+
+def test_an_op_that_cannot_be_built_is_one_line(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The missing compiler is pretended: this machine has one."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    def load(_: Any) -> None:
+        raise RuntimeError("c++: not found\nninja: stopped")
+
+    monkeypatch.setattr(CPUAdamBuilder, "load", load)
+    with pytest.raises(
+        UserError, match=r"zero_force_ds_cpu_optimizer true.*cpu_adam cannot be built.*compiler"
+    ):
+        resolve(forced(tmp_path, corpus, 2), backend_room("cpu").create("cpu"), 2)
+
+
 def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None:
     document = {
         "train_batch_size": 12,
@@ -204,7 +292,10 @@ def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"lr": 0.002, "betas": [0.8, 0.9], "eps": 1e-7}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": 20}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_max_lr": 0.002, "warmup_num_steps": 5, "total_num_steps": 20},
+        },
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         "activation_checkpointing": {"partition_activations": True},
     }
@@ -217,7 +308,8 @@ def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None
     train = config.train
     assert (train.global_batch_size, train.micro_batch_size, train.max_grad_norm) == (12, 2, 0.5)
     assert (train.learning_rate, train.betas, train.eps) == (0.002, (0.8, 0.9), 1e-7)
-    assert (train.schedule, train.warmup_steps, train.steps) == ("linear", 5, 20)
+    assert (train.schedule, train.warmup_steps, train.steps) == ("WarmupDecayLR", 5, 20)
+    assert train.weight_decay == 0  # DeepSpeed's default for what its block leaves out
     assert config.memory.offload_optimizer == "cpu"
     assert config.memory.activation_checkpointing == "full"
     assert plan_batches(config, world_size=2, rank=0).accumulation_steps == 3
@@ -235,16 +327,52 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"zero_optimization": {"stage": 2}}, {"strategy": "zero3"}, ["stage", "zero2", "strategy", "zero3"]),
     ({"zero_optimization": {"stage": 0}}, {}, ["zero_optimization.stage is 0", "no_shard"]),
     ({"bf16": {"enabled": True}}, {}, ["bf16.enabled", "precision is", "fp32"]),
-    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, ["bf16.enabled", "fp16.enabled"]),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, ["bf16, fp16", "simultaneously"]),
     ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, {}, ["optimizer.params.lr", "0.003"]),
     ({"optimizer": {"type": "Lamb"}}, {}, ["optimizer.type Lamb", "AdamW"]),
-    ({"scheduler": {"type": "OneCycle"}}, {}, ["scheduler.type OneCycle", "train.schedule"]),
+    ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 9}}}, {}, ["OneBitAdam", "0.", "AdamW"]),
+    ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, {}, ["optimizer.params.amsgrad"]),
+    ({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, {}, ["unknown key optimizer.params.mom"]),
+    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, {}, ["optimizer.params.nesterov"]),
+    ({"scheduler": {"type": "OneCycle"}}, {"train__warmup_steps": 0}, ["scheduler.params.cycle_min_lr"]),
+    ({"scheduler": {"type": "CosineLR"}}, {}, ["scheduler.type CosineLR", "WarmupCosineLR"]),
+    ({"scheduler": {"type": "WarmupLR"}}, {"train__schedule": "linear"}, ["WarmupLR", "train.schedule"]),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}},
+        {},
+        ["scheduler.params.warmup_type"],
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3, 1e-4]}}},
+        {},
+        ["scheduler.params.warmup_max_lr", "one number"],
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 5}}},
+        {},
+        ["last_batch_iteration"],
+    ),
+    (
+        {"zero_allow_untested_optimizer": False},
+        {"train__optimizer": "sgd"},
+        ["zero_allow_untested_optimizer false", "sgd"],
+    ),
+    (
+        {
+            "zero_force_ds_cpu_optimizer": True,
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        },
+        {"train__optimizer": "sgd"},
+        ["zero_force_ds_cpu_optimizer true", "sgd"],
+    ),
+    ({"prescale_gradients": True}, {}, ["prescale_gradients", "reduce_scatter"]),
+    ({"gradient_allreduce_op": "sum"}, {}, ["gradient_allreduce_op"]),
+    ({"torch_autocast": {"enabled": True}}, {}, ["torch_autocast.enabled"]),
     ({"train_micro_batch_size_per_gpu": 2}, {}, ["cannot be cut", "2 x 2 ranks"]),
     ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps 4", "auto"]),
     ({"gradient_accumulation_steps": "3"}, {}, ["whole numbers"]),
     ({"nebula": {"enabled": True}}, {}, ["removed"]),
     ({"bf16": {"check_grad_overflow": False}}, {"precision": "bf16"}, ["check_grad_overflow"]),
-    ({"zero_optimization": {"stage": 2, "overlap_comm": "maybe"}}, {}, ["overlap_comm"]),
     ({"fp16": {"enabled": True}}, {"precision": "auto"}, ["fp16", "cpu"]),
     (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
@@ -321,15 +449,74 @@ def test_every_key_is_known_and_every_misspelling_found() -> None:
 
 MISSPELT = {
     "gradient_clipp1ng": "gradient_clipping",
+    "gradient_acumulation_steps": "gradient_accumulation_steps",
+    "train_batchsize": "train_batch_size",
     "train_micro_batch_size_per_gpus": "train_micro_batch_size_per_gpu",
     "zero_optimisation": "zero_optimization",
+    "zero_optimizations": "zero_optimization",
+    "optimiser": "optimizer",
+    "schedular": "scheduler",
+    "communication_datatype": "communication_data_type",
+    "step_per_print": "steps_per_print",
+    "wallclock_breakdown": "wall_clock_breakdown",
+    "prescale_gradient": "prescale_gradients",
+    "gradient_predivide_facter": "gradient_predivide_factor",
+    "activation_checkpoint": "activation_checkpointing",
+    "zero_allow_untested_optimiser": "zero_allow_untested_optimizer",
+    "zero_force_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "dump_stat": "dump_state",
+    "comm_logger": "comms_logger",
+    "flop_profiler": "flops_profiler",
+    "tensor_board": "tensorboard",
+    "data_type": "data_types",
+    "zero_optimization.stages": "zero_optimization.stage",
+    "zero_optimization.overlapp_comm": "zero_optimization.overlap_comm",
+    "zero_optimization.contigous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_optimization.reduce_bucketsize": "zero_optimization.reduce_bucket_size",
+    "zero_optimization.allgather_partition": "zero_optimization.allgather_partitions",
+    "zero_optimization.allgather_buckets_size": "zero_optimization.allgather_bucket_size",
+    "zero_optimization.reduce_scater": "zero_optimization.reduce_scatter",
+    "zero_optimization.round_robin_gradient": "zero_optimization.round_robin_gradients",
+    "zero_optimization.sub_groupsize": "zero_optimization.sub_group_size",
+    "zero_optimization.stage3_prefetch_bucketsize": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_max_live_params": "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distence": "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_param_persistance_threshold": (
+        "zero_optimization.stage3_param_persistence_threshold"
+    ),
+    "zero_optimization.stage3_gather_16bit_weights_on_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
     "zero_optimization.offload_optimiser": "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_params": "zero_optimization.offload_param",
+    "zero_optimization.zero_hpz_partitionsize": "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.zero_quantised_weights": "zero_optimization.zero_quantized_weights",
+    "zero_optimization.ignore_unused_parameter": "zero_optimization.ignore_unused_parameters",
+    "zero_optimization.offload_optimizer.devise": "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.nvme_paht": "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_optimizer.buffer_counts": "zero_optimization.offload_optimizer.buffer_count",
     "zero_optimization.offload_param.pin_memmory": "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.offload_param.max_in_gpu": "zero_optimization.offload_param.max_in_cpu",
+    "zero_optimization.aio.blocksize": "zero_optimization.aio.block_size",
     "fp16.initial_scale_pwoer": "fp16.initial_scale_power",
+    "fp16.loss_scale_windows": "fp16.loss_scale_window",
+    "fp16.hysterisis": "fp16.hysteresis",
+    "fp16.min_loss_scales": "fp16.min_loss_scale",
+    "bf16.enable": "bf16.enabled",
     "aio.que_depth": "aio.queue_depth",
+    "aio.overlap_event": "aio.overlap_events",
+    "optimizer.param": "optimizer.params",
     "optimizer.params.weight_decai": "optimizer.params.weight_decay",
+    "optimizer.params.beta": "optimizer.params.betas",
+    "scheduler.typ": "scheduler.type",
     "checkpoint.use_node_local_store": "checkpoint.use_node_local_storage",
+    "checkpoint.tag_validate": "checkpoint.tag_validation",
+    "checkpoint.writer.io_buffersize": "checkpoint.writer.io_buffer_size",
+    "activation_checkpointing.partition_activation": "activation_checkpointing.partition_activations",
+    "activation_checkpointing.cpu_checkpoint": "activation_checkpointing.cpu_checkpointing",
     "flops_profiler.profile_stp": "flops_profiler.profile_step",
+    "tensorboard.output_pat": "tensorboard.output_path",
+    "data_types.grad_accumulation_dtype": "data_types.grad_accum_dtype",
 }
 
 
@@ -337,6 +524,76 @@ MISSPELT = {
 def test_a_near_miss_gets_a_suggestion(wrong: str, right: str) -> None:
     with pytest.raises(UserError, match=f"did you mean {right}"):
         check_keys(nested(tuple(wrong.split("."))), "ds.json")
+
+
+WRONG_VALUES: dict[str, tuple[Any, str]] = {
+    "zero_optimization.stage": ({"stage": "two"}, "0, 1, 2, 3"),
+    "zero_optimization.overlap_comm": ({"overlap_comm": "maybe"}, "boolean"),
+    "zero_optimization.reduce_bucket_size": ({"reduce_bucket_size": -1}, "greater"),
+    "zero_optimization.offload_optimizer.device": ({"offload_optimizer": {"device": "disk"}}, "'nvme'"),
+    "zero_optimization.offload_param.buffer_count": ({"offload_param": {"buffer_count": -2}}, "greater"),
+    "zero_optimization.offload_optimizer": ({"offload_optimizer": "cpu"}, "dictionary"),
+    "bf16": (True, "a mapping"),
+    "fp16.hysteresis": ({"hysteresis": "often"}, "integer"),
+    "fp16.loss_scale": ({"loss_scale": "dynamic"}, "number"),
+    "gradient_clipping": (-1, "at least 0"),
+    "prescale_gradients": ("yes", "true or false"),
+    "gradient_predivide_factor": ("half", "a number"),
+    "gradient_allreduce_op": ("max", "mean"),
+    "communication_data_type": ("fp64", "bf16"),
+    "wall_clock_breakdown": (1, "true or false"),
+    "zero_allow_untested_optimizer": ("true", "true or false"),
+    "aio": ([1], "a mapping"),
+    "aio.block_size": ({"block_size": "1M"}, "a number"),
+    "activation_checkpointing.cpu_checkpointing": ({"cpu_checkpointing": "yes"}, "true or false"),
+    "checkpoint.tag_validation": ({"tag_validation": "Never"}, "WARN"),
+    "checkpoint.use_node_local_storage": ({"use_node_local_storage": 1}, "true or false"),
+    "data_types.grad_accum_dtype": ({"grad_accum_dtype": "fp12"}, "fp12"),
+    "optimizer": ("AdamW", "a mapping"),
+    "optimizer.params.lr": ({"type": "AdamW", "params": {"lr": "fast"}}, "a number"),
+    "optimizer.params.betas": ({"type": "AdamW", "params": {"betas": [0.9]}}, "2 numbers"),
+    "scheduler.params.warmup_num_steps": (
+        {"type": "WarmupLR", "params": {"warmup_num_steps": "ten"}},
+        "a number",
+    ),
+    "flops_profiler.profile_step": ({"profile_step": "first"}, "a number"),
+    "comms_logger.enabled": ({"enabled": 3}, "boolean"),
+    "wandb.project": ({"project": 3}, "string"),
+    "timers": (3, "a mapping"),
+    "compile.deepcompile": ({"deepcompile": "perhaps"}, "boolean"),
+}
+
+
+@pytest.mark.parametrize("path", WRONG_VALUES)
+def test_a_value_that_deepspeed_would_not_take_is_named(path: str, tmp_path: Path, corpus: Path) -> None:
+    value, expected = WRONG_VALUES[path]
+    document = {"zero_optimization": {"stage": 2}, path.partition(".")[0]: value}
+    with pytest.raises(UserError) as caught:
+        resolved(tmp_path, corpus, document)
+    line = str(caught.value)
+    assert line.startswith(f"deepspeed.config: {path}")
+    assert expected in line
+    assert "\n" not in line
+
+
+def test_words_are_read_as_deepspeed_reads_them(tmp_path: Path, corpus: Path) -> None:
+    document = {"zero_optimization": {"stage": 2, "overlap_comm": "no"}, "bf16": {"enabled": "true"}}
+    config = resolved(tmp_path, corpus, document, precision="auto")
+    assert config.precision == "bf16"
+
+
+def test_the_schedulers_rate_is_the_runs(tmp_path: Path, corpus: Path) -> None:
+    """As in DeepSpeed, where the scheduler writes over what the optimizer was given."""
+    document = {
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003}},
+    }
+    config = resolved(tmp_path, corpus, document)
+    assert config.train.learning_rate == 0.003
+    read = deepspeed_json.read(config)
+    assert read is not None
+    assert "optimizer.params.lr has no effect" in read.notices[-1]
 
 
 def test_old_places_are_mended_and_told(tmp_path: Path, corpus: Path) -> None:

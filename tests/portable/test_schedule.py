@@ -1,20 +1,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portable.schedule import Schedule
+from portable.config import load_config
+from portable.errors import UserError
+from portable.schedule import Constant, Cosine, Linear, Schedule, build_schedule
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("kind", [Cosine, Linear, Constant])
 @given(steps=st.integers(1, 500), warmup=st.integers(0, 50), floor=st.floats(0, 1))
 def test_every_rate_is_positive_and_none_exceeds_the_peak(
-    kind: str, steps: int, warmup: int, floor: float
+    kind: type[Schedule], steps: int, warmup: int, floor: float
 ) -> None:
-    schedule = Schedule(kind, 1e-3, floor * 1e-3, warmup, warmup + steps)
+    schedule = kind(1e-3, floor * 1e-3, warmup, warmup + steps)
     rates = [schedule(step) for step in range(warmup + steps)]
     assert all(0 < rate <= 1e-3 * (1 + 1e-12) for rate in rates)
     assert rates[warmup] == 1e-3
@@ -23,10 +26,51 @@ def test_every_rate_is_positive_and_none_exceeds_the_peak(
 
 
 def test_the_shapes() -> None:
-    cosine = Schedule("cosine", 1.0, 0.1, 2, 12)
+    cosine = Cosine(1.0, 0.1, 2, 12)
     assert cosine(0) == 0.5
     assert cosine(2) == 1.0
     assert cosine(7) == pytest.approx(0.1 + 0.9 * 0.5)
     assert cosine(11) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(0.9 * math.pi)))
-    assert Schedule("linear", 1.0, 0.0, 0, 4)(3) == 0.25
-    assert Schedule("constant", 1.0, 0.0, 0, 4)(3) == 1.0
+    assert Linear(1.0, 0.0, 0, 4)(3) == 0.25
+    assert Constant(1.0, 0.0, 0, 4)(3) == 1.0
+
+
+def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
+    train = {
+        "steps": 30,
+        "learning_rate": 1.0,
+        "schedule": "OneCycle",
+        "schedule_params": {"cycle_min_lr": 0.1, "cycle_first_step_size": 10, "cycle_momentum": False},
+    }
+    config = load_config({"train": train})
+    assert config.train.warmup_steps == 0
+    schedule = build_schedule(config.train, 30)
+    assert [schedule(step) for step in (0, 5, 10, 20, 29)] == pytest.approx([0.1, 0.55, 1.0, 0.1, 0.1])
+    assert schedule.betas(5) is None
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"schedule_params": {"warmup_type": "log"}}, "unknown key train.schedule_params.warmup_type"),
+        (
+            {"schedule": "WarmupLR", "schedule_params": {"warmup_tpye": "log"}},
+            "unknown key train.schedule_params.warmup_tpye; did you mean warmup_type",
+        ),
+        ({"schedule": "WarmupLR", "schedule_params": {"warmup_type": "cubic"}}, "warmup_type: .*'log' or"),
+        ({"schedule": "OneCycle"}, "train.schedule OneCycle needs train.schedule_params.cycle_min_lr"),
+        (
+            {"schedule": "OneCycle", "schedule_params": {"cycle_min_lr": -1}},
+            "train.schedule_params.cycle_min_lr: .*greater",
+        ),
+        ({"schedule": "LRRangeTest", "warmup_steps": 5}, "train.warmup_steps 5 has no use"),
+        (
+            {"schedule": "OneCycle", "schedule_params": {"cycle_min_lr": 0}, "optimizer": "sgd"},
+            "cycle_momentum moves train.betas",
+        ),
+        ({"schedule": "warmuplr"}, "did you mean WarmupLR"),
+    ],
+)
+def test_what_a_schedule_does_not_take(train: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config({"train": train})

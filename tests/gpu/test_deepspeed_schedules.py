@@ -1,0 +1,182 @@
+"""The schedules that have DeepSpeed's names, step by step against DeepSpeed's own classes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from gpu import zero_runtime
+from portable.backend import backend_room
+from portable.config import load_config
+from portable.loop import train_step
+from portable.run import Prepared, resolve, train_leg
+from portable.schedule import build_schedule
+from tests.gpu.zero_support import renumber
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+
+STEPS = 60
+WARMUP: dict[str, Any] = {"warmup_max_lr": 0.01, "warmup_num_steps": 9}
+CYCLE: dict[str, Any] = {"cycle_min_lr": 1e-4, "cycle_max_lr": 0.01, "cycle_first_step_size": 12}
+BLOCKS: list[tuple[str, dict[str, Any]]] = [
+    ("WarmupLR", WARMUP),
+    ("WarmupLR", WARMUP | {"warmup_type": "linear", "warmup_min_lr": 0.001}),
+    ("WarmupLR", {"warmup_num_steps": 1, "warmup_min_lr": 0.001}),
+    ("WarmupLR", {}),
+    ("WarmupDecayLR", WARMUP | {"total_num_steps": STEPS}),
+    ("WarmupDecayLR", WARMUP | {"total_num_steps": STEPS, "warmup_type": "linear", "warmup_min_lr": 0.002}),
+    ("WarmupCosineLR", {"total_num_steps": STEPS, "warmup_num_steps": 9}),
+    (
+        "WarmupCosineLR",
+        {"total_num_steps": STEPS, "warmup_num_steps": 20, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.05},
+    ),
+    (
+        "WarmupCosineLR",
+        {"total_num_steps": STEPS, "warmup_num_steps": 7, "warmup_type": "linear", "cos_min_ratio": 0.0},
+    ),
+    ("OneCycle", CYCLE),
+    ("OneCycle", CYCLE | {"cycle_momentum": False, "decay_step_size": 5, "decay_lr_rate": 0.3}),
+    (
+        "OneCycle",
+        CYCLE
+        | {
+            "cycle_second_step_size": 17,
+            "cycle_first_stair_count": 3,
+            "cycle_second_stair_count": 5,
+            "decay_step_size": 4,
+            "decay_lr_rate": 0.1,
+            "cycle_min_mom": 0.85,
+            "cycle_max_mom": 0.95,
+            "decay_mom_rate": 0.001,
+        },
+    ),
+    ("OneCycle", CYCLE | {"cycle_second_step_size": 0, "cycle_first_stair_count": 4}),
+    ("LRRangeTest", {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 7}),
+    (
+        "LRRangeTest",
+        {
+            "lr_range_test_min_lr": 1e-4,
+            "lr_range_test_step_size": 9,
+            "lr_range_test_step_rate": 5,
+            "lr_range_test_staircase": True,
+        },
+    ),
+]
+
+
+def json_of(kind: str, params: dict[str, Any]) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 2}, "scheduler": {"type": kind, "params": params}}
+
+
+def taken_over(kind: str, params: dict[str, Any], **train: Any) -> RunConfig:
+    given = {"precision": "fp32", "deepspeed": {"config": json_of(kind, params)}, "train": train}
+    return resolve(load_config(given), backend_room("cpu").create("cpu"), 2)
+
+
+@pytest.mark.parametrize(("kind", "params"), BLOCKS)
+def test_rates_and_betas_are_deepspeeds(kind: str, params: dict[str, Any]) -> None:
+    zero_runtime.import_deepspeed("cpu")
+    from deepspeed.runtime import lr_schedules
+
+    config = taken_over(kind, params, steps=STEPS)
+    ours = build_schedule(config.train, STEPS)
+    group: dict[str, Any] = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": config.train.learning_rate}
+    optimizer = torch.optim.AdamW([group], betas=(0.7, 0.71))
+    theirs = getattr(lr_schedules, kind)(optimizer, **params)
+    for step in range(STEPS):
+        (group,) = optimizer.param_groups
+        assert ours(step) == pytest.approx(group["lr"], rel=1e-12, abs=1e-18), step
+        assert (ours.betas(step) or (0.7, 0.71)) == pytest.approx(group["betas"], rel=1e-12), step
+        optimizer.step()
+        theirs.step()  # after the optimizer's, as DeepSpeed's engine does
+
+
+def test_a_resolved_config_has_the_schedule_without_the_json() -> None:
+    kind, params = BLOCKS[11]
+    config = taken_over(kind, params, steps=STEPS)
+    settings = config.train.model_dump()
+    elsewhere = load_config({"strategy": "full_shard", "precision": "fp32", "train": settings})
+    assert build_schedule(elsewhere.train, STEPS) == build_schedule(config.train, STEPS)
+    assert elsewhere.train == config.train
+
+
+def rates_of_engine(config: RunConfig) -> list[tuple[float, tuple[float, float]]]:
+    """What the optimizer inside the engine steps by."""
+    renumber()
+    backend = backend_room("cpu").create("cpu")
+    config = resolve(config, backend)
+    backend.start()
+    try:
+        run = Prepared(config, backend)
+        engine, _ = run.engine(None)
+        batches = iter(run.train_loader(0))
+        seen = []
+        inner: Any = getattr(engine, "_engine", None)
+        inner = inner.optimizer if inner is not None else engine._optimizer  # type: ignore[attr-defined]
+        for step in range(4):
+            train_step(
+                backend,
+                engine,
+                batches,
+                plan=run.plan,
+                first_sample=0,
+                learning_rate=run.schedule(step),
+                max_grad_norm=1.0,
+                betas=run.schedule.betas(step),
+            )
+            seen.append((inner.param_groups[0]["lr"], inner.param_groups[0]["betas"]))
+        return seen
+    finally:
+        backend.stop()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero3"])
+def test_the_optimizer_goes_by_them(strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    params = {"cycle_min_lr": 0.001, "cycle_first_step_size": 2}
+    settings = {
+        "train__schedule": "OneCycle",
+        "train__schedule_params": params,
+        "train__warmup_steps": 0,
+        "train__micro_batch_size": 1,
+    }
+    config = configured(tmp_path, corpus, strategy=strategy, **settings)
+    seen = ranks.run(2, rates_of_engine, config)
+    assert [rate for rate, _ in seen] == pytest.approx([0.001, 0.002, 0.003, 0.002])
+    assert [betas[0] for _, betas in seen] == pytest.approx([0.8, 0.85, 0.8, 0.85])
+    assert {betas[1] for _, betas in seen} == {0.99}
+
+
+def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    renumber()
+    return train_leg("cpu", configured(folder, corpus, train__micro_batch_size=1, **settings))
+
+
+def test_a_json_schedule_goes_on_under_fsdp(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """Two legs under DeepSpeed and FSDP2 against one under DDP."""
+    from portable.metrics import read_metrics
+
+    params = {"warmup_num_steps": 5, "warmup_min_lr": 0.0005}
+    shared: dict[str, Any] = {
+        "train__schedule": "WarmupLR",
+        "train__schedule_params": {"warmup_min_lr": 0.0005},
+    }
+    shared |= {"train__warmup_steps": 5}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert ranks.run(1, leg, whole, corpus, {"strategy": "no_shard", **shared}) == 0
+    begun: dict[str, Any] = {"deepspeed__config": json_of("WarmupLR", params), "train__warmup_steps": 5}
+    assert ranks.run(2, leg, run, corpus, {**begun, "train__stop_after": 4}) == 0
+    assert ranks.run(3, leg, run, corpus, {"strategy": "full_shard", **shared}) == 0
+    rows = [{r["step"]: r for r in read_metrics(folder) if "loss" in r} for folder in (whole, run)]
+    assert len(rows[0]) == len(rows[1]) == 8
+    for step, row in rows[0].items():
+        assert rows[1][step]["learning_rate"] == row["learning_rate"]
+        assert rows[1][step]["loss"] == pytest.approx(row["loss"], rel=1e-5)
