@@ -1,0 +1,124 @@
+"""Pretrained weights go from the files into each rank's shard: no rank holds the model, none sends it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from portable.backend import backend_room
+from portable.run import Prepared, resolve, train_leg
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+
+MIB = 2**20
+SLACK = 40 * MIB  # a tensor on its way, and what libraries allocate at the first use
+COLLECTIVES = ("broadcast", "scatter", "broadcast_object_list", "all_gather_into_tensor")
+
+
+def anonymous() -> int:
+    """Resident bytes of this process that no file backs."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def peak_of(found: list[int]) -> Iterator[None]:
+    """Append by how much anonymous memory grew at most, looking every few milliseconds."""
+    ctypes.CDLL(None).malloc_trim(0)
+    start, done = anonymous(), threading.Event()
+    highest = start
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.wait(0.002):
+            highest = max(highest, anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+    found.append(max(highest, anonymous()) - start)
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("weights were sent from rank to rank")
+
+
+def start(config: RunConfig, name: str) -> tuple[list[int], int, torch.Tensor]:
+    """Growth of each rank while the engine gets its weights, bytes of the parameters, one of them whole."""
+    backend = backend_room("cpu").create("cpu")
+    backend.start()
+    try:
+        run = Prepared(resolve(config, backend), backend)
+        originals = {collective: getattr(dist, collective) for collective in COLLECTIVES}
+        grown: list[int] = []
+        for collective in COLLECTIVES:
+            setattr(dist, collective, _refuse)
+        try:
+            with peak_of(grown):
+                engine, _ = run.engine(None)
+        finally:
+            for collective, original in originals.items():
+                setattr(dist, collective, original)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, grown[0])
+        parameters: dict[str, Any] = dict(engine.model.named_parameters())
+        size = sum(4 * p.numel() for p in parameters.values())
+        return everyone, size, parameters[name].full_tensor().detach()
+    finally:
+        backend.stop()
+
+
+@pytest.mark.slow
+def test_a_rank_holds_its_shard_and_no_more(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # For its tokenizer.
+    assert train_leg("cpu", configured(tmp_path / "tiny", corpus, train__steps=1, train__warmup_steps=0)) == 0
+    beyond = []
+    for layers in (3, 9):
+        sizes = {"num_hidden_layers": layers, "hidden_size": 768, "intermediate_size": 2304}
+        folder = tmp_path / f"model{layers}"
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**TINY_MODEL, **sizes}))
+        model.save_pretrained(folder, max_shard_size="40MB")
+        del model
+        config = configured(
+            tmp_path / "out",
+            corpus,
+            model__name_or_path=str(folder),
+            model__config=None,
+            data__tokenizer=str(tmp_path / "tiny" / "final"),
+            train__global_batch_size=4,
+        )
+        name = f"model.layers.{layers - 1}.mlp.down_proj.weight"
+        grown, size, loaded = ranks.run(4, start, config, name)
+        assert size > (60 if layers == 3 else 200) * MIB
+        beyond.append(max(grown) - size // 4)
+        assert max(grown) < size // 4 + SLACK, f"{[g // MIB for g in grown]} of {size // MIB} MiB"
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                if name in file.keys():  # noqa: SIM118 - not a mapping
+                    assert torch.equal(loaded, file.get_tensor(name))
+                    break
+        else:
+            pytest.fail(f"{name} is in no file")
+    # Three times the model, and not three times what is held besides the shard.
+    assert beyond[1] < beyond[0] + SLACK / 2

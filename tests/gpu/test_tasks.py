@@ -1,0 +1,51 @@
+"""Each task on two ranks under full_shard: the losses of one rank."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.gpu.test_parity import assert_close, our_losses
+from tests.runs import SENTENCE, configured
+from tests.tpu.test_parity import MODELS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+BATCH: dict[str, Any] = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
+BERT: dict[str, Any] = MODELS["bert"]
+TASKS: dict[str, dict[str, Any]] = {
+    "causal-lm": MODELS["llama"],
+    "masked-lm": BERT,
+    "seq2seq-lm": MODELS["t5"],
+    "sequence-classification": {**BERT, "model__task": "sequence-classification"},
+}
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of two classes, of different lengths."""
+    words = SENTENCE.split()
+    path = tmp_path_factory.mktemp("labelled") / "labelled.jsonl"
+    lines = [{"text": " ".join(words[i % 2 : 2 + i % 11]), "label": ("no", "yes")[i % 2]} for i in range(160)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_two_ranks_train_as_one(
+    task: str, tmp_path: Path, corpus: Path, labelled: Path, ranks: RankPool
+) -> None:
+    source = labelled if task == "sequence-classification" else corpus
+    one, two = (
+        configured(tmp_path, source, **BATCH, **TASKS[task], strategy=strategy)
+        for strategy in ("no_shard", "full_shard")
+    )
+    assert one.model.task == task
+    truth = our_losses(one)
+    assert truth[-1][0] < truth[0][0] - 0.1  # it is learning, so that equal losses mean equal updates
+    assert_close(ranks.run(2, our_losses, two), truth, 1e-5)
