@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from gpu import devices, host_memory, zero_runtime
+from gpu import compiling, devices, host_memory, rehearsal, zero_runtime
 from gpu.quiet import native_stdout_closed
 from gpu.sharding import shard_group_size, transport
 from gpu.strategies import CountingEngine, Machine, engine_room
@@ -18,7 +19,7 @@ from portable.backend import Backend, Engine, require, unsupported
 from portable.host import host_memory as memory_of_this_process
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+_ALLOCATIONS_KEPT = 200_000  # for a memory snapshot: a few steps of a large model
 
 
 def local_devices(name: str) -> int:
@@ -50,6 +52,7 @@ class TorchBackend:
         self.name = name
         self.one_program = False
         self._engine: CountingEngine | None = None
+        self._matmul_before: str | None = None
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -80,11 +83,23 @@ class TorchBackend:
                     "precision: tf32 is a mode of NVIDIA's tensor cores; use fp32 or bf16 on cpu",
                 ),
                 (
-                    config.train.micro_batch_size == "auto",
-                    "train.micro_batch_size: auto is not part of this version; give a number",
+                    self.name == "cpu" and config.log.memory_snapshot,
+                    "log.memory_snapshot: torch records what happens to a GPU's memory only; set it to false",
+                ),
+                (
+                    config.model.attention == "flash_attention_2" and not _installed("flash_attn"),
+                    "model.attention: flash_attention_2 needs the package flash-attn, which is not installed "
+                    "(pip install flash-attn --no-build-isolation); use sdpa",
+                ),
+                (
+                    config.train.micro_batch_size == "auto"
+                    and "nvme" in (config.memory.offload_params, config.memory.offload_optimizer),
+                    "train.micro_batch_size: auto would write the whole state to nvme for each size that it "
+                    "tries; give a number",
                 ),
             ]
         )
+        compiling.check(config, self.world_size)
         engine_room(config.strategy).check(config, self.device.type)
         if "WORLD_SIZE" in os.environ:  # else the ranks are still to be started, and will look themselves
             shard_group_size(config, self.world_size, self.local_world_size)
@@ -97,6 +112,9 @@ class TorchBackend:
                 dist.init_process_group(transport(self.device), timeout=COLLECTIVE_TIMEOUT)
 
     def stop(self) -> None:
+        if self._matmul_before is not None:
+            torch.set_float32_matmul_precision(self._matmul_before)
+            self._matmul_before = None
         zero_runtime.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -109,11 +127,34 @@ class TorchBackend:
         return "bf16" if _cpu_multiplies_bf16() else "fp32"
 
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
-        if config.precision == "tf32":
-            torch.set_float32_matmul_precision("high")
-        machine = Machine(self.device, self.rank, self.world_size, self.local_world_size)
-        self._engine = engine_room(config.strategy).prepare(model, config, machine)
+        if self._matmul_before is None:
+            self._matmul_before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+        self._engine = engine_room(config.strategy).prepare(model, config, self._machine(self.rank))
         return self._engine
+
+    def _machine(self, rank: int) -> Machine:
+        return Machine(self.device, rank, self.world_size, self.local_world_size)
+
+    def fits(
+        self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
+    ) -> bool | None:
+        if not rehearsal.can_tell(self.device):
+            return None
+        return rehearsal.fits(build, config, self._machine(0), steps)
+
+    def ran_out_of_memory(self, error: BaseException) -> bool:
+        return rehearsal.ran_out_of_memory(error)
+
+    def leave(self) -> None:
+        self._engine = None
+        rehearsal.set_group_aside()
+
+    def record_memory(self) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS_KEPT)
+
+    def dump_memory(self, path: Path) -> None:
+        torch.cuda.memory._dump_snapshot(str(path))
 
     def seed(self, value: int) -> None:
         # torch.manual_seed would also look at every other kind of device, at a cost of 0.2 ms a call.
@@ -180,6 +221,13 @@ class TorchBackend:
 
     def figures(self) -> dict[str, float]:
         return {} if self._engine is None else self._engine.figures()
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # imported, and without a description of itself
+        return False
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -145,6 +145,10 @@ _SHARED = (
     _Shared("train_batch_size", "train.global_batch_size"),
     _Shared("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
     _Shared("gradient_clipping", "train.max_grad_norm", lambda value: float(value) or None),
+    _Shared("fp16.initial_scale_power", "fp16.initial_scale_power"),
+    _Shared("fp16.loss_scale_window", "fp16.loss_scale_window"),
+    _Shared("fp16.hysteresis", "fp16.hysteresis"),
+    _Shared("fp16.min_loss_scale", "fp16.min_loss_scale"),
     _Shared("zero_optimization.offload_optimizer.device", "memory.offload_optimizer"),
     _Shared("zero_optimization.offload_param.device", "memory.offload_params"),
 )
@@ -300,6 +304,9 @@ def _batch(
         micro = config.train.micro_batch_size
     if total is None and config.is_set("train.global_batch_size"):
         total = config.train.global_batch_size
+    if micro == AUTO:
+        micro = None  # follows from the other two, or is searched for
+        total = config.train.global_batch_size if total is None else total
     numbers = [number for number in (total, micro, steps) if number is not None]
     require(
         all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in numbers),

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from gpu.generation import continue_text
+from gpu.host_copies import HostCopies
+from gpu.loss_scale import DeviceScaler, LossScale
 from gpu.saving import Saver
 from gpu.sharding import shard
 from portable.backend import Batch, Health, unsupported
@@ -19,6 +22,7 @@ from portable.loss import token_loss
 from portable.model import embeddings, state_tensors
 from portable.optim import build_optimizer, set_rates
 from portable.resume import stored_state
+from portable.shards import local
 from portable.weights import to_torch
 
 if TYPE_CHECKING:
@@ -41,11 +45,6 @@ def check(config: RunConfig, device_type: str) -> None:
     """Raise UserError for a setting that DDP and FSDP2 have no use for."""
     unsupported(
         [
-            (
-                config.precision == "fp16",
-                "precision: fp16 needs a loss scaler, which this version has under zero1, zero2 and zero3 "
-                "only; use bf16",
-            ),
             *_offloading(config),
             *(
                 (
@@ -70,11 +69,6 @@ def _offloading(config: RunConfig) -> Iterator[tuple[bool, str]]:
             f"memory.{name}: under no_shard everything stays on the device; use full_shard, which also "
             "offloads on one rank",
         )
-    yield (
-        memory.offload_optimizer == "cpu" and memory.offload_params == "none",
-        f"memory.offload_optimizer: under {strategy} the optimizer's state lies where the parameters lie; "
-        "set memory.offload_params to cpu as well, or use zero1, zero2 or zero3",
-    )
 
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
@@ -93,11 +87,25 @@ class TorchEngine:
         self._head = head
         self._sharded = sharded
         self._device = device
+        parameters = dict(self.model.named_parameters())
+        memory = config.memory
+        # Parameters that are in host memory themselves take the optimizer along.
+        apart = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
+        self._host = HostCopies(parameters) if apart else None
+        self._trained = parameters if self._host is None else self._host.copies
+        tables = set(embeddings(self.model))
         self._optimizer: Optimizer = build_optimizer(
-            config.train, dict(self.model.named_parameters()), embeddings=embeddings(self.model)
+            config.train,
+            self._trained,
+            embeddings={p for name, p in self._trained.items() if parameters[name] in tables},
         )
-        self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        original = {} if self._host is None else self._host.original()
+        self._parameters: list[nn.Parameter] = [
+            original.get(p, p) for group in self._optimizer.param_groups for p in group["params"]
+        ]
         self._saver = Saver()
+        self._scaler = DeviceScaler(config.fp16, device) if config.precision == "fp16" else None
+        self._scaling = LossScale(self._scaler)
         # The device's own account of updates that were not finite: read when logging, never in between.
         self._updates = 0
         self._skipped = torch.zeros((), device=device)
@@ -108,7 +116,8 @@ class TorchEngine:
             with self._sharded.autocast():
                 loss = token_loss(self._sharded.forward, batch, self._head)
             loss = loss / valid.clamp(min=1)
-            (loss * self._sharded.loss_scale).backward()
+            scaled = loss * self._sharded.loss_scale
+            (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
         return loss.detach()
 
     def update(
@@ -120,33 +129,46 @@ class TorchEngine:
         betas: tuple[float, float] | None = None,
     ) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._scaler is not None and gradients:
+            parts = [local(gradient) for gradient in gradients]
+            torch._foreach_mul_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norm = norm.to(self._device)  # gradients of offloaded parameters are on the host
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        # The norm is over all ranks, so that all of them see an overflow of any.
         finite = torch.isfinite(norm) & torch.isfinite(loss)
-        self._skipped += ((self._skipped > 0) | ~finite).float()
+        failed = ~finite if self._scaler is None else self._scaler.update(~finite)
+        self._skipped += ((self._skipped > 0) | failed).float()
         self._first_bad = torch.where(
             (self._skipped == 1) & (self._first_bad < 0), float(self._updates), self._first_bad
         )
         set_rates(self._optimizer, learning_rate, betas)
         # The optimizers leave parameters and state alone when this value is 1, which they find on the device
         # of the parameters: if those are offloaded, the host has waited for their gradients anyway.
-        self._optimizer.found_inf = (self._skipped > 0).float().to(self._parameters[0].device)
+        masked = (self._skipped > 0) | ~finite
+        place = next(iter(self._trained.values())).device
+        self._optimizer.found_inf = masked.float().to(place)
+        if self._host is not None:
+            self._host.fetch_gradients()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._host is not None:
+            self._host.give_back()
         self._updates += 1
         return norm
 
     def health(self) -> Health:
         skipped, first = torch.stack([self._skipped, self._first_bad]).tolist()
+        if skipped and self._scaling.dynamic:
+            raise self._scaling.exhausted()
         return Health(int(skipped), int(first) if first >= 0 else None)
 
     def figures(self) -> dict[str, float]:
         """What the metrics record besides."""
-        return {}
+        return self._scaling.figures()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -171,24 +193,28 @@ class TorchEngine:
         for name, tensor in state_tensors(self.model).items():
             if name in weights:
                 _fill(tensor, weights[name])
+        if self._host is not None:
+            self._host.refresh(weights)
 
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
-        parameters = dict(self.model.named_parameters())
         for name, values in stored.optimizer.items():
-            state = self._optimizer.initial_state(parameters[name])
+            state = self._optimizer.initial_state(self._trained[name])
             for key, tensor in state.items():
                 _fill_state(tensor, values.get(key), f"{key} of {name}")
-            self._optimizer.state[parameters[name]] = state
+            self._optimizer.state[self._trained[name]] = state
+        self._scaling.load(checkpoint.root)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         state = {"model": state_tensors(self.model), "optim": self._optimizer_state()}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._scaling.save(folder)
         return self._saver.save(state, folder, background=background)
 
     def _optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._trained.items()}
         groups = [
             {**group, "params": [names[p] for p in group["params"]]} for group in self._optimizer.param_groups
         ]

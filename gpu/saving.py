@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,12 +25,14 @@ quiet_checkpoint_warnings()
 class Saver:
     """Writes state dicts of plain tensors and DTensors as DCP folders."""
 
-    def __init__(self) -> None:
-        # A background save talks to the other ranks while the loop does, so it needs a group of its own.
-        self._group = None
-        if dist.is_initialized():
-            with native_stdout_closed():
-                self._group = dist.new_group(backend="gloo")
+    @cached_property
+    def _group(self) -> dist.ProcessGroup | None:
+        """A background save talks to the other ranks while the loop does, so it needs a group of its own."""
+        if not dist.is_initialized():
+            return None
+        with native_stdout_closed():
+            group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
 
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
         """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,11 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from gpu.compiling import compile_layers
 from gpu.recompute import checkpoint_activations
 from gpu.units import order_prefetches, units
 from portable.errors import UserError
-from portable.model import materialize, transformer_layers
+from portable.model import materialize
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +34,12 @@ if TYPE_CHECKING:
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
-COMPUTE_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass
@@ -97,9 +104,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     """
     device = machine.device
     checkpoint_activations(model, config.memory.activation_checkpointing)
-    if config.compile:
-        for _, layer in transformer_layers(model):
-            layer.compile()
+    compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
     autocast_dtype = None if compute == torch.float32 else compute
     group = shard_group_size(config, machine.world_size, machine.local_world_size)
@@ -131,10 +136,18 @@ def transport(device: torch.device) -> str:
 
 def _mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
     """One axis of ranks that share the state, and with the hybrid strategies one of groups before it."""
+    shape: tuple[int, ...] = (group,)
+    names: tuple[str, ...] = ("shard",)
     if config.strategy in HYBRID:
         shape, names = (machine.world_size // group, group), ("replicate", "shard")
-        return init_device_mesh(machine.device.type, shape, mesh_dim_names=names)
-    return init_device_mesh(machine.device.type, (group,), mesh_dim_names=("shard",))
+    # DTensor remembers, over a process's life, what operations make of a mesh, and takes meshes of one shape
+    # and name for the same: those of an earlier engine, whose process group is gone, must not be found.
+    number = next(_meshes)
+    named = tuple(f"{name}{number}" for name in names)
+    return init_device_mesh(machine.device.type, shape, mesh_dim_names=named)
+
+
+_meshes = itertools.count()
 
 
 def _fully_shard(
@@ -161,10 +174,19 @@ def _offload_policy(offload: bool, device: torch.device) -> OffloadPolicy:
 
 
 def _replicate(model: nn.Module, device: torch.device) -> DistributedDataParallel:
-    return DistributedDataParallel(
+    replica = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         broadcast_buffers=False,
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank fills in the same weights itself
     )
+    if dist.get_backend() == "fake":  # of a rehearsal, which DDP's own way to reduce finds no result in
+        replica.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))
+    return replica
+
+
+def _ready(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future

@@ -11,16 +11,17 @@ from torch import nn
 
 from converters import Tensor as StoredTensor
 from gpu import deepspeed_json, nvme, zero_optimizer, zero_runtime
+from gpu.compiling import compile_layers
 from gpu.generation import continue_text
+from gpu.loss_scale import LossScale
 from gpu.quiet import native_stdout_closed
 from gpu.recompute import checkpoint_activations
 from gpu.zero_partitions import FlatPartitions, ShardedPartitions
 from gpu.zero_saving import ZeroSaver
-from gpu.zero_scaling import LossScale
 from gpu.zero_settings import ModelSizes, settings_for
 from portable.backend import Batch, Health, unsupported
 from portable.loss import token_loss
-from portable.model import materialize, state_tensors, transformer_layers
+from portable.model import materialize, state_tensors
 from portable.optim import set_rates
 from portable.plan import parameter_count, plan_batches
 from portable.resume import stored_state
@@ -92,9 +93,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
     if nvme.in_use(config):
         _make_room(model, config, machine)
     checkpoint_activations(model, config.memory.activation_checkpointing)
-    if config.compile:
-        for _, layer in transformer_layers(model):
-            layer.compile()
+    compile_layers(model, config)
     if stage == 3:
         _partition(deepspeed, model, settings, machine.device, COMPUTE_DTYPES[config.precision])
     else:
@@ -165,7 +164,7 @@ class ZeroEngine:
             self._partitions = ShardedPartitions(engine.optimizer, names, machine.rank)
         else:
             self._partitions = FlatPartitions(engine.optimizer, names, machine.rank)
-        self._scaling = LossScale(engine.optimizer)
+        self._scaling = LossScale(engine.optimizer.loss_scaler)
         self._saver = ZeroSaver(engine)
         self._updates = 0
         self._skipped = 0
@@ -200,7 +199,7 @@ class ZeroEngine:
             norm = self._engine.get_global_grad_norm()
             applied = self._engine.was_step_applied()
             if searching and not applied:
-                self._scaling.overflows += 1
+                self._scaling.count_overflow()
                 applied = True
         else:
             optimizer.zero_grad(set_to_none=True)

@@ -73,9 +73,12 @@ def start(deepspeed: Any, device: torch.device) -> None:
         with native_stdout_closed():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(transport, store=store, rank=0, world_size=1)
-    # It numbers parameters over a process's life, and names swap files by the numbers: a second run in the
-    # process would leave checkpoints that nobody can tell.
+    # It numbers parameters and modules over a process's life. Swap files are named by the numbers, so that a
+    # second run in the process would leave checkpoints that nobody can tell; and the ranks compare them, so
+    # that ranks which did not share all of their past would seem to disagree.
     deepspeed.zero.Init.param_id = 0
+    offload = deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload
+    offload._register_deepspeed_module.__defaults__[0][0] = 0
     with native_stdout_closed():
         deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
 
@@ -98,7 +101,8 @@ def stop() -> None:
     while _variables:  # a notebook's next run would take itself for a rank of some launcher
         os.environ.pop(_variables.pop(), None)
     deepspeed = sys.modules.get("deepspeed")
-    if deepspeed is None or deepspeed.comm.comm.cdb is None or not dist.is_initialized():
+    if deepspeed is None or deepspeed.comm.comm.cdb is None:
         return
-    deepspeed.comm.destroy_process_group()
+    if dist.is_initialized():
+        deepspeed.comm.destroy_process_group()
     deepspeed.comm.comm.cdb = None

@@ -11,6 +11,7 @@ import datetime
 import io
 import os
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -34,17 +35,22 @@ class ZeroSaver:
         self._engine = engine
         self._staged = _StagingEngine(engine.checkpoint_engine.zipfile_serialization)
         engine.checkpoint_engine = self._staged
-        self._group = None
-        if dist.get_world_size() > 1:
-            # The writing threads talk to each other while the loop does, so they need a group of their own.
-            with native_stdout_closed():
-                self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_DISK)
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup | None:
+        """The writing threads talk to each other while the loop does, so they need a group of their own."""
+        if dist.get_world_size() == 1:
+            return None
+        with native_stdout_closed():
+            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_SLOWEST_DISK)
+        return group
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write a checkpoint into ``folder``; see :meth:`portable.backend.Engine.save`.
 
         State that is swapped to a disk is copied in the foreground: the next step overwrites its files.
         """
+        group = self._group  # made by all ranks at once, before any thread needs it
         self._staged.hold = background
         try:
             with native_stdout_closed():
@@ -56,7 +62,7 @@ class ZeroSaver:
 
         def write() -> None:
             try:
-                self._write_together(files, folder, rank)
+                self._write_together(files, folder, rank, group)
             except BaseException as error:
                 writing.set_exception(error)
             else:
@@ -68,7 +74,9 @@ class ZeroSaver:
             write()
         return _Save(writing)
 
-    def _write_together(self, files: list[_File], folder: Path, rank: int) -> None:
+    def _write_together(
+        self, files: list[_File], folder: Path, rank: int, group: dist.ProcessGroup | None
+    ) -> None:
         """Write this rank's files; return when all ranks have, and fail if one could not."""
         failure: Exception | None = None
         try:
@@ -79,9 +87,9 @@ class ZeroSaver:
                     _sync(path)
         except Exception as error:
             failure = error
-        if self._group is not None:
+        if group is not None:
             failed = torch.tensor(float(failure is not None))
-            dist.all_reduce(failed, group=self._group)
+            dist.all_reduce(failed, group=group)
             if failed and failure is None:
                 raise OSError(f"{int(failed)} of {dist.get_world_size()} ranks could not write their files")
         if failure is not None:

@@ -78,7 +78,8 @@ def _own_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     if nvme.in_use(config):
         settings["aio"] = dict(nvme.AIO_DEFAULTS)
     if config.precision in ("bf16", "fp16"):
-        settings[config.precision] = {"enabled": True}
+        search = config.fp16.model_dump() if config.precision == "fp16" else {}
+        settings[config.precision] = {"enabled": True, **search}
         # Gradients are summed over ranks, and over micro-batches where each rank keeps its share, in fp32.
         settings["communication_data_type"] = "fp32"
         if zero["stage"] > 1:

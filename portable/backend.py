@@ -20,7 +20,7 @@ import torch
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -106,7 +106,11 @@ class Engine(Protocol):
         """
 
     def health(self) -> Health:
-        """Read the device's counter of masked updates. Waits for the device: call it when logging."""
+        """Read the device's counter of masked updates. Waits for the device: call it when logging.
+
+        Raises:
+            RunError: where an engine knows better what went wrong than that something was not finite.
+        """
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Summed token loss of this rank's micro-batch, an fp32 scalar on the device, not yet read."""
@@ -154,6 +158,36 @@ class Backend(Protocol):
 
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         """Shard a model from the meta device and give it an optimizer; the weights are still unset."""
+
+    def fits(
+        self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
+    ) -> bool | None:
+        """Whether ``steps``, given an engine like :meth:`prepare`'s, fit the memory of the device.
+
+        That engine talks to no other rank, so that one which runs out of memory leaves none waiting, and is
+        gone afterwards. What it computes means nothing; what it allocates is what the run will. To be called
+        before :meth:`start`, or after :meth:`leave`.
+
+        Args:
+            build: the model on the meta device.
+            config: of the run.
+            steps: takes training steps with this backend and the engine.
+
+        Returns:
+            None, without having tried, where running out of memory cannot be caught.
+        """
+
+    def ran_out_of_memory(self, error: BaseException) -> bool:
+        """Whether ``error`` says that the device has no more memory."""
+
+    def leave(self) -> None:
+        """Have no part in the process group any more, yet keep other ranks from noticing: they would fail."""
+
+    def record_memory(self) -> None:
+        """Keep a history of allocations on the device from now on, for :meth:`dump_memory`."""
+
+    def dump_memory(self, path: Path) -> None:
+        """Write the history of allocations, and what is allocated now, as the device's own tools read it."""
 
     def seed(self, value: int) -> None:
         """Seed the randomness (dropout) of this rank's device, without waiting for it."""

@@ -21,6 +21,7 @@ from portable.checkpointing import CheckpointFolder, TrainerState, write_durably
 from portable.config import difference, dump_yaml, load_config
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data, inspect_data
 from portable.errors import UserError, one_line
+from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_of_all
 from portable.lock import locked
 from portable.loop import Cadence, Progress, evaluate, train
 from portable.metrics import check_trackers, human_bytes, table
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.yaml"
 PROMPT_TOKENS = 32
+_DECIDE_ON_MEMORY = ("backend", "strategy", "precision", "compile", "model", "memory", "fsdp", "deepspeed")
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
 
@@ -68,22 +70,37 @@ def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False, pro
     folder = Path(config.output_dir)
     check_same_run(folder, config)
     check_trackers(config.log.trackers)
-    backend.start()
+    prepared = Prepared(config, backend)
     try:
-        prepared = Prepared(config, backend)
+        backend.start()
+        if config.log.memory_snapshot:
+            backend.record_memory()
+        prepared.settle_batches()
         if eval_only:
             return prepared.evaluate_only(folder)
-        new = not folder.exists()
-        with locked(folder) if backend.rank == 0 else nullcontext():
-            backend.barrier()
-            try:
-                return prepared.train(folder, profile=profile)
-            except UserError:
-                if new and backend.rank == 0 and not (folder / CONFIG_FILE).exists():
-                    shutil.rmtree(folder, ignore_errors=True)  # refused: leave things as they were
-                raise
+        return _train_locked(prepared, folder, profile=profile)
+    except Exception as error:
+        if not backend.ran_out_of_memory(error):
+            raise
+        prepared.dump_memory(folder)
+        backend.leave()
     finally:
         backend.stop()
+    # Only out here has the engine gone, which the error's traceback holds on to.
+    raise prepared.out_of_memory(folder)
+
+
+def _train_locked(prepared: Prepared, folder: Path, *, profile: bool) -> int:
+    backend = prepared.backend
+    new = not folder.exists()
+    with locked(folder) if backend.rank == 0 else nullcontext():
+        backend.barrier()
+        try:
+            return prepared.train(folder, profile=profile)
+        except UserError:
+            if new and backend.rank == 0 and not (folder / CONFIG_FILE).exists():
+                shutil.rmtree(folder, ignore_errors=True)  # refused: leave things as they were
+            raise
 
 
 class Prepared:
@@ -110,16 +127,111 @@ class Prepared:
         self.parameters = parameter_count(self.model)
         self.flops_per_token = flops_per_token(self.model, self.model_config, config.data.seq_len)
         models.check_vocabulary(self.model, self.data.vocab_size)
-        self.plan = plan_batches(
-            config,
+        self.progress: Progress | None = None  # once the engine stands
+        self.snapshot: Path | None = None
+        self.searched = config.train.micro_batch_size == "auto"
+        if self.searched:
+            self._take_micro_batch(self._micro_batch_of_run_begun() or self._largest_micro_batch())
+        self.plan = self._plan()
+        self.steps = total_steps(config, len(self.data.train))
+        self.until = min(self.steps, config.train.stop_after or self.steps)
+        self.schedule = build_schedule(config.train, self.steps)
+
+    # -- batches -----------------------------------------------------------------------------------------
+
+    def _plan(self) -> BatchPlan:
+        backend = self.backend
+        return plan_batches(
+            self.config,
             world_size=backend.world_size,
             rank=backend.rank,
             devices_per_rank=backend.devices_per_rank,
             one_program=backend.one_program,
         )
-        self.steps = total_steps(config, len(self.data.train))
-        self.until = min(self.steps, config.train.stop_after or self.steps)
-        self.schedule = build_schedule(config.train, self.steps)
+
+    def _take_micro_batch(self, size: int) -> None:
+        self.config = self.config.replaced({"train.micro_batch_size": size})
+
+    def _micro_batch_of_run_begun(self) -> int | None:
+        """What ``auto`` came to when the run was here before, as far as memory goes."""
+        folder = Path(self.config.output_dir)
+        earlier = _earlier_config(folder)
+        latest = CheckpointFolder(folder / "checkpoints", keep=None).latest()
+        if earlier is None or latest is None:
+            return None
+        same = all(getattr(earlier, name) == getattr(self.config, name) for name in _DECIDE_ON_MEMORY)
+        same = same and TrainerState.read(latest).world_size == self.backend.world_size
+        size = earlier.train.micro_batch_size
+        return size if same and size != "auto" and size in self._micro_batches() else None
+
+    def _micro_batches(self) -> list[int]:
+        """The micro-batch sizes that the global batch allows, ascending."""
+        devices = self.backend.world_size * self.backend.devices_per_rank
+        return divisors(self.config.train.global_batch_size // devices)
+
+    def _largest_micro_batch(self, *, below: int | None = None) -> int:
+        """Find what fits this rank's device.
+
+        Raises:
+            UserError: if not one sequence does.
+        """
+        config, backend = self.config, self.backend
+        self.config = config.replaced({"train.micro_batch_size": 1})
+        plan = self._plan()  # refuses a global batch that cannot be divided
+        fitting = Fitting(
+            backend,
+            config,
+            plan,
+            lambda: models.build_model(self.model_config, config.model),
+            self.data.train,
+        )
+        sizes = [size for size in self._micro_batches() if below is None or size < below]
+        # With nothing below, a guess is as good as can be; in answer to memory that has run out, it is not.
+        largest = fitting.largest(sizes, guess=FIRST_GUESS if below is None else 0) if sizes else None
+        self.config = config
+        if largest is None:
+            more = ", ".join(remedies(config, backend.world_size)) or "more devices"
+            raise UserError(
+                "train.micro_batch_size: not even one sequence at a time fits the memory of the device; use "
+                f"{more}"
+            )
+        return largest
+
+    def settle_batches(self) -> None:
+        """Agree with the other ranks on a micro-batch size that was searched for."""
+        if not self.searched:
+            return
+        ours = self.plan.micro_batch_size
+        self._take_micro_batch(smallest_of_all(self._micro_batches(), ours, self.backend))
+        self.plan = self._plan()
+
+    # -- out of memory -----------------------------------------------------------------------------------
+
+    def dump_memory(self, folder: Path) -> None:
+        """Write ``log.memory_snapshot`` of this rank, if it is wanted."""
+        if self.config.log.memory_snapshot:
+            self.snapshot = folder / "memory" / f"rank{self.backend.rank}.pickle"
+            self.snapshot.parent.mkdir(parents=True, exist_ok=True)
+            self.backend.dump_memory(self.snapshot)
+
+    def out_of_memory(self, folder: Path) -> UserError:
+        """What to tell a person about it, with what would fit."""
+        config = self.config
+        present = self.plan.micro_batch_size // self.backend.devices_per_rank
+        del self.model  # the backend has put what ran out of memory into it
+        gc.collect()
+        try:
+            fitting = f"{self._largest_micro_batch(below=present)} fits; set it to that, or"
+        except Exception:  # whatever state the device is in: the settings to change can be told anyway
+            fitting = "no smaller number was found to fit;"
+        when = "at the start" if self.progress is None else f"in step {self.progress.step + 1}"
+        more = ", ".join(remedies(config, self.backend.world_size)) or "more devices"
+        told = f"train.micro_batch_size: out of memory {when} with {present} sequences at a time; {fitting}"
+        told += f" use {more}"
+        latest = CheckpointFolder(folder / "checkpoints", keep=None).latest()
+        told += f"; last good checkpoint: {latest}" if latest is not None else ""
+        told += f"; memory snapshot: {self.snapshot}" if self.snapshot is not None else ""
+        return UserError(told)
 
     # -- training ----------------------------------------------------------------------------------------
 
@@ -129,6 +241,7 @@ class Prepared:
         check_same_run(folder, config)  # again, now that no other run can write there
         source = resume_source(config, checkpoints)
         engine, progress = self.engine(source)
+        self.progress = progress
         if backend.rank == 0:
             checkpoints.remove_partial()
             write_durably(folder / CONFIG_FILE, dump_yaml(config))
@@ -379,7 +492,7 @@ class Prepared:
             (
                 "batch",
                 f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens a step; on each rank "
-                f"{plan.accumulation_steps} x {plan.micro_batch_size}",
+                f"{plan.accumulation_steps} x {plan.micro_batch_size}" + (" (auto)" if self.searched else ""),
             ),
         ]
         hints = shape_hints(
@@ -443,6 +556,8 @@ def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> Run
 def _plan_for(config: RunConfig, backend: Backend, ranks: int) -> BatchPlan:
     """The plan of the first of ``ranks`` ranks that this process will start, or of those that it joined."""
     world_size = max(ranks, backend.world_size)
+    if config.train.micro_batch_size == "auto":  # to be found once the ranks run; one sequence always divides
+        config = config.replaced({"train.micro_batch_size": 1})
     return plan_batches(config, world_size=world_size, rank=0, devices_per_rank=backend.devices_per_rank)
 
 
@@ -578,7 +693,11 @@ def _plan_rows(
         (
             "batch",
             f"{plan.global_batch_size} sequences a step = {plan.world_size} ranks x "
-            f"{plan.accumulation_steps} accumulation steps x {plan.micro_batch_size}",
+            + (
+                f"{plan.sequences_per_rank}, as many at a time as fit"
+                if config.train.micro_batch_size == "auto"
+                else f"{plan.accumulation_steps} accumulation steps x {plan.micro_batch_size}"
+            ),
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
         ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),

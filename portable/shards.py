@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +35,10 @@ def zeros_beside(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype =
     if not isinstance(parameter, DTensor):
         return part
     stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    # Not DTensor.from_local, which would move what is in host memory to the devices of the mesh.
+    return DTensor(part, spec, requires_grad=False)
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:

@@ -23,7 +23,7 @@ from tpu.quirks import let_models_be_traced, use_fixed_shapes
 from tpu.runtime import torch_xla, xla, xr
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
@@ -115,6 +115,23 @@ class XlaBackend:
     def _warn(self, line: str) -> None:
         if self.rank == 0:
             print(f"warning: {line}", file=sys.stderr)
+
+    def fits(
+        self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
+    ) -> bool | None:
+        return None
+
+    def ran_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+    def leave(self) -> None:
+        """Nothing: what fits cannot be tried here, so that nothing starts after it."""
+
+    def record_memory(self) -> None:
+        """Nothing: :meth:`check` has refused it."""
+
+    def dump_memory(self, path: Path) -> None:
+        """Nothing: :meth:`check` has refused it."""
 
     def seed(self, value: int) -> None:
         xla._xla_set_rng_seed(value, str(self.device))

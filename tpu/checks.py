@@ -40,6 +40,10 @@ def unusable(config: RunConfig) -> Iterator[tuple[bool, str]]:
         config.train.micro_batch_size == "auto",
         "train.micro_batch_size: auto would compile a graph for each size it tries on xla; give a number",
     )
+    yield (
+        config.log.memory_snapshot,
+        "log.memory_snapshot: torch records what happens to a GPU's memory only; set it to false",
+    )
     for name in ("offload_optimizer", "offload_params"):
         value = getattr(config.memory, name)
         yield value != "none", f"memory.{name}: xla keeps everything on its devices; set it to none"

@@ -234,8 +234,12 @@ class _Reader:
         for name, item in (value or {}).items():
             inner = (*path, name)
             if name == "dynamo_backend":
-                compiled = self._choose(inner, item, {"NO": False, False: False, "INDUCTOR": True})
-                self._put(inner, "compile", compiled)
+                off = str(item).upper() in ("NO", "FALSE")
+                self._put(inner, "compile", not off)
+                if not off:
+                    self._put(inner, "compile_backend", str(item).lower())
+            elif name == "dynamo_mode":
+                self._put(inner, "compile_mode", item or "default")
             elif _truth(item) not in ("default", False, None):
                 raise self._refuse(
                     inner, f"{shown(item)} has no counterpart: layers are compiled as they are; remove it"

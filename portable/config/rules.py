@@ -179,9 +179,17 @@ def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
 
 def _machine(config: RunConfig) -> Iterator[ConflictError]:
     backend, precision, strategy = config.backend, config.precision, config.strategy
-    if precision == "fp16" and backend == "cpu":
+    if precision == "fp16" and backend == "cpu" and strategy in ZERO:
         yield ConflictError(
-            ("precision", "backend"), "precision fp16 does not train on backend cpu; use fp32 or bf16"
+            ("precision", "backend"),
+            f"precision fp16 does not train on backend cpu under strategy {strategy}, which is DeepSpeed's; "
+            "use fp32 or bf16",
+        )
+    if config.compile_mode != "default" and config.compile_backend != "inductor":
+        yield ConflictError(
+            ("compile_mode", "compile_backend"),
+            f"compile_mode {config.compile_mode} is inductor's, not compile_backend "
+            f"{config.compile_backend}'s; remove one of the two",
         )
     if precision == "tf32" and backend not in ("cuda", "auto"):
         yield ConflictError(

@@ -16,6 +16,7 @@ from portable.config.sections import (
     CheckpointConfig,
     DataConfig,
     DeepSpeedConfig,
+    Fp16Config,
     FsdpConfig,
     LogConfig,
     MemoryConfig,
@@ -39,6 +40,7 @@ Strategy = Literal[
     "zero2",
     "zero3",
 ]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 
 
@@ -74,19 +76,31 @@ class RunConfig(Section):
         default="auto",
         description="Type that layers compute in; master weights and moments are fp32 always. auto: bf16 "
         "where the device computes in it natively, else fp32. tf32: fp32 with faster, shorter products on "
-        "NVIDIA GPUs. fp16: with loss scaling, for GPUs without bf16.",
+        "NVIDIA GPUs. fp16: with loss scaling (section fp16), for GPUs without bf16.",
         json_schema_extra=IDENTITY,
     )
     compile: Flag = Field(
         default=False,
-        description="Compile the model with torch.compile: a slow first step, faster ones after it. XLA "
-        "always compiles, whatever this says.",
+        description="Compile each layer of the model with torch.compile: a slow first step, faster ones "
+        "after it. XLA always compiles, whatever this says.",
+    )
+    compile_backend: str = Field(
+        default="inductor",
+        min_length=1,
+        description="What torch.compile compiles with: inductor, or another backend that torch knows "
+        "(aot_eager and eager compile nothing, for finding out what goes wrong).",
+    )
+    compile_mode: CompileMode = Field(
+        default="default",
+        description="How much inductor tries: reduce-overhead captures CUDA graphs, max-autotune looks for "
+        "the fastest kernels and captures graphs, too. Capturing needs no_shard, or one rank.",
     )
     model: ModelConfig = Field(default_factory=ModelConfig, description=str(ModelConfig.__doc__))
     data: DataConfig = Field(default_factory=DataConfig, description=str(DataConfig.__doc__))
     train: TrainConfig = Field(default_factory=TrainConfig, description=str(TrainConfig.__doc__))
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description=str(MemoryConfig.__doc__))
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description=str(FsdpConfig.__doc__))
+    fp16: Fp16Config = Field(default_factory=Fp16Config, description=str(Fp16Config.__doc__))
     deepspeed: DeepSpeedConfig = Field(
         default_factory=DeepSpeedConfig, description=str(DeepSpeedConfig.__doc__)
     )

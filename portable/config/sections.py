@@ -208,7 +208,9 @@ class TrainConfig(Section):
         default=4,
         description="Sequences that one device holds at a time; gradients accumulate up to the global batch. "
         "Lower it when memory runs out, which changes speed and nothing else. auto: the largest that fits, "
-        "found once and kept for the run. Left out, it is lowered to a divisor of the global batch.",
+        "found by trying a few and kept while the run goes on under the same settings; on a CPU without a "
+        "memory limit (ulimit -v) up to 4; not on XLA. Left out, it is lowered to a divisor of the global "
+        "batch.",
     )
     optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
         default="adamw",
@@ -304,8 +306,8 @@ class MemoryConfig(Section):
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
         default="none",
-        description="Keep optimizer state in host memory (cpu) or on a local disk (nvme). For models whose "
-        "state does not fit the devices; the step gets slower.",
+        description="Keep optimizer state in host memory (cpu) or on a local disk (nvme), where it is also "
+        "updated. For models whose state does not fit the devices; the step gets slower.",
     )
     offload_params: Literal["none", "cpu", "nvme"] = Field(
         default="none",
@@ -358,6 +360,31 @@ class FsdpConfig(Section):
             "(backward_pre, most overlap; the default), or after them (backward_post and no_prefetch, which "
             "FSDP2 does not tell apart: less memory).",
         )
+    )
+
+
+class Fp16Config(Section):
+    """How precision fp16 searches for its loss scale, under the names of DeepSpeed's fp16 section."""
+
+    initial_scale_power: int = Field(
+        default=16,
+        ge=0,
+        le=32,
+        description="The search begins at 2 to this power. Lower it to save the updates that are left out "
+        "at the start.",
+    )
+    loss_scale_window: int = Field(
+        default=1000, ge=1, description="Updates without an overflow after which the scale is doubled."
+    )
+    hysteresis: int = Field(
+        default=2,
+        ge=1,
+        description="Overflows, since it was doubled last, of which the last halves the scale. 1: each.",
+    )
+    min_loss_scale: float = Field(
+        default=1.0,
+        gt=0,
+        description="Lowest scale. Gradients that overflow even there end the run.",
     )
 
 
@@ -472,6 +499,11 @@ class LogConfig(Section):
         default=10,
         ge=1,
         description="Steps between lines in metrics.jsonl and on the console. Each one waits for the device.",
+    )
+    memory_snapshot: Flag = Field(
+        default=False,
+        description="Record where GPU memory is allocated, and write it to <output_dir>/memory/ when memory "
+        "runs out, for https://pytorch.org/memory_viz. Costs a few percent of speed. GPUs only.",
     )
     trackers: Annotated[tuple[Tracker, ...], OneOrMany, Field(strict=False)] = Field(
         default=("tensorboard",),

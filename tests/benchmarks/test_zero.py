@@ -11,7 +11,6 @@ pytest.importorskip("deepspeed")
 
 from benchmarks import zero
 from benchmarks.train_overhead import Result, table
-from tests.gpu.zero_support import renumber
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -20,7 +19,6 @@ OPTIONS = zero.Options(steps=2, warmup=1, rounds=2, backend="cpu", small=True, c
 
 
 def measured(options: zero.Options, strategy: str) -> list[Result]:
-    renumber()
     return zero.measure(options, strategy)
 
 

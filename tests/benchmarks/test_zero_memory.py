@@ -10,7 +10,6 @@ pytest.importorskip("deepspeed")
 
 from benchmarks import zero_memory
 from benchmarks.zero_memory import BEGIN, END, Case, Usage
-from tests.gpu.zero_support import renumber
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def measured(case: Case) -> tuple[Usage, int]:
-    renumber()
     return zero_memory.measure(case, 64, 1)
 
 

@@ -8,6 +8,7 @@ the base install is needed.
 from __future__ import annotations
 
 import importlib.util
+import pickle
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from portable.backend import backend_room
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.metrics import read_metrics
+from portable.report import Reporter
 from portable.run import Prepared, resolve, train_leg
 from tests.parity import take_steps
 from tests.runs import TINY_MODEL, configured
@@ -96,9 +98,33 @@ def test_strategies(
     assert run(device, strategy=strategy) == pytest.approx(truth, rel=CLOSE[device])
 
 
-def test_offloading(device: str, run: Run, truth: list[float]) -> None:
-    settings = {"memory__offload_params": "cpu", "memory__offload_optimizer": "cpu"}
+@pytest.mark.parametrize("parts", [("params", "optimizer"), ("optimizer",)], ids=["all", "optimizer"])
+def test_offloading(parts: tuple[str, ...], device: str, run: Run, truth: list[float]) -> None:
+    settings = {f"memory__offload_{part}": "cpu" for part in parts}
     assert run(device, **settings) == pytest.approx(truth, rel=CLOSE[device])
+
+
+def test_micro_batches_that_fit(device: str, run: Run, truth: list[float]) -> None:
+    assert run(device, train__micro_batch_size="auto") == pytest.approx(truth, rel=CLOSE[device])
+
+
+def test_a_memory_snapshot(cuda: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That memory runs out is injected in the second step; what is written is torch's own."""
+    taken = 0
+
+    def fail(*_: Any, **__: Any) -> None:
+        nonlocal taken
+        taken += 1
+        if taken > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Reporter, "on_step", fail)
+    config = configured(tmp_path, corpus, backend=cuda, log__memory_snapshot=True, train__micro_batch_size=3)
+    with pytest.raises(UserError, match=r"out of memory in step 3 .* memory snapshot"):
+        train_leg(cuda, config)
+    snapshot = pickle.loads((tmp_path / "memory" / "rank0.pickle").read_bytes())  # noqa: S301
+    assert snapshot["segments"]
+    assert any(snapshot["device_traces"])
 
 
 @pytest.mark.parametrize(

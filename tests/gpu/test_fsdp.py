@@ -50,6 +50,30 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "offload on one rank": (1, {"memory__offload_params": "cpu"}),
+    "offload the optimizer alone": (2, {"memory__offload_optimizer": "cpu"}),
+    "offload the optimizer alone, hybrid": (
+        4,
+        {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2, "memory__offload_optimizer": "cpu"},
+    ),
+    "offload the optimizer alone, one rank": (1, {"memory__offload_optimizer": "cpu"}),
+    **{
+        f"{kind} recomputation, {strategy}, {world_size} ranks": (
+            world_size,
+            {
+                "memory__activation_checkpointing": kind,
+                "strategy": strategy,
+                **({"fsdp__shard_group_size": 2} if strategy.startswith("hybrid") else {}),
+            },
+        )
+        for world_size, kind, strategy in (
+            (2, "full", "no_shard"),
+            (4, "selective", "no_shard"),
+            (4, "full", "full_shard"),
+            (2, "selective", "shard_grad_op"),
+            (4, "full", "hybrid_shard"),
+            (4, "selective", "hybrid_shard_zero2"),
+        )
+    },
     "no wrap": (2, {"fsdp__auto_wrap_policy": "no_wrap"}),
     "by size": (2, {"fsdp__auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp__min_num_params": 4000}),
     "by class": (2, {"fsdp__transformer_layer_cls_to_wrap": ["LlamaMLP", "LlamaDecoderLayer"]}),
@@ -140,6 +164,8 @@ def test_checkpoints_move_between_strategies(tmp_path: Path, corpus: Path, ranks
         (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
         (2, {"memory__offload_params": "cpu"}),
         (1, {"memory__offload_params": "cpu"}),
+        (2, {"memory__offload_optimizer": "cpu"}),
+        (1, {"memory__offload_optimizer": "cpu"}),
         (4, {"strategy": "hybrid_shard_zero2"}),
         (1, {"strategy": "no_shard"}),
     ]
@@ -165,7 +191,10 @@ def test_checkpoints_move_between_strategies(tmp_path: Path, corpus: Path, ranks
         ),
         ({"strategy": "no_shard", "fsdp__forward_prefetch": True}, "fsdp.forward_prefetch: nothing is"),
         ({"strategy": "no_shard", "memory__offload_params": "cpu"}, "memory.offload_params: under no_shard"),
-        ({"memory__offload_optimizer": "cpu"}, "set memory.offload_params to cpu as well"),
+        (
+            {"strategy": "no_shard", "memory__offload_optimizer": "cpu"},
+            "memory.offload_optimizer: under no_shard",
+        ),
         (
             {"memory__offload_params": "nvme", "memory__nvme_path": "/nvme"},
             "memory.offload_params: nvme is DeepSpeed's",

@@ -88,6 +88,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
         (4, {"strategy": "shard_grad_op"}),
         (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
         (2, {"memory__offload_params": "cpu"}),
+        (2, {"memory__offload_optimizer": "cpu"}),
     ],
 )
 def test_adafactor_on_shards(

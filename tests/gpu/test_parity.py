@@ -162,8 +162,16 @@ def test_activation_checkpointing_does_not_change_the_loss(
     assert_close(ranks.run(2, our_losses, config), truth[True], 1e-5)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@pytest.mark.parametrize(
+    ("strategy", "momentum"),
+    [
+        ("no_shard", 0.9),
+        ("full_shard", 0.0),
+        ("full_shard", 0.9),
+        ("shard_grad_op", 0.9),
+        ("hybrid_shard_zero2", 0.9),
+    ],
+)
 def test_sgd_on_shards_equals_torchs(
     strategy: str, momentum: float, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:

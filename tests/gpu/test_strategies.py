@@ -6,9 +6,13 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+from gpu.backend import TorchBackend
 from portable.cli import main
-from tests.runs import flags, tiny
+from portable.errors import UserError
+from portable.run import Prepared
+from tests.runs import configured, flags, tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,3 +46,38 @@ def test_the_flag_of_the_deepspeed_launcher_is_let_pass(
     assert "--local_rank" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert main(arguments) == 0
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("tf32", "high"), ("fp32", "highest")])
+def test_the_precision_of_fp32_products_is_set_and_put_back(
+    precision: str, expected: str, tmp_path: Path, corpus: Path
+) -> None:
+    """The flag alone: what it changes is on NVIDIA GPUs, and a CPU's check, left out here, refuses tf32."""
+    config = configured(tmp_path, corpus, backend="auto", precision=precision)
+    backend = TorchBackend("cpu")
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        Prepared(config, backend).engine(None)
+        assert torch.get_float32_matmul_precision() == expected
+        backend.stop()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(usual)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_that_is_asked_for(attention: str, tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path, corpus, model__attention=attention)
+    assert Prepared(config, TorchBackend("cpu")).model.config._attn_implementation == attention
+
+
+def test_flash_attention_that_is_not_installed(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    config = configured(
+        tmp_path, corpus, backend="auto", precision="bf16", model__attention="flash_attention_2"
+    )
+    with pytest.raises(UserError, match=r"model\.attention: .*flash-attn, which is not installed.*use sdpa"):
+        TorchBackend("cpu").check(config)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.gpu.test_parity import Losses, assert_close, our_losses
-from tests.gpu.zero_support import renumber
 from tests.runs import TINY_MODEL, configured
 
 pytest.importorskip("deepspeed")
@@ -23,7 +22,6 @@ MODELS = {"tied": TINY_MODEL, "untied": {**TINY_MODEL, "tie_word_embeddings": Fa
 
 
 def zero_losses(config: RunConfig) -> Losses:
-    renumber()
     return our_losses(config)
 
 

@@ -11,7 +11,6 @@ from safetensors.numpy import load_file
 from converters.cli import main as convert
 from portable.metrics import read_metrics
 from portable.run import train_leg
-from tests.gpu.zero_support import renumber
 from tests.runs import configured
 
 pytest.importorskip("deepspeed")
@@ -25,7 +24,6 @@ STAGES = ["zero1", "zero2", "zero3"]
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    renumber()
     return train_leg("cpu", configured(folder, corpus, train__micro_batch_size=1, **settings))
 
 
@@ -106,7 +104,6 @@ def evaluation(folder: Path, corpus: Path, settings: dict[str, Any]) -> float:
     import contextlib
     import io
 
-    renumber()
     printed = io.StringIO()
     config = configured(folder, corpus, train__micro_batch_size=1, **settings)
     with contextlib.redirect_stdout(printed):

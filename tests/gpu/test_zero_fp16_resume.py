@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from tests.gpu.zero_support import renumber
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
 
     import_deepspeed("cpu")
     get_accelerator().is_fp16_supported = lambda: True
-    renumber()
     backend = backend_room("cpu").create("cpu")
     config = resolve(config, backend)
     config.__dict__["precision"] = "fp16"

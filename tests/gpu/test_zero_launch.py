@@ -19,7 +19,6 @@ pytest.importorskip("deepspeed")
 
 from portable.launch import joined
 from portable.run import train_leg
-from tests.gpu.zero_support import renumber
 from tests.portable.test_launch import ranks_of, start, steps_logged, wait_for
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny
@@ -80,7 +79,6 @@ def in_a_notebook(folder: Path, corpus: Path) -> tuple[str, list[str]]:
     shown = io.StringIO()  # which no file descriptor stands behind
 
     async def cell(name: str, strategy: str) -> int:
-        renumber()
         settings = {"train__steps": 2, "train__micro_batch_size": 1, "strategy": strategy}
         return train_leg("cpu", configured(folder / name, corpus, **settings))
 

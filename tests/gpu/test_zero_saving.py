@@ -12,7 +12,6 @@ pytest.importorskip("deepspeed")
 from gpu import zero_saving
 from portable.errors import RunError
 from tests.gpu.test_zero_checkpoints import leg
-from tests.gpu.zero_support import renumber
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ def stepping(config: RunConfig) -> Iterator[Any]:
     from portable.loop import train_step
     from portable.run import Prepared, resolve
 
-    renumber()
     backend = backend_room("cpu").create("cpu")
     config = resolve(config, backend)
     backend.start()

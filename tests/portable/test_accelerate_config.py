@@ -166,6 +166,12 @@ def test_each_key_of_fsdp(lines: str, key: str, value: Any, tmp_path: Path) -> N
         ("mixed_precision: 'no'", "precision", "fp32"),
         ("use_cpu: true", "backend", "cpu"),
         ("dynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: default}", "compile", True),
+        ("dynamo_config: {dynamo_backend: AOT_EAGER}", "compile_backend", "aot_eager"),
+        (
+            "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: max-autotune}",
+            "compile_mode",
+            "max-autotune",
+        ),
     ],
 )
 def test_each_key_at_the_top(text: str, key: str, value: Any, tmp_path: Path) -> None:
@@ -183,8 +189,8 @@ def test_each_key_at_the_top(text: str, key: str, value: Any, tmp_path: Path) ->
         ("mixed_precison: bf16", ["mixed_precison", "did you mean mixed_precision?"]),
         ("compute_environment: AMAZON_SAGEMAKER", ["compute_environment", "LOCAL_MACHINE"]),
         ("tpu_env: [A=1]", ["tpu_env", "docs/tpu.md"]),
-        ("dynamo_config: {dynamo_backend: EAGER}", ["dynamo_backend", "INDUCTOR"]),
-        ("dynamo_config: {dynamo_mode: max-autotune}", ["dynamo_mode", "max-autotune"]),
+        ("dynamo_config: {dynamo_mode: fastest}", ["dynamo_mode", "max-autotune"]),
+        ("dynamo_config: {dynamo_use_dynamic: true}", ["dynamo_use_dynamic", "true"]),
         ("distributed_type: FSDP\nfsdp_config: 3", ["fsdp_config", "mapping"]),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 6}", ["fsdp_sharding_strategy", "6"]),
         ("distributed_type: FSDP\nfsdp_config:\n  fsdp_use_orig_params: false", [":3: fsdp_use_orig_params"]),

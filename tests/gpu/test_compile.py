@@ -1,0 +1,189 @@
+"""torch.compile per layer: the same losses, and no more compilations than there are kinds of layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from gpu.compiling import compile_layers
+from portable.backend import backend_room
+from portable.config import load_config
+from portable.errors import UserError
+from portable.loop import evaluate, train_step
+from portable.run import Prepared, resolve
+from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+
+EAGER: dict[str, Any] = {"compile": True, "compile_backend": "eager"}
+RECOMPUTE = ["none", "full", "selective"]
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
+    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus))
+
+
+def graphs() -> int:
+    """Graphs that dynamo has compiled in this process since it was reset."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def compilations(config: RunConfig) -> list[int]:
+    """Graphs compiled so far: after each of three steps, an evaluation, another step and evaluation."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    backend = backend_room("cpu").create("cpu")
+    config = resolve(config, backend)
+    backend.start()
+    try:
+        run = Prepared(config, backend)
+        engine, _ = run.engine(None)
+        batches = iter(run.train_loader(0))
+
+        def step() -> int:
+            train_step(
+                backend,
+                engine,
+                batches,
+                plan=run.plan,
+                first_sample=0,
+                learning_rate=1e-3,
+                max_grad_norm=1.0,
+            )
+            return graphs()
+
+        def evaluation() -> int:
+            evaluate(backend, engine, run.eval_batches())
+            return graphs()
+
+        counted = [step(), step(), step(), evaluation(), step(), evaluation()]
+        batches.close()
+        return counted
+    finally:
+        backend.stop()
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compilations_do_not_grow_with_the_layers(
+    world_size: int, recompute: str, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings: dict[str, Any] = {
+        **EAGER,
+        "memory__activation_checkpointing": recompute,
+        "train__micro_batch_size": 1,
+    }
+    few, many = (
+        ranks.run(
+            world_size,
+            compilations,
+            configured(
+                tmp_path, corpus, model__config={**TINY_MODEL, "num_hidden_layers": layers}, **settings
+            ),
+        )
+        for layers in (2, 5)
+    )
+    assert few == many
+    assert few[0] >= 1
+    assert few[0] == few[1] == few[2]  # the first step compiles what training needs
+    assert few[3] == few[4] == few[5]  # and the first evaluation the rest
+
+
+class Numbered(nn.Module):
+    """A layer that computes with its own number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_idx = number
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden) * (self.layer_idx + 1.5)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    saved = torch._dynamo.config.get_config_copy()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.config.load_config(saved)
+
+
+def test_a_layers_number_is_no_reason_to_compile(fresh: None) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(Numbered(number) for number in range(12))
+    compile_layers(model, load_config(None, EAGER))
+    compiled = plain = torch.randn(2, 4)
+    for layer in model.layers:
+        compiled, plain = layer(compiled), layer.forward(plain)
+    torch.testing.assert_close(compiled, plain)
+    assert graphs() <= 3
+
+
+def test_layers_that_do_differ_are_all_compiled(fresh: None) -> None:
+    """By default the ninth of a kind would run uncompiled."""
+    config = GPT2Config(
+        vocab_size=32,
+        n_embd=8,
+        n_head=2,
+        n_layer=10,
+        scale_attn_by_inverse_layer_idx=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    compile_layers(model, load_config(None, EAGER))
+    model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    assert graphs() == 10
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_compiled_layers_do_not_change_the_loss(
+    strategy: str, recompute: str, truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings: dict[str, Any] = {
+        "compile": True,
+        "compile_backend": "aot_eager",
+        "strategy": strategy,
+        "memory__activation_checkpointing": recompute,
+        "train__micro_batch_size": 1,
+    }
+    assert_close(ranks.run(2, our_losses, configured(tmp_path, corpus, **settings)), truth, 1e-5)
+
+
+@pytest.mark.slow
+def test_inductor_does_not_change_the_loss(
+    truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    assert_close(ranks.run(1, our_losses, configured(tmp_path, corpus, compile=True)), truth, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compile_backend": "inductr"}, "compile_backend: torch has no inductr; use one of "),
+        (
+            {"compile_mode": "reduce-overhead", "strategy": "zero2"},
+            "compile_mode: reduce-overhead captures CUDA graphs",
+        ),
+    ],
+)
+def test_refused(settings: dict[str, Any], message: str, tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path, corpus, compile=True, **settings)
+    with pytest.raises(UserError) as refused:
+        backend_room("cpu").create("cpu").check(config)
+    assert message in str(refused.value)

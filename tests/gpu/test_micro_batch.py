@@ -1,0 +1,255 @@
+"""``train.micro_batch_size: auto``, and memory that runs out: on ranks whose memory really is limited."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from gpu import rehearsal
+from gpu.backend import TorchBackend
+from portable.backend import backend_room
+from portable.cli import main
+from portable.config import load_config
+from portable.errors import UserError
+from portable.fitting import FIRST_GUESS, divisors, largest_fitting
+from portable.run import train_leg
+from tests.gpu.test_fsdp import losses
+from tests.ranks import RankPool
+from tests.runs import TINY_MODEL, configured, flags, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("share", [1, 2, 7, 8, 12, 60, 64, 1024, 5040])
+def test_the_largest_is_found_with_few_tries(share: int) -> None:
+    sizes = divisors(share)
+    assert sizes == [n for n in range(1, share + 1) if share % n == 0]
+    for most in (0, *sizes):
+        tried: list[int] = []
+
+        def fits(size: int, most: int = most, tried: list[int] = tried) -> bool:
+            tried.append(size)
+            return size <= most
+
+        assert largest_fitting(sizes, fits) == (most or None)
+        assert len(tried) == len(set(tried)) <= 2 * math.log2(len(sizes) + 1) + 1
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Ranks that give memory back once they have no use for it, so that a limit means what it says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB // 4))
+        pool = RankPool()
+        pool.run(1, os.getpid)
+    yield pool
+    pool.close()
+
+
+# The logits, 0.4 MB a sequence and several times over, are what takes the memory.
+LARGE: dict[str, Any] = {
+    "model__config": {**TINY_MODEL, "max_position_embeddings": 256},
+    "data__seq_len": 256,
+    "data__eval_fraction": 0,
+    "train__global_batch_size": 64,
+    "train__steps": 2,
+    "train__warmup_steps": 0,
+}
+
+
+@contextmanager
+def memory_limit(more: int) -> Iterator[None]:
+    """Grant this process ``more`` bytes beyond what it has, and nothing after that."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    has = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (has + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, hard))
+
+
+def limited_leg(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: list[int]) -> int:
+    """A leg of a run on ranks that have so many MiB each while they try what fits."""
+    room = mebibytes[int(os.environ["RANK"])] * MIB
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal, "can_tell", lambda _: True)
+        patch.setattr(rehearsal, "_room_on_host", lambda: memory_limit(room))
+        return free_leg(folder, corpus, settings)
+
+
+def free_leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    return train_leg("cpu", configured(folder, corpus, **{**LARGE, **settings}))
+
+
+def micro_batch(folder: Path) -> int:
+    size = load_config(folder / "config.yaml").train.micro_batch_size
+    assert size != "auto"
+    return size
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, {}),
+        (2, {"strategy": "no_shard"}),
+        (2, {"strategy": "full_shard"}),
+        pytest.param(4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "zero2"}, marks=pytest.mark.slow),
+        (2, {"strategy": "zero3"}),
+    ],
+)
+def test_auto_is_the_run_with_the_number_that_it_finds(
+    world_size: int, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    room = [500] * (world_size - 1) + [90 // world_size + 10]  # the last rank has the least
+    if settings.get("strategy", "").startswith("zero"):
+        pytest.importorskip("deepspeed")
+        room = [5000, 5000]  # DeepSpeed lays its buckets out before it knows the model
+        # It is not its code that is to have no room.
+        warm = settings | {"train__micro_batch_size": 1, "train__stop_after": 1}
+        assert ranks.run(world_size, free_leg, tmp_path / "warm", corpus, warm) == 0
+    auto, named = tmp_path / "auto", tmp_path / "named"
+    wanted = settings | {"train__micro_batch_size": "auto"}
+    assert ranks.run(world_size, limited_leg, auto, corpus, wanted, room) == 0
+    found = micro_batch(auto)
+    assert 1 < found <= 64 // world_size // (2 if room[-1] < 500 else 1)
+    assert ranks.run(world_size, free_leg, named, corpus, settings | {"train__micro_batch_size": found}) == 0
+    assert losses(auto) == losses(named)
+    assert weights(auto) == weights(named)
+
+
+def test_a_leg_goes_on_with_what_was_found(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    auto = {"train__micro_batch_size": "auto"}
+    assert ranks.run(1, limited_leg, tmp_path, corpus, auto | {"train__stop_after": 1}, [60]) == 0
+    found = micro_batch(tmp_path)
+    assert ranks.run(1, limited_leg, tmp_path, corpus, auto, [500]) == 0
+    assert micro_batch(tmp_path) == found
+
+
+def test_without_a_limit_a_cpu_takes_a_modest_size(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    settings = {"train__micro_batch_size": "auto", "train__global_batch_size": 6}
+    assert ranks.run(1, free_leg, tmp_path, corpus, settings) == 0
+    assert micro_batch(tmp_path) == 3 <= FIRST_GUESS
+
+
+def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: list[int], after: int) -> str:
+    """What a leg says whose device runs out of memory once it has taken ``after`` micro-batches.
+
+    The error is injected, as torch.cuda raises it: there is no GPU whose memory could run out. What fits is
+    then searched for under a real limit.
+    """
+    from gpu.engine import TorchEngine
+
+    taken = 0
+    accumulate = TorchEngine.accumulate
+    tries = rehearsal.fits
+
+    def out_of_memory(self: TorchEngine, batch: Any, valid: Any, *, last: bool) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken > after:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return accumulate(self, batch, valid, last=last)
+
+    def fits(*arguments: Any) -> bool:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(TorchEngine, "accumulate", accumulate)
+            return tries(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchEngine, "accumulate", out_of_memory)
+        patch.setattr(rehearsal, "fits", fits)
+        with pytest.raises(UserError) as refused:
+            limited_leg(folder, corpus, settings, mebibytes)
+    return str(refused.value)
+
+
+def test_out_of_memory_at_the_start_says_what_fits(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    settings = {"strategy": "no_shard", "train__micro_batch_size": 32}
+    told = ranks.run(2, refusal, tmp_path, corpus, settings, [60, 60], 0)
+    fitting = int(told.split(";")[1].split()[0])
+    assert 1 < fitting < 32
+    assert told.startswith("train.micro_batch_size: out of memory in step 1 with 32 sequences at a time; ")
+    assert "set it to that, or use memory.activation_checkpointing full, strategy full_shard" in told
+
+
+def test_out_of_memory_later_names_the_last_checkpoint(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    settings = {
+        "train__micro_batch_size": 1,
+        "train__global_batch_size": 1,
+        "checkpoint__every_steps": 1,
+        "checkpoint__async": False,
+        "memory__activation_checkpointing": "full",
+    }
+    told = ranks.run(1, refusal, tmp_path, corpus, settings, [500], 1)
+    assert "out of memory in step 2 with 1 sequences at a time; no smaller number was found to fit; " in told
+    assert "activation_checkpointing" not in told
+    assert told.endswith("last good checkpoint: " + str(tmp_path / "checkpoints" / "step-000001"))
+
+
+def test_not_even_one_fits(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    told = ranks.run(1, refused_search, tmp_path, corpus, {"train__micro_batch_size": "auto"})
+    assert told.startswith("train.micro_batch_size: not even one sequence at a time fits")
+    assert "memory.activation_checkpointing full, memory.offload_optimizer cpu, " in told
+    assert "memory.offload_params cpu" in told
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def refused_search(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
+    """What is said where the memory is full already, which is injected: the process still has some to use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal, "fits", lambda *_: False)
+        with pytest.raises(UserError) as refused:
+            limited_leg(folder, corpus, settings, [1])
+    return str(refused.value)
+
+
+def test_a_snapshot_is_written_once_memory_has_run_out(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    told, recorded = ranks.run(1, snapshot_taken, tmp_path, corpus)
+    path = tmp_path / "memory" / "rank0.pickle"
+    assert recorded
+    assert path.read_text() == "as torch.cuda writes it"
+    assert f"memory snapshot: {path}" in told
+
+
+def snapshot_taken(folder: Path, corpus: Path) -> tuple[str, list[int]]:
+    """The recording is mocked: torch has none for a CPU's memory."""
+    recorded: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchBackend, "check", lambda *_: None)
+        patch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: recorded.append(1))
+        patch.setattr(
+            torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("as torch.cuda writes it")
+        )
+        told = refusal(folder, corpus, {"log__memory_snapshot": True}, [500], 0)
+    return told, recorded
+
+
+def test_a_snapshot_needs_a_gpu(tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path, corpus, log__memory_snapshot=True)
+    with pytest.raises(UserError, match=r"log\.memory_snapshot"):
+        backend_room("cpu").create("cpu").check(config)
+
+
+def test_a_dry_run_leaves_it_open(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = flags(tiny(tmp_path, corpus, train__micro_batch_size="auto"))
+    assert main([*arguments, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "1 ranks x 6, as many at a time as fit" in told
+    assert "micro_batch_size: auto" in told
