@@ -23,7 +23,6 @@ from portable.run import resolve, train_leg
 from tests.gpu.test_parity import assert_close
 from tests.gpu.test_zero import zero_losses
 from tests.gpu.test_zero_checkpoints import leg, losses
-from tests.gpu.zero_support import renumber
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -265,7 +264,6 @@ def test_deepspeeds_cpu_optimizer_resumes_and_moves(
 
 
 def forced_leg(folder: Path, corpus: Path, stage: int, stop: int | None) -> int:
-    renumber()
     return train_leg("cpu", forced(folder, corpus, stage, train__stop_after=stop))
 
 

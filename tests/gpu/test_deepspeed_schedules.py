@@ -15,7 +15,6 @@ from portable.config import load_config
 from portable.loop import train_step
 from portable.run import Prepared, resolve, train_leg
 from portable.schedule import build_schedule
-from tests.gpu.zero_support import renumber
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -111,7 +110,6 @@ def test_a_resolved_config_has_the_schedule_without_the_json() -> None:
 
 def rates_of_engine(config: RunConfig) -> list[tuple[float, tuple[float, float]]]:
     """What the optimizer inside the engine steps by."""
-    renumber()
     backend = backend_room("cpu").create("cpu")
     config = resolve(config, backend)
     backend.start()
@@ -156,7 +154,6 @@ def test_the_optimizer_goes_by_them(strategy: str, tmp_path: Path, corpus: Path,
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    renumber()
     return train_leg("cpu", configured(folder, corpus, train__micro_batch_size=1, **settings))
 
 
