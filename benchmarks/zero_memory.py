@@ -3,7 +3,7 @@
 ``python -m benchmarks.zero_memory --docs docs/zero.md`` trains a model of which the state is far larger than
 activations and buffers, on CPU ranks, each setting in fresh processes, and puts the table into the page. A
 rank's memory is what is resident and its own (not shared with files), beyond what it took after the same
-steps with a tiny model: so libraries do not count. On a GPU, what is not offloaded lies there instead.
+steps with a tiny model under zero3: so libraries do not count. On a GPU, what is not offloaded lies there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,9 +196,15 @@ def _rank(case: Case, hidden: int, layers: int, folder: str) -> int:
 
 def run_case(case: Case, hidden: int, layers: int) -> Usage:
     """Bytes a parameter, beyond what the same steps take with a tiny model; the largest among the ranks."""
-    little, few = _in_fresh_processes(case, 64, 1)
+    little, few = _tiny(case.ranks)
     much, many = _in_fresh_processes(case, hidden, layers)
     return Usage(*((getattr(much, name) - getattr(little, name)) / (many - few) for name in FIGURES))
+
+
+@cache
+def _tiny(ranks: int) -> tuple[Usage, int]:
+    """What the libraries take, which hardly depends on the strategy."""
+    return _in_fresh_processes(Case("zero3", True, ranks), 64, 1)
 
 
 def _in_fresh_processes(case: Case, hidden: int, layers: int) -> tuple[Usage, int]:
