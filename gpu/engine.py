@@ -199,6 +199,7 @@ class TorchEngine:
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
+        self._optimizer.state.clear()  # a damaged checkpoint may have been tried before this one
         for name, values in stored.optimizer.items():
             state = self._optimizer.initial_state(self._trained[name])
             for key, tensor in state.items():

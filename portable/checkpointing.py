@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portable.errors import RunError, UserError, one_line
+from portable.errors import DamagedError, RunError, UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,6 +27,7 @@ FORMAT_VERSION = 1
 STATE_FILE = "trainer_state.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PARTIAL_SUFFIX = ".partial"
+_DAMAGED_SUFFIX = ".damaged"
 _KINDS: dict[str, type] = {
     "step": int,
     "samples": int,
@@ -74,7 +75,8 @@ class TrainerState:
         """Read ``folder/trainer_state.json``.
 
         Raises:
-            UserError: if it is missing, damaged or of a newer format.
+            DamagedError: if it does not say what it must.
+            UserError: if it is missing, or of a newer format.
         """
         path = folder / STATE_FILE
         try:
@@ -90,7 +92,7 @@ class TrainerState:
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             reason = one_line(error)
             reason = f"{type(error).__name__}: {reason if len(reason) <= 200 else reason[:197] + '...'}"
-            raise UserError(f"{path}: damaged ({reason}); use an older checkpoint") from error
+            raise DamagedError(f"{path}: damaged ({reason}); use an older checkpoint") from error
 
     def _checked(self) -> TrainerState:
         for name, kind in _KINDS.items():
@@ -138,6 +140,15 @@ class CheckpointFolder:
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
         return next((folder for _, folder in reversed(self.complete())), None)
+
+    def set_aside(self, folder: Path) -> Path:
+        """Rename a damaged checkpoint, so that it no longer counts as one; returns its new path."""
+        aside = folder.with_name(f"{folder.name}{_DAMAGED_SUFFIX}")
+        if aside.exists():
+            shutil.rmtree(aside)
+        folder.rename(aside)
+        sync_folder(self.path)
+        return aside
 
     def remove_partial(self) -> None:
         """Delete what interrupted saves left behind. The caller holds the run's lock."""

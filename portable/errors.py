@@ -11,6 +11,10 @@ class UserError(Exception):
     """
 
 
+class DamagedError(UserError):
+    """A checkpoint that was whole once and no longer is; an older one may do."""
+
+
 def one_line(text: object) -> str:
     """Fold ``text`` into one line, so that an error stays exactly one line on stderr."""
     return " ".join(str(text).split())

@@ -20,7 +20,7 @@ from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import CheckpointFolder, TrainerState, write_durably
 from portable.config import difference, dump_yaml, load_config
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data, inspect_data
-from portable.errors import UserError, one_line
+from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_of_all
 from portable.lock import locked
 from portable.loop import Cadence, Progress, evaluate, train
@@ -109,6 +109,7 @@ class Prepared:
     def __init__(self, config: RunConfig, backend: Backend) -> None:
         self.config = config
         self.backend = backend
+        self.source: Path | None = None  # the checkpoint gone on from
         self.model_config = models.model_config(config.model)
         models.check_length(self.model_config, config.data.seq_len)
         self.data = build_data(
@@ -240,7 +241,7 @@ class Prepared:
         checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.checkpoint.keep, rank=backend.rank)
         check_same_run(folder, config)  # again, now that no other run can write there
         source = resume_source(config, checkpoints)
-        engine, progress = self.engine(source)
+        engine, progress = self.engine(source, checkpoints)
         self.progress = progress
         if backend.rank == 0:
             checkpoints.remove_partial()
@@ -249,7 +250,7 @@ class Prepared:
         reporter = self.reporter(
             folder, progress, checkpoints, lambda at: self.save(checkpoints, engine, at), profiler
         )
-        reporter.say(self.headline(progress, source))
+        reporter.say(self.headline(progress))
         batches = iter(self.train_loader(progress.samples))
         gc.collect()
         gc.freeze()  # the model and the libraries will not become garbage: no need to look at them again
@@ -314,21 +315,59 @@ class Prepared:
             profiler=profiler,
         )
 
-    def engine(self, source: Path | None) -> tuple[Engine, Progress]:
-        """The sharded model with its weights in place, and where the run stands."""
-        from converters import CheckpointError, open_checkpoint
+    def engine(
+        self, source: Path | None, checkpoints: CheckpointFolder | None = None
+    ) -> tuple[Engine, Progress]:
+        """The sharded model with its weights in place, and where the run stands.
 
-        config = self.config
+        Args:
+            source: the checkpoint to go on from; None to start.
+            checkpoints: the run's own, the older ones of which stand in where ``source``, one of them, is
+                found damaged.
+        """
         blueprint = models.Blueprint.of(self.model) if source is None else None
-        engine = self.backend.prepare(self.model, config)
+        engine = self.backend.prepare(self.model, self.config)
         if blueprint is not None:
             self.start_weights(engine, blueprint)
             return engine, Progress(0, 0)
         assert source is not None
+        own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
+        candidates = own[own.index(source) :] if source in own else [source]
+        damaged: list[tuple[Path, DamagedError | None]] = []
+        for candidate in candidates:
+            progress, error = None, None
+            try:
+                progress = self.restore(engine, candidate)
+            except DamagedError as found:
+                error = found
+            if not self.backend.any(error is not None):  # a rank sees only the damage in what it reads
+                assert progress is not None
+                self.source = candidate
+                if checkpoints is not None and self.backend.rank == 0:
+                    for folder, reason in damaged:
+                        aside = checkpoints.set_aside(folder)
+                        why = one_line(reason or "another rank could not read it")
+                        print(
+                            f"warning: {why}; set aside as {aside}, going on from {candidate}",
+                            file=sys.stderr,
+                        )
+                return engine, progress
+            damaged.append((candidate, error))
+        raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
+
+    def restore(self, engine: Engine, source: Path) -> Progress:
+        """Fill ``engine`` from a checkpoint of this run, and tell where that stood.
+
+        Raises:
+            DamagedError: if something in it is not as it was written.
+            UserError: if it belongs to another run.
+        """
+        from converters import CheckpointError, open_checkpoint
+
         try:
             checkpoint = open_checkpoint(source)
             state = TrainerState.read(checkpoint.root)
-            if changed := difference(state.run, config.fingerprint()):
+            if changed := difference(state.run, self.config.fingerprint()):
                 raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
             if state.data != self.data.fingerprint:
                 raise UserError(
@@ -337,8 +376,8 @@ class Prepared:
                 )
             engine.load(checkpoint)
         except CheckpointError as error:
-            raise UserError(f"checkpoint.resume: {error}") from error
-        return engine, Progress(state.step, state.samples)
+            raise DamagedError(f"checkpoint.resume: {error}") from error
+        return Progress(state.step, state.samples)
 
     def start_weights(self, engine: Engine, blueprint: models.Blueprint) -> None:
         config = self.config
@@ -471,15 +510,14 @@ class Prepared:
         if self.data.eval is None:
             raise UserError("--eval-only: data.eval_fraction is 0, so that there is nothing to evaluate on")
         checkpoints = CheckpointFolder(folder / "checkpoints", keep=None)
-        source = resume_source(self.config, checkpoints)
-        engine, progress = self.engine(source)
+        engine, progress = self.engine(resume_source(self.config, checkpoints))
         loss = evaluate(self.backend, engine, self.eval_batches())
         if self.backend.rank == 0:
             print(table([("step", str(progress.step)), ("evaluation loss", f"{loss:.6f}")]))
         return EXIT_DONE
 
-    def headline(self, progress: Progress, source: Path | None) -> str:
-        start = f"resuming at step {progress.step} from {source}" if source else "starting"
+    def headline(self, progress: Progress) -> str:
+        start = f"resuming at step {progress.step} from {self.source}" if self.source else "starting"
         backend, config, plan = self.backend, self.config, self.plan
         rows = [
             ("model", f"{self.architecture}, {self.parameters:,} parameters"),

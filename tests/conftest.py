@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
 # Before anything imports transformers or accelerate, which would otherwise start torch_xla.
 os.environ.setdefault("USE_TORCH_XLA", "0")
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.ranks import RankPool
 from tests.runs import write_corpus

@@ -13,6 +13,7 @@ import time
 import traceback
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,11 @@ def serve(connection: Connection) -> None:
     os.environ["USE_TORCH_XLA"] = "0"
     import torch
 
+    from portable import run
+
     torch.set_num_threads(1)
+    # Half of the time of a short run: looking for garbage among all that was imported, and a picture.
+    run.gc, run.plot_loss = Mock(), Mock(return_value=None)  # type: ignore[attr-defined]
     while True:
         try:
             task = connection.recv()

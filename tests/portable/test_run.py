@@ -375,6 +375,31 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path, corpus: Pat
         leg(tmp_path / "third", corpus, checkpoint__resume=str(finished), train__learning_rate=1e-3)
 
 
+@pytest.mark.parametrize("damage", ["a flipped bit", "trainer_state.json"])
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
+    damage: str, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 1}
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert ranks.run(2, leg_of, whole, corpus, settings) == 0
+    shorter = settings | {"checkpoint__every_steps": 2, "train__stop_after": 5}
+    assert ranks.run(2, leg_of, folder, corpus, shorter) == 0
+    newest = folder / "checkpoints" / "step-000005"
+    if damage == "a flipped bit":  # in what rank 1 wrote and will read; rank 0 sees nothing of it
+        shard = newest / "__1_0.distcp"
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 3] ^= 1
+        shard.write_bytes(bytes(content))
+    else:
+        (newest / "trainer_state.json").write_text("{")
+    assert ranks.run(2, leg_of, folder, corpus, settings) == 0
+    assert losses(folder) == losses(whole)
+    assert weights(folder) == weights(whole)
+    assert (folder / "checkpoints" / "step-000005.damaged").is_dir()
+    resumed = [row["step"] for row in read_metrics(folder) if "loss" in row]
+    assert resumed == [1, 2, 3, 4, 5, 6, 7, 8], "the steps after the damage are on record once"
+
+
 def test_resume_from_a_path(tmp_path: Path, corpus: Path, finished: Path) -> None:
     folder = tmp_path / "run"
     source = finished / "checkpoints" / "step-000004"
