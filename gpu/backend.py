@@ -195,6 +195,13 @@ class TorchBackend:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags.item())
 
+    def gather(self, text: str) -> list[str]:
+        if self.world_size == 1:
+            return [text]
+        texts: list[str] = [""] * self.world_size
+        dist.all_gather_object(texts, text)
+        return texts
+
     def barrier(self) -> None:
         self.any(False)  # a host-side collective; dist.barrier would wait for the GPU's queue as well
 

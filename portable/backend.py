@@ -210,6 +210,9 @@ class Backend(Protocol):
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank. Talks over the host, so the device is not waited for."""
 
+    def gather(self, text: str) -> list[str]:
+        """What every rank gave, by rank. Talks over the host."""
+
     def barrier(self) -> None:
         """Wait for all ranks."""
 

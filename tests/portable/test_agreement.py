@@ -1,0 +1,84 @@
+"""Ranks that were started differently end with the difference named, instead of waiting for each other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.errors import UserError
+from portable.run import train_leg
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+COMMON: dict[str, Any] = {"train__micro_batch_size": 1, "checkpoint__every_steps": 1}
+
+
+def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    return train_leg("cpu", configured(folder, corpus, **COMMON, **settings))
+
+
+def refusal(folder: Path, corpus: Path, differ: Callable[[Path, Path], dict[str, Any]]) -> str:
+    """How a run is refused whose other ranks are started with what ``differ`` returns."""
+    settings = differ(folder, corpus) if os.environ["RANK"] != "0" else {}
+    with pytest.raises(UserError) as refused:
+        leg(folder, corpus, settings)
+    said = str(refused.value)
+    if os.environ["RANK"] == "1":
+        (folder.parent / "rank 1 says").write_text(said)
+    return said
+
+
+def another_rate(_: Path, __: Path) -> dict[str, Any]:
+    return {"train__learning_rate": 1e-4}
+
+
+def another_strategy(_: Path, __: Path) -> dict[str, Any]:
+    return {"strategy": "no_shard"}
+
+
+def another_text(_: Path, corpus: Path) -> dict[str, Any]:
+    text = corpus.with_name("other") / corpus.name
+    text.parent.mkdir(exist_ok=True)
+    text.write_text(corpus.read_text().replace("learns", "forgets"))
+    return {"data__source": str(text)}
+
+
+def another_checkpoint(folder: Path, corpus: Path) -> dict[str, Any]:
+    """This host kept an older state of the run, as hosts without a common disk may."""
+    own = folder.with_name("of this host")
+    shutil.copytree(folder, own)
+    shutil.rmtree(max((own / "checkpoints").iterdir()))
+    return {"output_dir": str(own)}
+
+
+@pytest.mark.parametrize(
+    ("differ", "named"),
+    [
+        (another_rate, "train.learning_rate: 0.003 on rank 0, but 0.0001 on rank 1"),
+        (another_strategy, "strategy: 'full_shard' on rank 0, but 'no_shard' on rank 1"),
+        (another_text, "the text of data.source"),
+    ],
+)
+def test_ranks_that_differ_are_told_how(
+    differ: Callable[[Path, Path], dict[str, Any]], named: str, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    said = ranks.run(2, refusal, tmp_path / "run", corpus, differ)
+    assert named in said
+    assert (tmp_path / "rank 1 says").read_text() == said
+    assert not (tmp_path / "run").exists()
+
+
+def test_hosts_that_would_go_on_from_different_steps(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    assert ranks.run(2, leg, tmp_path / "run", corpus, {"train__stop_after": 2}) == 0
+    said = ranks.run(2, refusal, tmp_path / "run", corpus, another_checkpoint)
+    assert "the checkpoint to go on from: 'step-000002' on rank 0, but 'step-000001' on rank 1" in said
+    assert ranks.run(2, leg, tmp_path / "run", corpus, {"train__stop_after": 3}) == 0
