@@ -16,6 +16,7 @@ import torch
 
 from portable import model as models
 from portable.adopt import adopt_labels, adopt_special_tokens, positions
+from portable.agreement import agree, settings_and_versions
 from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import CheckpointFolder, TrainerState, write_durably
 from portable.config import difference, dump_yaml, load_config
@@ -73,6 +74,8 @@ def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False, pro
     prepared = Prepared(config, backend)
     try:
         backend.start()
+        agree(backend, settings_and_versions(config))
+        agree(backend, {"the text of data.source (its fingerprint)": prepared.data.fingerprint})
         if config.log.memory_snapshot:
             backend.record_memory()
         prepared.settle_batches()
@@ -241,6 +244,7 @@ class Prepared:
         checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.checkpoint.keep, rank=backend.rank)
         check_same_run(folder, config)  # again, now that no other run can write there
         source = resume_source(config, checkpoints)
+        agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
         engine, progress = self.engine(source, checkpoints)
         self.progress = progress
         if backend.rank == 0:
