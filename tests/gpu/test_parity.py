@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from tests.ranks import RankPool
 
-STEPS = 20
+STEPS = 30
 
 Losses = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
@@ -29,10 +29,15 @@ Truth = dict[bool, Losses]
 """The hand-written loop's losses, with packed samples and with padded ones."""
 
 
+def throughout(config: RunConfig) -> RunConfig:
+    """The run with a schedule as long as it is trained here; past its end the rate is 0, and all agree."""
+    return config.replaced({"train.steps": STEPS})
+
+
 def our_losses(config: RunConfig) -> Losses:
     """Loss and gradient norm of each step, from the parts that ``portable-train`` is made of."""
     backend = backend_room("cpu").create("cpu")
-    config = resolve(config, backend)
+    config = resolve(throughout(config), backend)
     backend.start()
     try:
         run = Prepared(config, backend)
@@ -59,7 +64,7 @@ def our_losses(config: RunConfig) -> Losses:
 def plain_losses(config: RunConfig) -> Losses:
     """The same run as a person would write it without this project: one process, the whole batch at once."""
     backend = backend_room("cpu").create("cpu")
-    run = Prepared(resolve(config, backend), backend)
+    run = Prepared(resolve(throughout(config), backend), backend)
     from transformers import AutoModelForCausalLM
 
     engine, _ = run.engine(None)  # only for its initial weights
