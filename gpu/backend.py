@@ -17,6 +17,7 @@ from gpu.sharding import shard_group_size, transport
 from gpu.strategies import CountingEngine, Machine, engine_room
 from portable.backend import Backend, Engine, require, unsupported
 from portable.host import host_memory as memory_of_this_process
+from portable.hosts import any_rank, gather_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -189,18 +190,10 @@ class TorchBackend:
         return numbers
 
     def any(self, flag: bool) -> bool:
-        if self.world_size == 1:
-            return flag
-        flags = torch.tensor(int(flag), dtype=torch.int32)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags.item())
+        return any_rank(flag)
 
     def gather(self, text: str) -> list[str]:
-        if self.world_size == 1:
-            return [text]
-        texts: list[str] = [""] * self.world_size
-        dist.all_gather_object(texts, text)
-        return texts
+        return gather_text(text)
 
     def barrier(self) -> None:
         self.any(False)  # a host-side collective; dist.barrier would wait for the GPU's queue as well

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from portable.backend import Backend, Engine, require, unsupported
 from portable.data import default_cache_dir
 from portable.host import host_memory
+from portable.hosts import any_rank, gather_text
 from tpu import devices, graphs, runtime
 from tpu.checks import unusable
 from tpu.engine import XlaEngine
@@ -155,18 +156,10 @@ class XlaBackend:
         return [float(value) for value in xla._xla_get_cpu_tensors(list(values))]
 
     def any(self, flag: bool) -> bool:
-        if self.world_size == 1:
-            return flag
-        flags = torch.tensor(int(flag), dtype=torch.int32)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags.item())
+        return any_rank(flag)
 
     def gather(self, text: str) -> list[str]:
-        if self.world_size == 1:
-            return [text]
-        texts: list[str] = [""] * self.world_size
-        dist.all_gather_object(texts, text)
-        return texts
+        return gather_text(text)
 
     def barrier(self) -> None:
         self.any(False)

@@ -14,7 +14,6 @@ import pytest
 
 from portable.metrics import read_metrics
 from portable.run import train_leg
-from tests.gpu.zero_support import renumber
 from tests.runs import configured
 
 pytest.importorskip("deepspeed")
@@ -47,7 +46,6 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    renumber()
     common = {
         "train__micro_batch_size": 1,
         "train__global_batch_size": 12,
