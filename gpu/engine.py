@@ -14,6 +14,7 @@ from converters import Tensor as StoredTensor
 from gpu.generation import continue_text
 from gpu.host_copies import HostCopies
 from gpu.loss_scale import DeviceScaler, LossScale
+from gpu.quirks import one_sequence_a_row
 from gpu.saving import Saver
 from gpu.sharding import shard
 from portable.backend import Batch, Health, unsupported
@@ -113,7 +114,7 @@ class TorchEngine:
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         with self._sharded.accumulating(last=last):
-            with self._sharded.autocast():
+            with self._sharded.autocast(), one_sequence_a_row():
                 loss = token_loss(self._sharded.forward, batch, self._head)
             loss = loss / valid.clamp(min=1)
             scaled = loss * self._sharded.loss_scale
@@ -173,7 +174,7 @@ class TorchEngine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
-        with self._sharded.autocast():
+        with self._sharded.autocast(), one_sequence_a_row():
             loss = token_loss(self._sharded.forward, batch, self._head)
         self.model.train()
         return loss

@@ -34,14 +34,17 @@ _KEPT_FOR_NCCL = 1 << 30
 _KEPT_ON_HOST = 1 << 26
 _HOST_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
-_HOST_IS_FULL = re.compile(r"can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc")
+# Beside torch's own class: of the host; of the driver, which gives kernels and pinned memory; of libraries.
+_MEMORY_IS_FULL = re.compile(
+    r"can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc|out of memory|_ALLOC_FAILED"
+)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that the device, or the host, has no more memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _HOST_IS_FULL.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _MEMORY_IS_FULL.search(str(error)) is not None
 
 
 def can_tell(device: torch.device) -> bool:

@@ -25,9 +25,9 @@ SMALLEST = 4096
 """Parameters with fewer elements keep 32-bit moments, as bitsandbytes and torchao do."""
 
 
-@cache
-def levels(signed: bool) -> Tensor:
-    """The 256 values that a code stands for, fp32, rising.
+@cache  # on each device: a copy from the host would wait for all that is queued there
+def levels(signed: bool, device: torch.device) -> Tensor:
+    """The 256 values that a code stands for, fp32, rising, on ``device``.
 
     Seven decades, each with twice as many levels as the one below: for what lies in [-1, 1] when ``signed``,
     else in [0, 1]. Zero and one are among them.
@@ -38,7 +38,7 @@ def levels(signed: bool) -> Tensor:
         width = 0.9 / count
         positive = [10.0 ** (decade - 6) * (0.1 + (i + 0.5) * width) for i in range(count)]
         values += positive + ([-value for value in positive] if signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
 def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]
     """
     blocks = values.reshape(values.shape[0], -1, block)
     scales = blocks.abs().amax(dim=-1)
-    table = levels(signed).to(values.device)
+    table = levels(signed, values.device)
     between = (table[1:] + table[:-1]) / 2
     shares = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
     codes = torch.bucketize(shares, between, out_int32=True).to(torch.uint8)
@@ -61,7 +61,7 @@ def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """What :func:`encode` made ``codes`` and ``scales`` of, to within half a level."""
-    values = levels(signed).to(codes.device)[codes.int()]
+    values = levels(signed, codes.device)[codes.int()]
     if values.numel():  # a rank may hold no row
         values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
     return values
@@ -131,8 +131,8 @@ class AdamW8bit(torch.optim.Optimizer):
         state["step"] += allowed
         step = state["step"].clamp(min=1)
         first, second = _moment(state, "exp_avg"), _moment(state, "exp_avg_sq")
-        first.lerp_(gradient, torch.as_tensor(1 - beta1, device=gradient.device) * allowed)
-        second.lerp_(gradient.square(), torch.as_tensor(1 - beta2, device=gradient.device) * allowed)
+        first.lerp_(gradient, (1 - beta1) * allowed)
+        second.lerp_(gradient.square(), (1 - beta2) * allowed)
         root = (second / _bias_correction(beta2, step)).sqrt_().add_(group["eps"])
         rate = group["lr"] / _bias_correction(beta1, step) * allowed
         parameter.mul_(1 - group["lr"] * group["weight_decay"] * allowed)

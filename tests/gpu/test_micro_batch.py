@@ -241,6 +241,28 @@ def snapshot_taken(folder: Path, corpus: Path) -> tuple[str, list[int]]:
     return told, recorded
 
 
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+            True,
+        ),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=lambda value: value if isinstance(value, bool) else f"{type(value).__name__}",
+)
+def test_what_it_looks_like_when_memory_is_full(error: Exception, full: bool) -> None:
+    """Kernels, pinned memory and libraries ask the driver, past torch's allocator and its own error."""
+    assert rehearsal.ran_out_of_memory(error) is full
+
+
 def test_a_snapshot_needs_a_gpu(tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path, corpus, log__memory_snapshot=True)
     with pytest.raises(UserError, match=r"log\.memory_snapshot"):

@@ -131,7 +131,7 @@ def test_adafactor_moves_between_xla_and_ranks(
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_hold_a_value_to_half_a_level(signed: bool) -> None:
-    table = levels(signed)
+    table = levels(signed, torch.device("cpu"))
     assert len(table.unique()) == 256
     assert {0.0, 1.0} <= set(table.tolist())
     values = torch.randn(64, 3, 40) * torch.logspace(-4, 4, 64)[:, None, None]

@@ -1,0 +1,119 @@
+"""Nothing in a training step reads a value: on a GPU the host would wait there for all that is queued.
+
+Seen on the CPU, by the operations that a step consists of. What a copy between host and device waits for,
+only a GPU can tell (tests/gpu/test_cuda.py).
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from portable.adafactor import Adafactor
+from portable.adamw_8bit import AdamW8bit
+from portable.backend import backend_room
+from portable.run import Prepared, resolve
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+aten = torch.ops.aten
+READS = {
+    aten._local_scalar_dense.default,  # item(), float(), bool(), tolist() of one
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+}
+
+
+class Waits(TorchDispatchMode):
+    """Notes where operations read values, or copy to a device from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [value for value in args if isinstance(value, torch.Tensor)]
+        outward = (
+            func is aten._to_copy.default
+            and inputs[0].device.type != torch.device(kwargs.get("device") or inputs[0].device).type
+        )
+        masks = func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func in READS or outward or masks:
+            self.found.append(f"{func}\n{''.join(traceback.format_stack(limit=12))}")
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"train__optimizer": "sgd"},
+        {"train__optimizer": "adafactor"},
+        {"train__optimizer": "adamw_8bit"},
+        {"memory__activation_checkpointing": "full"},
+        {"memory__activation_checkpointing": "selective"},
+        {"memory__loss_chunk_tokens": 7},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())) or "adamw",
+)
+def test_a_step_reads_nothing(settings: dict[str, Any], tmp_path: Path, corpus: Path) -> None:
+    backend = backend_room("cpu").create("cpu")
+    config = resolve(configured(tmp_path, corpus, train__micro_batch_size=1, **settings), backend)
+    backend.start()
+    try:
+        run = Prepared(config, backend)
+        engine, _ = run.engine(None)
+        batches = iter(run.train_loader(0))
+        valid = torch.tensor(100)
+        with Waits() as seen:
+            for _ in range(2):
+                for last in (False, True):
+                    loss = engine.accumulate(next(batches), valid, last=last)
+                engine.update(1e-3, 1.0, loss)
+        batches.close()
+    finally:
+        backend.stop()
+    assert not seen.found, seen.found[0]
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "adamw_8bit"])
+def test_optimizers_bring_nothing_from_the_host(kind: str) -> None:
+    """On the meta device, which like a GPU is not the host."""
+    parameter = nn.Parameter(torch.empty(128, 96, device="meta"))
+    groups: list[dict[str, Any]] = [{"params": [parameter]}]
+    optimizer: Adafactor | AdamW8bit = (
+        Adafactor(groups, lr=1e-3)
+        if kind == "adafactor"
+        else AdamW8bit(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, exact=())
+    )
+    optimizer.found_inf = torch.zeros((), device="meta")
+
+    def step() -> None:
+        parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+
+    step()  # what is made once may wait
+    with Waits() as seen:
+        step()
+    assert not seen.found, seen.found[0]
+
+
+def test_a_wait_is_seen() -> None:
+    with Waits() as seen:
+        bool(torch.ones(()) > 0)
+        _: Tensor = torch.ones(3)[torch.ones(3) > 0]
+        torch.zeros(2).to("meta")
+    assert len(seen.found) == 3
