@@ -10,6 +10,8 @@ from portable.backend import require
 from portable.model import transformer_layers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
     from portable.config import RunConfig
@@ -55,3 +57,37 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
     mode = None if config.compile_mode == "default" else config.compile_mode
     for _, layer in layers:
         layer.compile(backend=config.compile_backend, mode=mode)
+
+
+class CapturedMemory:
+    """What has to be said and done around CUDA graphs, whose outputs live in memory that they use again.
+
+    Every call of a compiled layer would count as a new pass, at which torch takes back the outputs of the one
+    before: among them, where layers are recomputed, the gradient that the backward pass stands at, and the
+    parameters' gradients while they are accumulated.
+
+    Args:
+        config: of the run; unless its layers are captured, this does nothing.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.captured = config.compile and config.compile_mode in CAPTURING
+        self._first = True
+
+    def begin_pass(self) -> None:
+        """Before each forward pass: all layers until the next are one pass, with their backward pass."""
+        if self.captured:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def keep_gradients(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
+        """After each backward pass: move what is to be added to out of the graphs' memory.
+
+        Args:
+            parameters: whose gradients were computed.
+            last: whether the optimizer takes them now, before the next pass.
+        """
+        if self.captured and self._first and not last:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+        self._first = last

@@ -11,6 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
+from gpu.compiling import CapturedMemory
 from gpu.generation import continue_text
 from gpu.host_copies import HostCopies
 from gpu.loss_scale import DeviceScaler, LossScale
@@ -104,6 +105,7 @@ class TorchEngine:
         self._parameters: list[nn.Parameter] = [
             original.get(p, p) for group in self._optimizer.param_groups for p in group["params"]
         ]
+        self._captured = CapturedMemory(config)
         self._saver = Saver()
         self._scaler = DeviceScaler(config.fp16, device) if config.precision == "fp16" else None
         self._scaling = LossScale(self._scaler)
@@ -113,12 +115,14 @@ class TorchEngine:
         self._first_bad = torch.full((), -1.0, device=device)
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
+        self._captured.begin_pass()
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast(), one_sequence_a_row():
                 loss = token_loss(self._sharded.forward, batch, self._head)
             loss = loss / valid.clamp(min=1)
             scaled = loss * self._sharded.loss_scale
             (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
+        self._captured.keep_gradients(self._parameters, last=last)
         return loss.detach()
 
     def update(
@@ -174,6 +178,7 @@ class TorchEngine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
+        self._captured.begin_pass()
         with self._sharded.autocast(), one_sequence_a_row():
             loss = token_loss(self._sharded.forward, batch, self._head)
         self.model.train()

@@ -165,6 +165,60 @@ def test_compiled_layers_do_not_change_the_loss(
     assert_close(ranks.run(2, our_losses, configured(tmp_path, corpus, **settings)), truth, 1e-5)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_captured_graphs_are_told_of_passes(
+    world_size: int, truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    """A CPU has no CUDA graphs: held is that torch is told of each pass, and gradients are moved."""
+    settings: dict[str, Any] = {
+        "compile": True,
+        "compile_mode": "reduce-overhead",
+        "strategy": "no_shard",
+        "train__micro_batch_size": 1,
+    }
+    found, passes, kept = ranks.run(world_size, captured, configured(tmp_path, corpus, **settings))
+    assert_close(found, truth, 1e-5)
+    assert passes == kept["passes"]
+    assert kept["fresh"] == 0
+
+
+def captured(config: RunConfig) -> tuple[Losses, int, dict[str, int]]:
+    """Losses; passes that torch was told of; micro-batches, and gradients left where a graph put them."""
+    from gpu import sharding
+    from gpu.engine import TorchEngine
+
+    told = 0
+    kept = {"passes": 0, "fresh": 0}
+    accumulate = TorchEngine.accumulate
+
+    def tell() -> None:
+        nonlocal told
+        told += 1
+
+    def watched(self: TorchEngine, batch: Any, valid: Any, *, last: bool) -> torch.Tensor:
+        first = all(p.grad is None for p in self.model.parameters())
+        came: dict[torch.Tensor, int] = {}
+
+        def note(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            came[parameter] = parameter.grad.data_ptr()
+
+        hooks = [p.register_post_accumulate_grad_hook(note) for p in self.model.parameters()]
+        loss = accumulate(self, batch, valid, last=last)
+        for hook in hooks:
+            hook.remove()
+        kept["passes"] += 1
+        if first and not last:
+            kept["fresh"] += sum(p.grad is None or p.grad.data_ptr() == at for p, at in came.items())
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "compile_layers", lambda *_: None)
+        patch.setattr(torch.compiler, "cudagraph_mark_step_begin", tell)
+        patch.setattr(TorchEngine, "accumulate", watched)
+        return our_losses(config), told, kept
+
+
 @pytest.mark.slow
 def test_inductor_does_not_change_the_loss(
     truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
