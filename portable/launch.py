@@ -13,12 +13,13 @@ import threading
 import time
 import traceback
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portable import watchdog
 from portable.errors import RunError, UserError, one_line
 from portable.oom import killed_since, oom_kills
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 USER_ERROR, RUN_ERROR = 2, 1
 STOP_REQUESTED = "stop-requested"
+_scratch: Path | None = None
+"""Where this process, a rank that :func:`launch` started, leaves word for the launcher."""
 POLL = 0.1  # seconds between two looks at the ranks
 
 
@@ -43,6 +46,8 @@ class RankFailure:
     exit_code: int
     message: str | None
     """One line for a person, where the rank could still write one."""
+    hang: bool = False
+    """Whether the message is of all ranks, on which nothing moved."""
 
 
 def launch(
@@ -92,6 +97,8 @@ def launch(
         running = agent.submit(elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid())
         with _signals_passed_on(Path(scratch)):
             try:
+                while not wait([running], timeout=1).done:
+                    _end_ranks_that_do_not_answer(Path(scratch))
                 codes = running.result()
             except ChildFailedError as error:
                 rank, failure = error.get_first_failure()
@@ -107,9 +114,9 @@ def launch(
 def _signals_passed_on(scratch: Path) -> Iterator[None]:
     def pass_on(*_: object) -> None:
         (scratch / STOP_REQUESTED).touch()  # for ranks that are still to come
-        for path in scratch.glob("rank*.pid"):
+        for pid in _processes(scratch).values():
             with suppress(ProcessLookupError):
-                os.kill(int(path.suffixes[0][1:]), signal.SIGTERM)
+                os.kill(pid, signal.SIGTERM)
 
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -123,6 +130,8 @@ def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch
     die_with_parent(launcher)
     # A terminal's Ctrl-C reaches every process; the launcher alone answers it, and tells the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    global _scratch
+    _scratch = Path(scratch)
     (Path(scratch) / f"rank{os.environ['RANK']}.{os.getpid()}.pid").touch()
     if (Path(scratch) / STOP_REQUESTED).exists():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -143,17 +152,45 @@ def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch
         os._exit(RUN_ERROR)
 
 
-def _report(scratch: Path, code: int, message: str) -> None:
+def report_hang(message: str) -> None:
+    """Leave word on where this rank stands, for the launcher, or for a person where another launcher is."""
+    if _scratch is None:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        _report(_scratch, RUN_ERROR, message, hang=True)
+
+
+def _report(scratch: Path, code: int, message: str, *, hang: bool = False) -> None:
     rank = int(os.environ["RANK"])
-    text = json.dumps({"rank": rank, "code": code, "message": message, "time": time.time()})
+    text = json.dumps({"rank": rank, "code": code, "message": message, "time": time.time(), "hang": hang})
     partial = scratch / f"rank{rank}.partial"
     partial.write_text(text, "utf-8")
     partial.rename(scratch / f"rank{rank}.json")
 
 
+def _end_ranks_that_do_not_answer(scratch: Path) -> None:
+    """Kill the ranks that left no word some time after another reported a hang: they may be stopped."""
+    reports = [json.loads(path.read_text("utf-8")) for path in scratch.glob("rank*.json")]
+    if any(report["hang"] and time.time() - report["time"] > 2 * watchdog.GRACE for report in reports):
+        for rank, pid in _processes(scratch).items():
+            if all(report["rank"] != rank for report in reports):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _processes(scratch: Path) -> dict[int, int]:
+    """The process of each rank, by rank."""
+    names = [path.name.split(".") for path in scratch.glob("rank*.pid")]
+    return {int(rank.removeprefix("rank")): int(pid) for rank, pid, _ in names}
+
+
 def _first_failure(scratch: Path, rank: int, exit_code: int) -> RankFailure:
     """Prefer what a rank wrote itself: once one has failed, others fail in its wake."""
     reports = [json.loads(path.read_text("utf-8")) for path in scratch.glob("rank*.json")]
+    if hung := sorted((report for report in reports if report["hang"]), key=lambda report: report["rank"]):
+        silent = sorted(_processes(scratch).keys() - {report["rank"] for report in hung})
+        told = [report["message"] for report in hung] + [f"rank {rank} did not answer" for rank in silent]
+        return RankFailure(hung[0]["rank"], RUN_ERROR, "; ".join(told), hang=True)
     # A rank that a signal killed writes nothing, and is the cause of what others then report.
     if exit_code < 0 or not reports:
         return RankFailure(rank, exit_code, None)
@@ -166,6 +203,8 @@ def _as_exception(failure: RankFailure, for_memory: bool | None, memory_advice: 
     if failure.message is not None:
         if failure.exit_code == USER_ERROR:
             return UserError(failure.message)
+        if failure.hang:
+            return RunError(failure.message)
         return RunError(f"rank {failure.rank} failed first: {failure.message}")
     if failure.exit_code >= 0:
         return RunError(f"rank {failure.rank} failed first: it ended with exit code {failure.exit_code}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable import launch
 from portable import model as models
 from portable.adopt import adopt_labels, adopt_special_tokens, positions
 from portable.agreement import agree, settings_and_versions
@@ -39,6 +40,7 @@ from portable.profiling import Profiler
 from portable.report import Reporter
 from portable.schedule import build_schedule
 from portable.shapes import shape_hints
+from portable.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -251,31 +253,41 @@ class Prepared:
             checkpoints.remove_partial()
             write_durably(folder / CONFIG_FILE, dump_yaml(config))
         profiler = Profiler(folder / "profile", backend.rank) if profile else None
-        reporter = self.reporter(
-            folder, progress, checkpoints, lambda at: self.save(checkpoints, engine, at), profiler
+        watchdog = Watchdog(
+            rank=backend.rank,
+            seconds=config.log.hang_timeout,
+            folder=folder / "hang",
+            report=launch.report_hang,
         )
+
+        def save(at: Progress) -> None:
+            with watchdog.paused():
+                self.save(checkpoints, engine, at)
+
+        reporter = self.reporter(folder, progress, checkpoints, save, profiler)
         reporter.say(self.headline(progress))
-        batches = iter(self.train_loader(progress.samples))
+        batches = watchdog.over(self.train_loader(progress.samples))
         gc.collect()
         gc.freeze()  # the model and the libraries will not become garbage: no need to look at them again
         try:
-            stopped = train(
-                backend,
-                engine,
-                batches,
-                self.eval_batches if self.data.eval is not None else None,
-                progress=progress,
-                cadence=Cadence(
-                    until=self.until,
-                    log_every=config.log.every_steps,
-                    eval_every=config.train.eval_every or 0,
-                    save_every=config.checkpoint.every_steps or 0,
-                ),
-                schedule=self.schedule,
-                plan=self.plan,
-                max_grad_norm=config.train.max_grad_norm or 0.0,
-                events=reporter,
-            )
+            with watchdog:
+                stopped = train(
+                    backend,
+                    engine,
+                    batches,
+                    (lambda: watchdog.over(self.eval_batches())) if self.data.eval is not None else None,
+                    progress=progress,
+                    cadence=Cadence(
+                        until=self.until,
+                        log_every=config.log.every_steps,
+                        eval_every=config.train.eval_every or 0,
+                        save_every=config.checkpoint.every_steps or 0,
+                    ),
+                    schedule=self.schedule,
+                    plan=self.plan,
+                    max_grad_norm=config.train.max_grad_norm or 0.0,
+                    events=reporter,
+                )
             checkpoints.finish()
             backend.barrier()  # no rank leaves, and may be the last to, before the folder has its name
             if stopped:

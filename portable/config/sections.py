@@ -500,6 +500,13 @@ class LogConfig(Section):
         ge=1,
         description="Steps between lines in metrics.jsonl and on the console. Each one waits for the device.",
     )
+    hang_timeout: float | None = Field(
+        default=480.0,
+        gt=0,
+        description="Seconds without a new batch after which a rank is given up: every rank writes where it "
+        "stands to <output_dir>/hang/ and ends. The first batch, for which programs are compiled, may take "
+        "four times as long; saves are not counted. Null: wait for ever.",
+    )
     memory_snapshot: Flag = Field(
         default=False,
         description="Record where GPU memory is allocated, and write it to <output_dir>/memory/ when memory "

@@ -225,3 +225,25 @@ def test_a_signal_before_the_ranks_are_up_is_not_lost(tmp_path: Path, corpus: Pa
 
 def test_the_ranks_exit_code_is_handed_on() -> None:
     assert launch(_rank_function, ("returns",), ranks=2) == 75
+
+
+def test_one_rank_that_stops_ends_all_and_it_is_said_which(tmp_path: Path, corpus: Path) -> None:
+    folder = tmp_path / "run"
+    settings = tiny(
+        folder,
+        corpus,
+        train__steps=100_000,
+        train__micro_batch_size=1,
+        log__hang_timeout=4,
+        checkpoint__every_steps=None,
+    )
+    run = start(tmp_path / "scratch", settings, "--nproc", "2")
+    wait_for(lambda: steps_logged(folder) > 3 or run.poll() is not None)
+    os.kill(ranks_of(tmp_path / "scratch")[1], signal.SIGSTOP)
+    _, errors = run.communicate(timeout=90)
+    assert run.returncode == 1
+    told = next(line for line in errors.splitlines() if line.startswith("error: "))
+    assert "nothing has moved for " in told
+    assert "rank 0 was in " in told
+    assert "rank 1 did not answer" in told
+    assert "train_step" in (folder / "hang" / "rank-0.txt").read_text()

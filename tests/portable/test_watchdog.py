@@ -1,0 +1,45 @@
+"""A rank on which nothing moves ends; what its launcher makes of it is in ``test_launch.py``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STANDS_STILL = """
+import sys, time
+from pathlib import Path
+from portable.watchdog import Watchdog
+
+def a_step_that_never_ends():
+    time.sleep(60)
+
+watchdog = Watchdog(rank=3, seconds=0.2, folder=Path(sys.argv[1]), report=print)
+with watchdog:
+    for batch in watchdog.over(range(8)):
+        time.sleep(0.3 if batch == 0 else 0)  # the first may take longer
+        if batch == 2:
+            with watchdog.paused():
+                time.sleep(0.5)
+        if batch == 5:
+            print("standing still", flush=True)
+            a_step_that_never_ends()
+"""
+
+
+def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STANDS_STILL, str(tmp_path / "hang")],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert ended.returncode == 1
+    first, line = ended.stdout.splitlines()
+    assert first == "standing still"
+    assert line.startswith("nothing has moved for 0 s; rank 3 was in a_step_that_never_ends (<string>:7)")
+    stacks = (tmp_path / "hang" / "rank-3.txt").read_text()
+    assert "line 7 in a_step_that_never_ends" in stacks
