@@ -50,7 +50,8 @@ def run(invocation: Invocation) -> int:
     """Launch local ranks, or be one of a launcher's."""
     from portable import launch
     from portable.backend import backend_room, resolve_backend
-    from portable.run import check_output_folder, describe_checkpoint, dry_run, train_leg
+    from portable.preview import describe_checkpoint, dry_run
+    from portable.run import check_output_folder, train_leg
 
     config = invocation.config
     if invocation.profile and invocation.eval_only:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import shutil
 import sys
 from contextlib import nullcontext
@@ -20,16 +19,15 @@ from portable.adopt import adopt_labels, adopt_special_tokens, positions
 from portable.agreement import agree, settings_and_versions
 from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import CheckpointFolder, TrainerState, write_durably
-from portable.config import difference, dump_yaml, load_config
-from portable.data import IGNORED, EvalLoader, TrainLoader, build_data, inspect_data
+from portable.config import difference, dump_yaml
+from portable.data import IGNORED, EvalLoader, TrainLoader, build_data
 from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_of_all
 from portable.lock import locked
 from portable.loop import Cadence, Progress, evaluate, train
-from portable.metrics import check_trackers, human_bytes, table
+from portable.metrics import check_trackers, table
 from portable.plan import (
     BatchPlan,
-    checkpoint_bytes,
     flops_per_token,
     parameter_count,
     plan_batches,
@@ -38,6 +36,7 @@ from portable.plan import (
 from portable.plot import plot_loss
 from portable.profiling import Profiler
 from portable.report import Reporter
+from portable.run_folder import CONFIG_FILE, check_same_run, checkpoint_of, earlier_config, resume_source
 from portable.schedule import build_schedule
 from portable.shapes import shape_hints
 from portable.watchdog import Watchdog
@@ -45,12 +44,11 @@ from portable.watchdog import Watchdog
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
     from portable.config import RunConfig
-    from portable.data import Batch, DataSizes
+    from portable.data import Batch
 
-CONFIG_FILE = "config.yaml"
 PROMPT_TOKENS = 32
 _DECIDE_ON_MEMORY = ("backend", "strategy", "precision", "compile", "model", "memory", "fsdp", "deepspeed")
 EXIT_DONE, EXIT_STOPPED = 0, 75
@@ -123,7 +121,7 @@ class Prepared:
             seed=config.seed,
             decoder_start_token_id=getattr(self.model_config, "decoder_start_token_id", None),
             progress=True,  # only the rank that builds the cache shows it
-            **_tokenizer_hints(config, self.model_config),
+            **tokenizer_hints(config, self.model_config),
         )
         adopt_labels(self.model_config, self.data.label_names)
         adopt_special_tokens(self.model_config, config.model, self.data.tokenizer)
@@ -161,7 +159,7 @@ class Prepared:
     def _micro_batch_of_run_begun(self) -> int | None:
         """What ``auto`` came to when the run was here before, as far as memory goes."""
         folder = Path(self.config.output_dir)
-        earlier = _earlier_config(folder)
+        earlier = earlier_config(folder)
         latest = CheckpointFolder(folder / "checkpoints", keep=None).latest()
         if earlier is None or latest is None:
             return None
@@ -540,7 +538,7 @@ class Prepared:
             ("data", self.data.description),
             (
                 "ranks",
-                f"{_ranks(backend.world_size, backend.devices_per_rank)} on {backend.device.type}, "
+                f"{ranks_in_words(backend.world_size, backend.devices_per_rank)} on {backend.device.type}, "
                 f"{config.strategy}, {config.precision}",
             ),
             (
@@ -558,7 +556,7 @@ class Prepared:
         return "\n".join([start, table(rows), *hints])
 
 
-def _tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
+def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
     """What ``data.tokenizer: null`` stands for: the pretrained model's, or one of the right size."""
     return {
         "model_tokenizer": config.model.name_or_path,
@@ -579,18 +577,13 @@ def _as_begun(config: RunConfig, backend_name: str) -> RunConfig:
     """A run that is under way keeps the precision that it began with, wherever it goes on."""
     known: dict[str, Any] = {"backend": backend_name}
     if config.precision == "auto":
-        earlier = _earlier_config(Path(config.output_dir))
+        earlier = earlier_config(Path(config.output_dir))
         start = Path(config.checkpoint.resume)
         if earlier is not None:
             known["precision"] = earlier.precision
         elif config.checkpoint.resume not in ("auto", "never") and start.exists():
-            known["precision"] = TrainerState.read(_checkpoint_of(start)).run["precision"]
+            known["precision"] = TrainerState.read(checkpoint_of(start)).run["precision"]
     return config.replaced(known)
-
-
-def _checkpoint_of(path: Path) -> Path:
-    """``path`` itself, or the newest checkpoint where it is a run's folder."""
-    return CheckpointFolder(path / "checkpoints", keep=None).latest() or path
 
 
 def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> RunConfig:
@@ -603,78 +596,16 @@ def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> Run
     backend.check(config)
     check_trackers(config.log.trackers)
     check_same_run(Path(config.output_dir), config)
-    _plan_for(config, backend, ranks)
+    plan_for(config, backend, ranks)
     return config
 
 
-def _plan_for(config: RunConfig, backend: Backend, ranks: int) -> BatchPlan:
+def plan_for(config: RunConfig, backend: Backend, ranks: int) -> BatchPlan:
     """The plan of the first of ``ranks`` ranks that this process will start, or of those that it joined."""
     world_size = max(ranks, backend.world_size)
     if config.train.micro_batch_size == "auto":  # to be found once the ranks run; one sequence always divides
         config = config.replaced({"train.micro_batch_size": 1})
     return plan_batches(config, world_size=world_size, rank=0, devices_per_rank=backend.devices_per_rank)
-
-
-def check_same_run(folder: Path, config: RunConfig) -> None:
-    """Raise UserError if ``folder`` holds a run that differs from ``config`` in what makes a run."""
-    if re.match(r"[a-z][a-z0-9+.-]*:/", folder.as_posix()):  # a path drops one of the slashes
-        raise UserError(
-            f"output_dir: {folder} is a URL, which this version cannot write to; mount the storage and give "
-            "the folder's path"
-        )
-    try:
-        occupied = folder.exists() and not folder.is_dir()
-    except (OSError, ValueError) as error:  # too long a name, a part of it that is a file, a NUL
-        raise UserError(f"output_dir: {one_line(error)}; choose another folder") from error
-    if occupied:
-        raise UserError(f"output_dir: {folder} is a file; choose another folder")
-    earlier = _earlier_config(folder)
-    if earlier is not None and (changed := difference(earlier, config)):
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        raise UserError(
-            f"output_dir: {folder} holds another run ({changed[0]}{more}); "
-            "choose another folder, or remove this one to start over"
-        )
-
-
-def _earlier_config(folder: Path) -> RunConfig | None:
-    path = folder / CONFIG_FILE
-    try:
-        begun = path.exists()
-    except (OSError, ValueError):  # a name that cannot be: refused as output_dir
-        return None
-    return load_config(path) if begun else None
-
-
-def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | None:
-    """The checkpoint to go on from, or None to start at step 0.
-
-    Raises:
-        UserError: if ``checkpoint.resume`` is ``never`` and there are checkpoints, or a path that cannot be
-            gone on from.
-    """
-    latest = checkpoints.latest()
-    resume = config.checkpoint.resume
-    if resume == "auto":
-        return latest
-    if resume == "never":
-        if latest is not None:
-            raise UserError(
-                f"checkpoint.resume: never, but {checkpoints.path} holds checkpoints; "
-                "set it to auto to go on, or choose another output_dir"
-            )
-        return None
-    path = Path(resume)
-    if not path.exists():
-        raise UserError(f"checkpoint.resume: {path} does not exist; give auto, never or a checkpoint's path")
-    if latest is None or path.resolve() == latest.resolve():
-        return path
-    if path.resolve().is_relative_to(checkpoints.path.resolve()):
-        raise UserError(
-            f"checkpoint.resume: {latest} is newer than {path} in the same run; "
-            "choose another output_dir to go on from the older one"
-        )
-    return latest  # the path is where the run began; it has come further since
 
 
 def export(checkpoint: Path, folder: Path) -> None:
@@ -687,74 +618,5 @@ def export(checkpoint: Path, folder: Path) -> None:
         raise UserError(f"checkpoint.export: {error}") from error
 
 
-def describe_checkpoint(path: Path) -> int:
-    """Print what a checkpoint of this program (or the newest of a run) holds."""
-    folder = _checkpoint_of(path)
-    state = TrainerState.read(folder)
-    rows = [
-        ("checkpoint", str(folder)),
-        ("step", f"{state.step} of {state.schedule['total_steps']}"),
-        ("samples", f"{state.samples:,}"),
-        ("written by", f"{state.world_size} ranks, {state.backend}, {state.strategy}"),
-        ("precision", str(state.run["precision"])),
-        ("seed", str(state.seed)),
-    ]
-    print(table(rows))
-    return EXIT_DONE
-
-
-def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
-    """Print the resolved config and what the run would do; write nothing."""
-    backend = backend_room(backend_name).create(backend_name)
-    config = resolve(config, backend, ranks)
-    folder = Path(config.output_dir)
-    check_same_run(folder, config)
-    model_config = models.model_config(config.model)
-    models.check_length(model_config, config.data.seq_len)
-    data = inspect_data(config.data, task=config.model.task, **_tokenizer_hints(config, model_config))
-    model = models.build_model(model_config, config.model)
-    if data.vocab_size is not None:
-        models.check_vocabulary(model, data.vocab_size)
-    plan = _plan_for(config, backend, ranks)
-    devices = _ranks(plan.world_size, backend.devices_per_rank)
-    rows = _plan_rows(config, model, data, plan, devices, CheckpointFolder(folder / "checkpoints", keep=None))
-    print(dump_yaml(config))
-    print("# What this run will do")
-    print(table(rows))
-    return EXIT_DONE
-
-
-def _ranks(world_size: int, devices_per_rank: int) -> str:
+def ranks_in_words(world_size: int, devices_per_rank: int) -> str:
     return str(world_size) if devices_per_rank == 1 else f"{world_size} x {devices_per_rank} devices"
-
-
-def _plan_rows(
-    config: RunConfig,
-    model: PreTrainedModel,
-    data: DataSizes,
-    plan: BatchPlan,
-    devices: str,
-    checkpoints: CheckpointFolder,
-) -> list[tuple[str, str]]:
-    steps = config.train.steps
-    if config.train.epochs is not None:
-        steps = None if data.train_samples is None else total_steps(config, data.train_samples)
-    source = resume_source(config, checkpoints)
-    return [
-        ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),
-        ("data", str(data)),
-        ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
-        (
-            "batch",
-            f"{plan.global_batch_size} sequences a step = {plan.world_size} ranks x "
-            + (
-                f"{plan.sequences_per_rank}, as many at a time as fit"
-                if config.train.micro_batch_size == "auto"
-                else f"{plan.accumulation_steps} accumulation steps x {plan.micro_batch_size}"
-            ),
-        ),
-        ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
-        ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),
-        ("start", f"resume from {source}" if source is not None else "step 0"),
-        ("a checkpoint", human_bytes(checkpoint_bytes(model, config.train.optimizer))),
-    ]

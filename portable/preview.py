@@ -1,0 +1,92 @@
+"""Answers that take no training: what a run would do, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portable import model as models
+from portable.backend import backend_room
+from portable.checkpointing import CheckpointFolder, TrainerState
+from portable.config import dump_yaml
+from portable.data import inspect_data
+from portable.metrics import human_bytes, table
+from portable.plan import checkpoint_bytes, parameter_count, total_steps
+from portable.run import plan_for, ranks_in_words, resolve, tokenizer_hints
+from portable.run_folder import check_same_run, checkpoint_of, resume_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from portable.config import RunConfig
+    from portable.data import DataSizes
+    from portable.plan import BatchPlan
+
+
+def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
+    """Print the resolved config and what the run would do; write nothing."""
+    backend = backend_room(backend_name).create(backend_name)
+    config = resolve(config, backend, ranks)
+    folder = Path(config.output_dir)
+    check_same_run(folder, config)
+    model_config = models.model_config(config.model)
+    models.check_length(model_config, config.data.seq_len)
+    data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
+    model = models.build_model(model_config, config.model)
+    if data.vocab_size is not None:
+        models.check_vocabulary(model, data.vocab_size)
+    plan = plan_for(config, backend, ranks)
+    devices = ranks_in_words(plan.world_size, backend.devices_per_rank)
+    rows = _plan_rows(config, model, data, plan, devices, CheckpointFolder(folder / "checkpoints", keep=None))
+    print(dump_yaml(config))
+    print("# What this run will do")
+    print(table(rows))
+    return 0
+
+
+def _plan_rows(
+    config: RunConfig,
+    model: PreTrainedModel,
+    data: DataSizes,
+    plan: BatchPlan,
+    devices: str,
+    checkpoints: CheckpointFolder,
+) -> list[tuple[str, str]]:
+    steps = config.train.steps
+    if config.train.epochs is not None:
+        steps = None if data.train_samples is None else total_steps(config, data.train_samples)
+    source = resume_source(config, checkpoints)
+    return [
+        ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),
+        ("data", str(data)),
+        ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
+        (
+            "batch",
+            f"{plan.global_batch_size} sequences a step = {plan.world_size} ranks x "
+            + (
+                f"{plan.sequences_per_rank}, as many at a time as fit"
+                if config.train.micro_batch_size == "auto"
+                else f"{plan.accumulation_steps} accumulation steps x {plan.micro_batch_size}"
+            ),
+        ),
+        ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
+        ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),
+        ("start", f"resume from {source}" if source is not None else "step 0"),
+        ("a checkpoint", human_bytes(checkpoint_bytes(model, config.train.optimizer))),
+    ]
+
+
+def describe_checkpoint(path: Path) -> int:
+    """Print what a checkpoint of this program (or the newest of a run) holds."""
+    folder = checkpoint_of(path)
+    state = TrainerState.read(folder)
+    rows = [
+        ("checkpoint", str(folder)),
+        ("step", f"{state.step} of {state.schedule['total_steps']}"),
+        ("samples", f"{state.samples:,}"),
+        ("written by", f"{state.world_size} ranks, {state.backend}, {state.strategy}"),
+        ("precision", str(state.run["precision"])),
+        ("seed", str(state.seed)),
+    ]
+    print(table(rows))
+    return 0

@@ -1,0 +1,83 @@
+"""What stands in a run's output folder already: whose it is, and where it goes on from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portable.checkpointing import CheckpointFolder
+from portable.config import difference, load_config
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+
+CONFIG_FILE = "config.yaml"
+
+
+def check_same_run(folder: Path, config: RunConfig) -> None:
+    """Raise UserError if ``folder`` holds a run that differs from ``config`` in what makes a run."""
+    if re.match(r"[a-z][a-z0-9+.-]*:/", folder.as_posix()):  # a path drops one of the slashes
+        raise UserError(
+            f"output_dir: {folder} is a URL, which this version cannot write to; mount the storage and give "
+            "the folder's path"
+        )
+    try:
+        occupied = folder.exists() and not folder.is_dir()
+    except (OSError, ValueError) as error:  # too long a name, a part of it that is a file, a NUL
+        raise UserError(f"output_dir: {one_line(error)}; choose another folder") from error
+    if occupied:
+        raise UserError(f"output_dir: {folder} is a file; choose another folder")
+    earlier = earlier_config(folder)
+    if earlier is not None and (changed := difference(earlier, config)):
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise UserError(
+            f"output_dir: {folder} holds another run ({changed[0]}{more}); "
+            "choose another folder, or remove this one to start over"
+        )
+
+
+def earlier_config(folder: Path) -> RunConfig | None:
+    path = folder / CONFIG_FILE
+    try:
+        begun = path.exists()
+    except (OSError, ValueError):  # a name that cannot be: refused as output_dir
+        return None
+    return load_config(path) if begun else None
+
+
+def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | None:
+    """The checkpoint to go on from, or None to start at step 0.
+
+    Raises:
+        UserError: if ``checkpoint.resume`` is ``never`` and there are checkpoints, or a path that cannot be
+            gone on from.
+    """
+    latest = checkpoints.latest()
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        return latest
+    if resume == "never":
+        if latest is not None:
+            raise UserError(
+                f"checkpoint.resume: never, but {checkpoints.path} holds checkpoints; "
+                "set it to auto to go on, or choose another output_dir"
+            )
+        return None
+    path = Path(resume)
+    if not path.exists():
+        raise UserError(f"checkpoint.resume: {path} does not exist; give auto, never or a checkpoint's path")
+    if latest is None or path.resolve() == latest.resolve():
+        return path
+    if path.resolve().is_relative_to(checkpoints.path.resolve()):
+        raise UserError(
+            f"checkpoint.resume: {latest} is newer than {path} in the same run; "
+            "choose another output_dir to go on from the older one"
+        )
+    return latest  # the path is where the run began; it has come further since
+
+
+def checkpoint_of(path: Path) -> Path:
+    """``path`` itself, or the newest checkpoint where it is a run's folder."""
+    return CheckpointFolder(path / "checkpoints", keep=None).latest() or path
