@@ -64,6 +64,7 @@ def test_without_the_launcher_nothing_is_read() -> None:
     [
         ("--mixed_precision bf16", "precision", "bf16"),
         ("--dynamo_backend inductor", "compile", True),
+        ("--dynamo_backend eager", "compile_backend", "eager"),
         ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", "strategy", "shard_grad_op"),
         ("--use_fsdp --fsdp_sharding_strategy 4", "strategy", "hybrid_shard"),
         ("--use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false", "strategy", "shard_grad_op"),
@@ -123,7 +124,10 @@ def test_deepspeed(
             launched("--enable_cpu_affinity"),
             "ACCELERATE_CPU_AFFINITY: 1 has no counterpart: ranks are not bound",
         ),
-        (launched("--dynamo_backend", "eager"), "ACCELERATE_DYNAMO_BACKEND: "),
+        (
+            launched("--dynamo_backend", "inductor", "--dynamo_use_dynamic"),
+            "ACCELERATE_DYNAMO_USE_DYNAMIC: ",
+        ),
         (launched("--use_fsdp", "--fsdp_use_orig_params", "false"), "FSDP_USE_ORIG_PARAMS: 'false' has no"),
         (
             launched("--use_fsdp", "--fsdp_activation_checkpointing_offload", "true"),

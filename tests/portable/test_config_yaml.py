@@ -111,7 +111,7 @@ def test_anchors_work(run_file: Path) -> None:
         ),
         ("lerning_rate: 1", "run.yaml:1: unknown key lerning_rate; did you mean train.learning_rate?"),
         ("trian:\n  steps: 1", "run.yaml:1: unknown key trian; did you mean train?"),
-        ("log: {qqqq: 1}", "run.yaml:1: unknown key log.qqqq; log takes every_steps, trackers, "),
+        ("log: {qqqq: 1}", "run.yaml:1: unknown key log.qqqq; log takes every_steps, hang_timeout, "),
         ("train:\n  steps: '8'", "run.yaml:2: train.steps must be integer >= 1 or null, got '8'"),
         (
             "data:\n  source: 12",
