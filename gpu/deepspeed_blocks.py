@@ -1,7 +1,8 @@
-"""The ``optimizer`` and ``scheduler`` blocks of a DeepSpeed JSON as settings of the run.
+"""The ``optimizer``, ``scheduler`` and ``activation_checkpointing`` blocks of a DeepSpeed JSON as settings of
+the run.
 
-What a block leaves out has the default that the installed DeepSpeed's class gives it; what it has as ``auto``
-is the run's.
+What one of the first two leaves out has the default that the installed DeepSpeed's class gives it;
+what it has as ``auto`` is the run's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from portable.errors import UserError
 from portable.schedule import SCHEDULES, own_params
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from gpu.deepspeed_json import Document
 
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 _OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
 # Ways to compute the same update.
 _EQUIVALENT = ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
+# Why DeepSpeed's others do not train under ZeRO here, where there is more to say than that.
+_REFUSED = {
+    "lamb": "cannot work with ZeRO: it scales each tensor's update by norms of the whole tensor, and ZeRO's "
+    "flat slices have no tensors. DeepSpeed has it on CUDA only, for fp16 with dynamic loss scaling, and not "
+    "among the optimizers that it supports with ZeRO",
+}
 # Settings of the run that a block's params stand for.
 _OPTIMIZER_KEYS = {
     "lr": "train.learning_rate",
@@ -106,7 +113,9 @@ def adopt_optimizer(document: Document, put: Put, put_default: Put) -> None:
     ours = _OPTIMIZERS.get(str(kind).lower())
     require(
         ours is not None,
-        f"{document.name}: optimizer.type {kind} is not part of this version; use AdamW, Adam or SGD",
+        f"{document.name}: optimizer.type {kind} "
+        + _REFUSED.get(str(kind).lower(), "is not part of this version")
+        + "; use AdamW, Adam or SGD",
     )
     put("train.optimizer", ours, "optimizer.type")
     params, defaults = _params(document, "optimizer"), optimizer_defaults(kind)
@@ -195,6 +204,37 @@ def adopt_scheduler(document: Document, put: Put, put_default: Put) -> None:
 
 def _moves_betas(document: Document) -> bool:
     return str(document.get("optimizer.type") or "AdamW").lower() != "sgd"
+
+
+# What asks for recomputation; the block's other keys only say how, if something is recomputed.
+_RECOMPUTE = ("cpu_checkpointing", "partition_activations", "contiguous_memory_optimization")
+# What DeepSpeed's own checkpointing would do besides, and why nothing comes of it here.
+_NO_EFFECT = {
+    "partition_activations": "it divides what is kept among model-parallel ranks, of which there is one",
+    "contiguous_memory_optimization": "it lays out what partition_activations has divided",
+    "number_checkpoints": "it sizes the buffer of contiguous_memory_optimization; each layer is a checkpoint",
+    "synchronize_checkpoint_boundary": "layers are recomputed without waiting for the device",
+    "profile": "portable-train --profile records what each layer takes",
+}
+
+
+def adopt_recompute(document: Document, put: Put) -> None:
+    """Hand ``put`` what the ``activation_checkpointing`` block asks for; one that is off asks for nothing."""
+    asking = _asking(document, _RECOMPUTE)
+    if asking:
+        put("memory.activation_checkpointing", "full", f"activation_checkpointing.{asking[0]}")
+
+
+def recompute_notices(document: Document) -> list[str]:
+    """What of the ``activation_checkpointing`` block has no effect, and why."""
+    return [
+        f"activation_checkpointing.{name} has no effect: {_NO_EFFECT[name]}"
+        for name in _asking(document, _NO_EFFECT)
+    ]
+
+
+def _asking(document: Document, names: Iterable[str]) -> list[str]:
+    return [name for name in names if document.get(f"activation_checkpointing.{name}")]
 
 
 def _put_all(

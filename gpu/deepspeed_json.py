@@ -8,13 +8,21 @@ DeepSpeed as it stands.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu.deepspeed_blocks import adopt_optimizer, adopt_scheduler, check_optimizer_type, rate_of
+from gpu.deepspeed_blocks import (
+    adopt_optimizer,
+    adopt_recompute,
+    adopt_scheduler,
+    check_optimizer_type,
+    rate_of,
+    recompute_notices,
+)
 from gpu.deepspeed_keys import check_keys
 from gpu.deepspeed_values import AUTO, check_values, shown
 from portable.backend import require
@@ -36,7 +44,8 @@ class Document:
     Attributes:
         values: the configuration.
         name: the file, or the setting that holds the mapping, as error lines name it.
-        notices: what was changed in it for the installed DeepSpeed, one line each.
+        notices: what was changed in it for the installed DeepSpeed, or means something else or nothing here,
+            one line each.
     """
 
     values: dict[str, Any]
@@ -66,12 +75,18 @@ def read(config: RunConfig) -> Document | None:
     check_optimizer_type(values, name)
     check_keys(values, name)
     check_values(values, name)
-    document = Document(values, name, tuple(notices))
+    document = Document(values, name, ())
     rate = rate_of(document)
     if rate is not None and document.get("optimizer.params.lr") is not None:
-        notice = f"optimizer.params.lr has no effect: the scheduler sets the learning rate, by {rate}"
-        document = replace(document, notices=(*notices, notice))
-    return document
+        notices.append(f"optimizer.params.lr has no effect: the scheduler sets the learning rate, by {rate}")
+    notices += recompute_notices(document)
+    gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    if document.get(gather) and document.get("zero_optimization.stage") == 3:
+        notices.append(
+            f"{gather}: final/ holds the whole weights without it, and in fp32 (in 16 bits, of any "
+            "checkpoint: portable-convert --dtype)"
+        )
+    return replace(document, notices=tuple(notices))
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -206,10 +221,10 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
     )
     if nvme is not None and not config.is_set("memory.nvme_path"):
         found["memory.nvme_path"] = str(nvme)
-    recompute = "memory.activation_checkpointing"
-    if document.values.get("activation_checkpointing") and not config.is_set(recompute):
-        found[recompute] = "full"
+    if config.memory.activation_checkpointing != "selective":  # which recomputes as well
+        adopt_recompute(document, put)
     _check_switches(document)
+    _check_one_folder(document, world_size)
     try:
         return config.replaced({**defaults, **found})
     except UserError as error:
@@ -268,6 +283,17 @@ def _check_switches(document: Document) -> None:
             f"{document.name}: data_types.grad_accum_dtype fp32 is for stages 2 and 3 here, where gradients "
             "are accumulated in shares; use zero_optimization.stage 2",
         )
+
+
+def _check_one_folder(document: Document, world_size: int) -> None:
+    """Raise UserError where each node would keep files that only all of them together make a checkpoint."""
+    several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    path = "checkpoint.use_node_local_storage"
+    require(
+        not (several_nodes and document.get(path)),
+        f"{document.name}: {path} true: a checkpoint is read as a whole, for a resume on any ranks, so "
+        "that it must lie where all nodes see it; remove it, and have output_dir on shared storage",
+    )
 
 
 def _strategy(config: RunConfig, document: Document) -> str:

@@ -5,15 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
 
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
 
-def checkpoint_activations(model: nn.Module, kind: str) -> None:
+def checkpoint_activations(model: nn.Module, kind: str, *, inputs_on_host: bool = False) -> None:
     """Switch on what ``memory.activation_checkpointing`` names: ``none``, ``full`` or ``selective``.
+
+    Args:
+        model: a model of transformers.
+        kind: what is recomputed.
+        inputs_on_host: keep the hidden states that a layer is recomputed from in host memory until then.
 
     Raises:
         UserError: for a model that cannot recompute.
@@ -43,3 +51,25 @@ def checkpoint_activations(model: nn.Module, kind: str) -> None:
         enable(options)
     except ValueError as error:
         raise UserError(f"memory.activation_checkpointing: {one_line(error)}") from error
+    if inputs_on_host:
+        for module in model.modules():
+            if hasattr(module, _RECOMPUTED_BY):
+                setattr(module, _RECOMPUTED_BY, _with_inputs_on_host(getattr(module, _RECOMPUTED_BY)))
+
+
+_RECOMPUTED_BY = "_gradient_checkpointing_func"
+"""Where transformers keeps the function that a layer is called through when it is to be recomputed."""
+
+
+def _with_inputs_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """``checkpoint``, which keeps a layer's inputs as autograd's saved tensors, with those on the host.
+
+    What the layer itself saves does not get there: checkpointing's own hooks lie within these.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in args)
+        with save_on_cpu(pin_memory=on_gpu):
+            return checkpoint(*args, **kwargs)
+
+    return called

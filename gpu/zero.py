@@ -92,7 +92,8 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
     settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
     if nvme.in_use(config):
         _make_room(model, config, machine)
-    checkpoint_activations(model, config.memory.activation_checkpointing)
+    on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
+    checkpoint_activations(model, config.memory.activation_checkpointing, inputs_on_host=on_host)
     compile_layers(model, config)
     if stage == 3:
         _partition(deepspeed, model, settings, machine.device, COMPUTE_DTYPES[config.precision])

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from portable.backend import backend_room
+from portable.errors import UserError
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured
 
@@ -77,6 +79,36 @@ def test_activation_checkpointing_does_not_change_the_loss(
 ) -> None:
     config = zero_config(tmp_path, corpus, strategy=strategy, memory__activation_checkpointing=kind)
     assert_close(ranks.run(2, zero_losses, config), truth["tied"], 1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "backend"), [("zero1", "eager"), ("zero2", "aot_eager")])
+def test_compiled_layers_do_not_change_the_loss(
+    strategy: str,
+    backend: str,
+    truth: dict[str, Losses],
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
+) -> None:
+    config = zero_config(tmp_path, corpus, strategy=strategy, compile=True, compile_backend=backend)
+    assert_close(ranks.run(2, compiled_losses, config), truth["tied"], 1e-5)
+
+
+def compiled_losses(config: RunConfig) -> Losses:
+    """The losses, once it is certain that layers were compiled."""
+    import torch
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    losses = our_losses(config)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return losses
+
+
+def test_compiled_layers_do_not_go_with_zero3(tmp_path: Path, corpus: Path) -> None:
+    config = zero_config(tmp_path, corpus, strategy="zero3", compile=True)
+    with pytest.raises(UserError, match=r"compile: true does not go with strategy zero3.*come and go"):
+        backend_room("cpu").create("cpu").check(config)
 
 
 OFFLOADS: list[tuple[str, dict[str, str]]] = [

@@ -1,0 +1,214 @@
+"""Switches of a DeepSpeed JSON that the run has no setting for: each works, or a line says why not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("deepspeed")
+
+from gpu import deepspeed_json, zero_runtime
+from portable.backend import backend_room
+from portable.errors import UserError
+from portable.run import resolve, train_leg
+from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
+from tests.gpu.test_zero import zero_config
+from tests.runs import TINY_MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+
+OFF = {
+    "partition_activations": False,
+    "cpu_checkpointing": False,
+    "contiguous_memory_optimization": False,
+    "number_checkpoints": None,
+    "synchronize_checkpoint_boundary": False,
+    "profile": False,
+}
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
+    return our_losses(zero_config(tmp_path_factory.mktemp("truth"), corpus, strategy="no_shard"))
+
+
+def with_json(folder: Path, corpus: Path, stage: int, document: dict[str, Any], **settings: Any) -> RunConfig:
+    zero = {"stage": stage, **document.get("zero_optimization", {})}
+    document = {**document, "zero_optimization": zero}
+    return zero_config(folder, corpus, deepspeed__config=document, **settings)
+
+
+def understood(config: RunConfig) -> tuple[RunConfig, str]:
+    """The run that it comes to, and what it is told about."""
+    zero_runtime.import_deepspeed("cpu")
+    document = deepspeed_json.read(config)
+    assert document is not None
+    return resolve(config, backend_room("cpu").create("cpu"), 2), "\n".join(document.notices)
+
+
+@pytest.mark.parametrize(
+    ("switched_on", "recomputed", "told"),
+    [
+        ({}, "none", []),
+        ({"number_checkpoints": 4}, "none", ["number_checkpoints"]),
+        ({"profile": True, "synchronize_checkpoint_boundary": True}, "none", ["profile", "synchronize"]),
+        ({"cpu_checkpointing": True}, "full", []),
+        ({"partition_activations": True}, "full", ["partition_activations"]),
+        (
+            {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 2},
+            "full",
+            ["partition_activations", "contiguous_memory_optimization", "number_checkpoints"],
+        ),
+    ],
+)
+def test_only_a_block_that_asks_for_it_recomputes(
+    switched_on: dict[str, Any], recomputed: str, told: list[str], tmp_path: Path, corpus: Path
+) -> None:
+    document = {"activation_checkpointing": {**OFF, **switched_on}}
+    config, notices = understood(with_json(tmp_path, corpus, 2, document))
+    assert config.memory.activation_checkpointing == recomputed
+    assert notices.count("has no effect: ") == len(told)
+    for name in told:
+        assert f"activation_checkpointing.{name}" in notices
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_inputs_of_layers_are_kept_on_the_host(
+    stage: int, kind: str, truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    document = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    config = with_json(tmp_path, corpus, stage, document, memory__activation_checkpointing=kind)
+    assert_close(ranks.run(2, losses_with_inputs_on_host, config), truth, 1e-5)
+
+
+def losses_with_inputs_on_host(config: RunConfig) -> Losses:
+    """The losses, once it is certain that each layer's inputs, and they alone, go to the host and back."""
+    from torch.autograd.graph import save_on_cpu
+
+    from gpu import recompute
+
+    packed: list[torch.Size] = []
+    unpacked: list[torch.Size] = []
+
+    class Counted(save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            pack, unpack = self.pack_hook, self.unpack_hook
+
+            def packing(tensor: torch.Tensor) -> Any:
+                if tensor.numel():  # checkpointing saves an empty one besides
+                    packed.append(tensor.shape)
+                return pack(tensor)
+
+            def unpacking(kept: Any) -> torch.Tensor:
+                tensor: torch.Tensor = unpack(kept)
+                if tensor.numel():
+                    unpacked.append(tensor.shape)
+                return tensor
+
+            self.pack_hook, self.unpack_hook = packing, unpacking
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute, "save_on_cpu", Counted)
+        losses = our_losses(config)
+    micro_batches = STEPS * 3  # 6 samples on 2 ranks, one at a time
+    assert packed == [torch.Size((1, 32, 48))] * TINY_MODEL["num_hidden_layers"] * micro_batches
+    assert unpacked == packed
+    return losses
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("precision", "asked", "used"),
+    [
+        ("fp32", "bf16", "bf16"),
+        pytest.param("fp32", "fp16", "fp16", marks=pytest.mark.slow),
+        pytest.param("bf16", "bf16", "bf16", marks=pytest.mark.slow),
+        ("bf16", None, "fp32"),
+    ],
+)
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+def test_gradients_are_reduced_in_the_type_that_is_asked_for(
+    stage: int,
+    precision: str,
+    asked: str | None,
+    used: str,
+    truth: Losses,
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
+) -> None:
+    document = {} if asked is None else {"communication_data_type": asked}
+    config = with_json(tmp_path, corpus, stage, document, precision=precision)
+    losses, dtypes = ranks.run(2, losses_and_reduced_types, config)
+    assert dtypes == {DTYPES[used]}
+    assert_close(losses, truth, 1e-2)
+
+
+def losses_and_reduced_types(config: RunConfig) -> tuple[Losses, set[torch.dtype]]:
+    """The losses, and the types of what DeepSpeed summed over the ranks: norms and flags left out."""
+    from deepspeed.comm.torch import TorchBackend
+
+    types: set[torch.dtype] = set()
+
+    def spied(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.numel() > 32:
+                    types.add(value.dtype)
+            return method(self, *args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"):
+            patch.setattr(TorchBackend, name, spied(getattr(TorchBackend, name)))
+        return our_losses(config), types
+
+
+def test_adamw_is_tested(truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """What is not, with the same setting, is among the contradictions of ``test_deepspeed_json``."""
+    config = with_json(tmp_path, corpus, 2, {"zero_allow_untested_optimizer": False})
+    assert_close(ranks.run(2, our_losses, config), truth, 1e-5)
+
+
+def test_files_on_each_node_alone_make_no_checkpoint(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes are pretended: one rank of two is told that it is alone on its own."""
+    document = {"checkpoint": {"use_node_local_storage": True}}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    understood(with_json(tmp_path, corpus, 2, document))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(UserError, match=r"checkpoint\.use_node_local_storage true: .*shared storage"):
+        understood(with_json(tmp_path, corpus, 2, document))
+
+
+def train(config: RunConfig) -> int:
+    return train_leg("cpu", config)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_the_final_model_is_whole(gather: bool, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """With node-local files on one node besides, where they lie as they would without."""
+    name = "stage3_gather_16bit_weights_on_model_save"
+    document = {"zero_optimization": {name: gather}, "checkpoint": {"use_node_local_storage": True}}
+    for stop in (2, None):
+        config = with_json(tmp_path, corpus, 3, document, precision="bf16", train__stop_after=stop)
+        assert ranks.run(2, train, config) == 0
+    _, notices = understood(config)
+    assert (name in notices) is gather
+    weights = load_file(tmp_path / "final" / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].shape == (384, 48)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
