@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +65,9 @@ SMALL_MODEL = {
 
 
 @dataclass(frozen=True)
-class Options:
+class TurnOptions:
     """``rounds`` turns of ``steps`` optimizer steps are measured of each loop, after ``warmup`` steps."""
 
-    micro_batch_sizes: tuple[int, ...] = (8, 4)
     steps: int = 10
     warmup: int = 5
     rounds: int = 6
@@ -81,6 +80,40 @@ class Options:
     @property
     def total_steps(self) -> int:
         return self.warmup + self.rounds * self.steps
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Give ``parser`` these options, with the values here as defaults, and ``--json``."""
+        parser.add_argument(
+            "--steps", type=int, default=self.steps, help="optimizer steps of a turn; each logs once"
+        )
+        parser.add_argument("--warmup", type=int, default=self.warmup, help="steps that do not count")
+        parser.add_argument("--rounds", type=int, default=self.rounds, help="measured turns of each loop")
+        parser.add_argument("--precision", choices=("fp32", "bf16"), default=self.precision)
+        parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default=self.backend)
+        parser.add_argument("--small", action="store_true", help="a tiny model, to try the program out")
+        parser.add_argument(
+            "--control", action="store_true", help="the bare loop twice: how far equals differ"
+        )
+        parser.add_argument(
+            "--clock",
+            choices=tuple(CLOCKS),
+            default=self.clock,
+            help="cpu: processor time instead of wall time, for a busy machine; set OMP_NUM_THREADS=1 with "
+            "it, since threads that wait for each other spend it too",
+        )
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's time as well")
+
+
+def turn_values(given: argparse.Namespace) -> dict[str, Any]:
+    """What was given for the fields of :class:`TurnOptions`, by name."""
+    return {field.name: getattr(given, field.name) for field in fields(TurnOptions)}
+
+
+@dataclass(frozen=True)
+class Options(TurnOptions):
+    """Those of this benchmark."""
+
+    micro_batch_sizes: tuple[int, ...] = (8, 4)
 
 
 @dataclass(frozen=True)
@@ -248,13 +281,7 @@ def _config(options: Options, micro_batch_size: int, folder: Path) -> RunConfig:
 def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
     defaults = Options()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_overhead", description=__doc__)
-    parser.add_argument(
-        "--steps", type=int, default=defaults.steps, help="optimizer steps of a turn; each logs once"
-    )
-    parser.add_argument("--warmup", type=int, default=defaults.warmup, help="steps that do not count")
-    parser.add_argument("--rounds", type=int, default=defaults.rounds, help="measured turns of each loop")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default=defaults.precision)
-    parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default=defaults.backend)
+    defaults.add_to(parser)
     parser.add_argument(
         "--micro-batch",
         type=int,
@@ -263,32 +290,12 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
         metavar="N",
         help="sequences of a micro-batch, of 8 a step; several are measured one after the other",
     )
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program out")
-    parser.add_argument("--control", action="store_true", help="the bare loop twice: how far equals differ")
-    parser.add_argument(
-        "--clock",
-        choices=tuple(CLOCKS),
-        default=defaults.clock,
-        help="cpu: processor time instead of wall time, for a busy machine; set OMP_NUM_THREADS=1 with it, "
-        "since threads that wait for each other spend it too",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's time as well")
     given = parser.parse_args(argv)
     if min(given.steps, given.warmup, given.rounds) < 1:
         parser.error("--steps, --warmup and --rounds must be at least 1")
     if any(size < 1 or GLOBAL_BATCH_SIZE % size for size in given.micro_batch):
         parser.error(f"--micro-batch must divide the {GLOBAL_BATCH_SIZE} sequences of a step")
-    options = Options(
-        micro_batch_sizes=tuple(given.micro_batch),
-        steps=given.steps,
-        warmup=given.warmup,
-        rounds=given.rounds,
-        precision=given.precision,
-        backend=given.backend,
-        small=given.small,
-        control=given.control,
-        clock=given.clock,
-    )
+    options = Options(micro_batch_sizes=tuple(given.micro_batch), **turn_values(given))
     return options, given.json
 
 

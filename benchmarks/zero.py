@@ -35,7 +35,16 @@ from benchmarks.loops import (
     take_turns,
 )
 from benchmarks.machine import describe_machine
-from benchmarks.train_overhead import CLOCKS, SMALL_MODEL, Result, create_backend, forget_accelerators, table
+from benchmarks.train_overhead import (
+    CLOCKS,
+    SMALL_MODEL,
+    Result,
+    TurnOptions,
+    create_backend,
+    forget_accelerators,
+    table,
+    turn_values,
+)
 from portable.config import load_config
 from portable.data import TrainLoader
 from portable.launch import launch
@@ -57,26 +66,16 @@ BASELINE = "bare DeepSpeed"
 
 
 @dataclass(frozen=True)
-class Options:
-    """``rounds`` turns of ``steps`` optimizer steps are measured of each loop, after ``warmup`` steps."""
+class Options(TurnOptions):
+    """Those of this benchmark."""
 
+    steps: int = 5
+    warmup: int = 3
     strategies: tuple[str, ...] = ("zero2",)
     ranks: int = 2
     offload: bool = False
     global_batch_size: int = 8
     micro_batch_size: int = 4
-    steps: int = 5
-    warmup: int = 3
-    rounds: int = 6
-    precision: str = "fp32"
-    backend: str = "auto"
-    small: bool = False
-    control: bool = False
-    clock: str = "wall"
-
-    @property
-    def total_steps(self) -> int:
-        return self.warmup + self.rounds * self.steps
 
 
 def document(options: Options, strategy: str) -> dict[str, Any]:
@@ -276,15 +275,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
     parser.add_argument(
         "--micro-batch", type=int, default=defaults.micro_batch_size, help="sequences of a micro-batch"
     )
-    parser.add_argument("--steps", type=int, default=defaults.steps, help="of a turn; each turn logs once")
-    parser.add_argument("--warmup", type=int, default=defaults.warmup, help="steps that do not count")
-    parser.add_argument("--rounds", type=int, default=defaults.rounds, help="measured turns of each loop")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default=defaults.precision)
-    parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default=defaults.backend)
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program out")
-    parser.add_argument("--control", action="store_true", help="the bare loop twice: how far equals differ")
-    parser.add_argument("--clock", choices=tuple(CLOCKS), default=defaults.clock, help="cpu: processor time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's time as well")
+    defaults.add_to(parser)
     given = parser.parse_args(argv)
     if min(given.steps, given.warmup, given.rounds, given.ranks, given.micro_batch, given.batch) < 1:
         parser.error("numbers must be at least 1")
@@ -296,14 +287,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
         offload=given.offload,
         global_batch_size=given.batch,
         micro_batch_size=given.micro_batch,
-        steps=given.steps,
-        warmup=given.warmup,
-        rounds=given.rounds,
-        precision=given.precision,
-        backend=given.backend,
-        small=given.small,
-        control=given.control,
-        clock=given.clock,
+        **turn_values(given),
     )
     return options, given.json
 
