@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from portable.backend import Backend
 
 # Where a host keeps its files, and how it reads them, is its own affair; the text itself is compared.
-_LOCAL = ("output_dir", "data.source", "data.cache_dir", "data.num_workers", "memory.nvme_path", "log.")
+_LOCAL = (
+    "output_dir",
+    "data.source",
+    "data.cache_dir",
+    "data.num_workers",
+    "memory.nvme_path",
+    "log.trackers",
+)
 
 
 def agree(backend: Backend, facts: Mapping[str, Any]) -> None:

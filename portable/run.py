@@ -74,8 +74,8 @@ def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False, pro
     prepared = Prepared(config, backend)
     try:
         backend.start()
-        agree(backend, settings_and_versions(config))
-        agree(backend, {"the text of data.source (its fingerprint)": prepared.data.fingerprint})
+        text = {"the text of data.source (its fingerprint)": prepared.data.fingerprint}
+        agree(backend, settings_and_versions(config) | text)
         if config.log.memory_snapshot:
             backend.record_memory()
         prepared.settle_batches()
