@@ -50,8 +50,10 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
         return
     layers = transformer_layers(model)
     dynamo = torch._dynamo.config
-    # A layer's number among its attributes is no reason to compile it anew.
+    # A layer's number among its attributes is no reason to compile it anew. Where torch_xla is installed
+    # transformers imports it, and that import turns automatic dynamic shapes off for the process.
     dynamo.allow_unspec_int_on_nn_module = True
+    dynamo.automatic_dynamic_shapes = True
     # Layers that do differ are compiled each; past the limit they would run uncompiled, in silence.
     dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS_A_LAYER * len(layers))
     mode = None if config.compile_mode == "default" else config.compile_mode

@@ -123,6 +123,9 @@ def fresh() -> Iterator[None]:
 
 
 def test_a_layers_number_is_no_reason_to_compile(fresh: None) -> None:
+    import torch_xla  # noqa: F401 - as transformers does where it is installed; it changes dynamo's settings
+
+    torch._dynamo.config.automatic_dynamic_shapes = False  # in case it was imported before
     model = nn.Module()
     model.layers = nn.ModuleList(Numbered(number) for number in range(12))
     compile_layers(model, load_config(None, EAGER))
