@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from portable.history import History
 from portable.loop import Events, Progress
 from portable.metrics import (
     MetricsFile,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.checkpointing import CheckpointFolder
+    from portable.history import Kind
     from portable.profiling import Profiler
 
 
@@ -47,7 +49,13 @@ class Reporter(Events):
         checkpoints: CheckpointFolder,
         save: Callable[[Progress], None],
         profiler: Profiler | None,
+        leg: dict[str, Any],
     ) -> None:
+        """Begin to report a leg.
+
+        Args:
+            leg: what ``events.jsonl`` shall tell of it; a ``source`` in it is what it goes on from.
+        """
         self._backend = backend
         self._folder = folder
         self._tokens_per_sample = tokens_per_sample
@@ -62,10 +70,15 @@ class Reporter(Events):
         self.last_loss: float | None = None
         self.last_eval_loss: float | None = None
         self._metrics: MetricsFile | None = None
+        self._history: History | None = None
         self._trackers: list[Tracker] = []
         self._bar: tqdm[Any] | None = None
         if self._main:
             self._metrics = MetricsFile(folder, from_step=progress.step)
+            self._history = History(folder)
+            self._history.record(
+                "resume" if leg.get("source") else "start", progress.step, samples=progress.samples, **leg
+            )
             self._trackers = open_trackers(trackers, folder, config, from_step=progress.step)
             # On a terminal a bar; in a log file a line whenever something is logged.
             self._bar = tqdm(
@@ -132,6 +145,7 @@ class Reporter(Events):
 
     def on_save(self, progress: Progress) -> None:
         self._save(progress)
+        self._happened("save", progress, checkpoint=f"step-{progress.step:06d}")
 
     def on_pause(self, seconds: float) -> None:
         self._throughput.pause(seconds)
@@ -142,6 +156,19 @@ class Reporter(Events):
         return str(self._checkpoints.latest() or "none yet")
 
     # -- called by the run -------------------------------------------------------------------------------
+
+    def on_stop(self, progress: Progress) -> None:
+        """The leg ends early, at a signal."""
+        self._happened("stop", progress)
+
+    def on_end(self, progress: Progress, *, complete: bool) -> None:
+        """The leg has come to its end.
+
+        Args:
+            progress: where.
+            complete: whether that is the end of the schedule, too.
+        """
+        self._happened("end", progress, complete=complete)
 
     def say(self, line: str) -> None:
         """Print a line without tearing the bar."""
@@ -181,6 +208,8 @@ class Reporter(Events):
             self._bar.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._history is not None:
+            self._history.close()
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
@@ -190,6 +219,11 @@ class Reporter(Events):
     def _record(self, progress: Progress, values: dict[str, float]) -> None:
         if self._metrics is None:
             return
-        self._metrics.write({"step": progress.step, **values, "samples": progress.samples})
+        row = {"step": progress.step, **values, "samples": progress.samples, "time": round(time.time(), 3)}
+        self._metrics.write(row)
         for tracker in self._trackers:
             tracker.log(values, progress.step)
+
+    def _happened(self, kind: Kind, progress: Progress, **facts: Any) -> None:
+        if self._history is not None:
+            self._history.record(kind, progress.step, samples=progress.samples, **facts)

@@ -23,6 +23,7 @@ from portable.config import difference, dump_yaml
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data
 from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_of_all
+from portable.html_report import REPORT_FILE, write_report
 from portable.lock import locked
 from portable.loop import Cadence, Progress, evaluate, train
 from portable.metrics import check_trackers, table
@@ -289,18 +290,20 @@ class Prepared:
             checkpoints.finish()
             backend.barrier()  # no rank leaves, and may be the last to, before the folder has its name
             if stopped:
+                reporter.on_stop(progress)
                 reporter.say(
                     f"stopped at step {progress.step}, checkpoint saved; run the same command to go on"
                 )
                 return EXIT_STOPPED
-            if progress.step == self.steps:
+            complete = progress.step == self.steps
+            reporter.on_end(progress, complete=complete)
+            if complete:
                 self.sample(engine, reporter)
         finally:
             batches.close()
             reporter.close()
             gc.unfreeze()
         if backend.rank == 0:
-            complete = progress.step == self.steps
             self.finish(folder, reporter, checkpoints.latest(), profiler, complete=complete)
         return EXIT_DONE
 
@@ -327,6 +330,17 @@ class Prepared:
             checkpoints=checkpoints,
             save=save,
             profiler=profiler,
+            leg={
+                "backend": self.backend.name,
+                "strategy": config.strategy,
+                "world_size": self.backend.world_size,
+                "devices_per_rank": self.backend.devices_per_rank,
+                "device": self.backend.device.type,
+                "precision": config.precision,
+                "model": self.architecture,
+                "parameters": self.parameters,
+                "source": str(self.source) if self.source is not None else None,
+            },
         )
 
     def engine(
@@ -484,8 +498,10 @@ class Prepared:
         try:
             if (picture := plot_loss(folder)) is not None:
                 places.append(("loss curve", str(picture)))
-        except OSError as error:  # the run is complete without its picture
-            reporter.say(f"warning: loss.svg could not be drawn: {error}")
+                write_report([folder], folder / REPORT_FILE)
+                places.append(("report", str(folder / REPORT_FILE)))
+        except (OSError, UserError) as error:  # the run is complete without its pictures
+            reporter.say(f"warning: the run's pictures could not be drawn: {error}")
         if profiler is not None:
             places.append(("profile", str(profiler.path) if profiler.written else "too few steps for one"))
         reporter.say(reporter.summary(places))

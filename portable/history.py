@@ -1,0 +1,56 @@
+"""What happened to a run beside its steps: ``events.jsonl``, one JSON object an event, never rewritten."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EVENTS_FILE = "events.jsonl"
+
+Kind = Literal["start", "resume", "save", "stop", "end"]
+
+
+class History:
+    """Adds to ``events.jsonl`` of a run's folder.
+
+    Unlike the rows of ``metrics.jsonl``, events of a leg that was killed stay: that it happened is what they
+    tell.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / EVENTS_FILE).open("a", encoding="utf-8")
+
+    def record(self, kind: Kind, step: int, **facts: Any) -> None:
+        """Add an event.
+
+        Args:
+            kind: of event.
+            step: optimizer steps done when it happened.
+            facts: what else is to be known of it.
+        """
+        row = {"event": kind, "step": step, "time": round(time.time(), 3), **facts}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run, oldest first; none where it kept no record of them."""
+    events: list[dict[str, Any]] = []
+    try:
+        lines = (folder / EVENTS_FILE).read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return events
+    for line in lines:
+        with suppress(ValueError):  # a crash cut it short
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                events.append(row)
+    return events

@@ -1,0 +1,186 @@
+"""The page on a run: that it holds what was recorded, and that a real browser draws it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.history import History, read_events
+from portable.html_report import POINTS, main, thinned
+from portable.metrics import MetricsFile
+from portable.run import train_leg
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """Two legs, the second with another strategy."""
+    folder = tmp_path_factory.mktemp("report") / "moved"
+    assert train_leg("cpu", configured(folder, corpus, train__stop_after=4, train__eval_every=4)) == 0
+    second = configured(folder, corpus, train__eval_every=4, strategy="no_shard")
+    assert train_leg("cpu", second) == 0
+    return folder
+
+
+def data_of(page: Path) -> Any:
+    found = re.search(
+        r'<script id="data" type="application/json">(.*?)</script>', page.read_text(), re.DOTALL
+    )
+    assert found
+    return json.loads(found[1])
+
+
+def invented(folder: Path, rows: list[dict[str, Any]], config: str = "data: {seq_len: 8}\n") -> Path:
+    folder.mkdir()
+    metrics = MetricsFile(folder, from_step=0)
+    for row in rows:
+        metrics.write(row)
+    metrics.close()
+    (folder / "config.yaml").write_text(config)
+    return folder
+
+
+def test_a_run_leaves_its_events_and_its_page(run: Path) -> None:
+    assert [(event["event"], event["step"]) for event in read_events(run)] == [
+        ("start", 0), ("save", 4), ("end", 4), ("resume", 4), ("save", 8), ("end", 8),
+    ]  # fmt: skip
+    data = data_of(run / "report.html")
+    (told,) = data["runs"]
+    assert [mark["kind"] for mark in told["events"]] == ["start", "save", "end", "move", "save", "end"]
+    assert "no_shard" in told["events"][3]["text"] and "was cpu, full_shard, 1" in told["events"][3]["text"]
+    assert [point[0] for point in told["series"]["loss"]] == list(range(1, 9))
+    assert [point[1] for point in told["series"]["loss"]] == [6 * 32 * step for step in range(1, 9)]
+    assert [point[0] for point in told["series"]["eval_loss"]] == [4, 8]
+    hours = [point[2] for point in told["series"]["loss"]]
+    assert hours == sorted(hours) and hours[0] >= 0
+    assert data["axes"] == ["step", "tokens", "hours"]
+    assert told["facts"]["step"] == "8 of 8"
+    assert ["strategy", "no_shard"] in data["settings"]
+
+
+def test_two_runs_lie_beside_each_other(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = invented(tmp_path / "other", [{"step": 1, "loss": 2.0, "samples": 4, "odd_figure": 7}])
+    out = tmp_path / "both.html"
+    assert main([str(run), str(other), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    data = data_of(out)
+    assert [one["name"] for one in data["runs"]] == ["moved", "other"]
+    assert ["data.seq_len", "32", "8"] in data["settings"]
+    assert data["axes"] == ["step", "tokens"]  # the other kept no time
+    assert "odd figure" in [
+        metric["title"] for metric in data["metrics"]
+    ]  # whatever a backend counts is shown
+
+
+def test_time_between_legs_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = invented(
+        tmp_path / "slept",
+        [{"step": step, "loss": 1.0, "samples": step, "time": moment} for step, moment in
+         [(1, 3600.0), (2, 7200.0), (3, 90_000.0), (4, 93_600.0)]],
+    )  # fmt: skip
+    history = History(folder)
+    for kind, step, moment in (("start", 0, 0.0), ("save", 2, 9000.0), ("resume", 2, 86_400.0)):
+        monkeypatch.setattr("portable.history.time.time", lambda moment=moment: moment)
+        history.record(kind, step)  # type: ignore[arg-type]
+    history.close()
+    assert main([str(folder)]) == 0
+    (told,) = data_of(folder / "report.html")["runs"]
+    assert [point[2] for point in told["series"]["loss"]] == [1.0, 2.0, 3.5, 4.5]
+
+
+def test_long_curves_keep_their_spikes() -> None:
+    noise = random.Random(0)
+    points: list[Any] = [(step, None, None, noise.random()) for step in range(300_001)]
+    points[123_456] = (123_456, None, None, 50.0)
+    points[7] = (7, None, None, -50.0)
+    kept = thinned(points)
+    assert POINTS / 2 < len(kept) <= POINTS + 2
+    assert points[123_456] in kept and points[7] in kept and kept[-1] == points[-1]
+    assert kept == sorted(kept)
+    assert thinned(points[:POINTS]) == points[:POINTS]
+
+
+def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    folder = invented(
+        tmp_path / "<img src=x>", [{"step": 1, "loss": 1.0, evil: 2.0}], f"note: {json.dumps(evil)}\n"
+    )
+    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert evil not in page and "<img" not in page and "alert(1)" in page
+    assert page.count("</script>") == 2
+    assert ["note", evil] in data_of(tmp_path / "page.html")["settings"]
+
+
+def test_the_page_asks_the_network_for_nothing(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    assert "default-src 'none'" in page
+    assert not re.search(r"""(src|href|@import|url)\s*[=(]\s*["']?\s*(https?:)?//""", page)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "is not a folder"),
+        ({}, "holds no metrics.jsonl"),
+        ({"metrics.jsonl": ""}, "holds no step yet"),
+        ({"metrics.jsonl": '{"step": 1, "lo'}, "holds no step yet"),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    content: dict[str, str] | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "x"
+    if content is not None:
+        folder.mkdir()
+        for name, text in content.items():
+            (folder / name).write_text(text)
+    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {folder}") and said in line
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_that_cannot_be_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "--out", str(tmp_path / "missing" / "page.html")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --out: ") and "cannot be written" in line
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    quiet = [
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+    ]
+    quiet += ["--no-sandbox", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
+    shown = subprocess.run(
+        [CHROMIUM, "--headless", *quiet, "--enable-logging=stderr", "--virtual-time-budget=5000",
+         "--window-size=1200,1000", "--dump-dom", (run / "report.html").as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in shown.stderr, shown.stderr  # an exception of the script, or a blocked request
+    charts = re.findall(r"<figure.*?</figure>", shown.stdout, re.DOTALL)
+    titles = [re.search(r"<figcaption>([^<]*)", chart)[1] for chart in charts]  # type: ignore[index]
+    assert titles[:5] == ["Loss", "Learning rate", "Gradient norm", "Throughput", "Memory"]
+    for chart in charts:
+        curves = re.findall(r'<path d="(M[^"]*)"', chart)
+        assert curves and all("NaN" not in curve for curve in curves)
+    assert len(re.findall(r"[ML]", re.findall(r'<path d="([^"]*)"', charts[0])[0])) == 8  # a point a step
+    assert "resumed on cpu, no_shard" in shown.stdout
