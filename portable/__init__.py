@@ -1,1 +1,35 @@
-"""The run: configuration, launch, data, model, optimizer, the training loop, checkpoints."""
+"""The run: configuration, launch, data, model, optimizer, the training loop, checkpoints.
+
+from portable import load_config, train
+
+result = train(load_config("run.yaml", {"train.steps": 20}))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from portable.api import Result, train
+    from portable.config import RunConfig, load_config
+    from portable.errors import RunError, UserError
+
+__all__ = ["Result", "RunConfig", "RunError", "UserError", "load_config", "train"]
+
+# Imported at the first use (PEP 562): every module of the package passes here, and few need all of it.
+_HOMES = {
+    "Result": "api",
+    "RunConfig": "config",
+    "RunError": "errors",
+    "UserError": "errors",
+    "load_config": "config",
+    "train": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value

@@ -1,0 +1,69 @@
+"""Training from Python: a script or a notebook in place of a command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.checkpointing import CheckpointFolder
+from portable.errors import RunError
+from portable.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a leg of a run left behind. A notebook shows it as the loss curve.
+
+    Attributes:
+        folder: of the run.
+        stopped: whether a signal (Ctrl-C, the notebook's stop button) ended it early; its checkpoint is
+            saved, and the same call goes on from it.
+    """
+
+    folder: Path
+    stopped: bool
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of ``metrics.jsonl``, for example for ``pandas.DataFrame``."""
+        return read_metrics(self.folder)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return CheckpointFolder(self.folder / "checkpoints", keep=None).latest()
+
+    @property
+    def final(self) -> Path | None:
+        """The folder for ``from_pretrained``; None where the schedule has not come to its end."""
+        folder = self.folder / "final"
+        return folder if folder.is_dir() else None
+
+    def _repr_svg_(self) -> str | None:
+        path = self.folder / "loss.svg"
+        return path.read_text("utf-8") if path.exists() else None
+
+
+def train(config: RunConfig, *, nproc: int | None = None) -> Result:
+    """Train ``config`` from where its run stands; what ``portable-train`` does.
+
+    Args:
+        config: from :func:`portable.load_config`.
+        nproc: processes to start; by default one a GPU, and on CPU this one alone. XLA runs in this process.
+
+    Raises:
+        UserError: for input that is refused; nothing was done.
+        RunError: if the run failed; its message tells what and where.
+    """
+    from portable.cli import run
+    from portable.config import Invocation
+    from portable.run import EXIT_DONE, EXIT_STOPPED
+
+    code = run(Invocation(config, nproc=nproc))
+    if code not in (EXIT_DONE, EXIT_STOPPED):
+        raise RunError(f"{config.output_dir}: the run ended with exit code {code}")
+    return Result(Path(config.output_dir), stopped=code == EXIT_STOPPED)

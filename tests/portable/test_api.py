@@ -1,0 +1,77 @@
+"""Training from Python: what the calls return, and the notebook of the docs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from portable import Result, UserError, load_config, train
+from portable.report import Reporter
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from portable.loop import Progress
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "notebook.ipynb"
+
+
+def test_a_run_and_what_it_left(tmp_path: Path, corpus: Path) -> None:
+    half = train(configured(tmp_path / "run", corpus, train__stop_after=4))
+    assert half.final is None and half.checkpoint is not None and half.checkpoint.name == "step-000004"
+    whole = train(configured(tmp_path / "run", corpus))
+    assert isinstance(whole, Result) and not whole.stopped
+    assert [row["step"] for row in whole.metrics if "loss" in row] == list(range(1, 9))
+    assert whole.final == tmp_path / "run" / "final" and (whole.final / "model.safetensors").is_file()
+    picture = whole._repr_svg_()
+    assert picture is not None and "<svg" in picture
+
+
+def test_an_interrupt_saves_and_the_same_call_goes_on(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook's stop button sends SIGINT, to this very process."""
+    on_step = Reporter.on_step
+
+    def interrupted(self: Reporter, progress: Progress) -> None:
+        on_step(self, progress)
+        if progress.step == 3:
+            os.kill(os.getpid(), 2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "on_step", interrupted)
+        first = train(configured(tmp_path / "run", corpus))
+    assert first.stopped and first.final is None
+    assert first.checkpoint is not None and first.checkpoint.name == "step-000003"
+    assert not train(configured(tmp_path / "run", corpus)).stopped
+
+
+def test_what_is_refused_is_an_exception(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(UserError, match=r"did you mean train\.learning_rate"):
+        load_config(None, {"train.learning_rat": 1e-3})
+    with pytest.raises(UserError, match="--nproc"):
+        train(configured(tmp_path / "run", corpus), nproc=1000)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its cells, in a real kernel."""
+    root = str(NOTEBOOK.parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook: Any = nbformat.reads(NOTEBOOK.read_text("utf-8"), as_version=4)  # type: ignore[no-untyped-call]
+    assert all(not cell.get("outputs") for cell in notebook.cells), "outputs are not kept in the repository"
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/svg+xml" in output.get("data", {}) for output in shown) == 2  # both legs
+    printed = "".join(output.get("text", "") for output in shown if output.get("name") == "stdout")
+    assert "did you mean train.learning_rate" in printed
+    assert "model.embed_tokens.weight" in printed
+    assert (tmp_path / "converted" / "model.safetensors").is_file()
+    assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
