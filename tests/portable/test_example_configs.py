@@ -1,0 +1,163 @@
+"""The files in ``configs/``: each passes a dry run as it is but for the machine and the hub, and trains.
+
+What comes from a hub is replaced (a model of the same kind with small layers, a text on disk), and what needs
+an accelerator runs on CPU ranks or virtual XLA devices.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from portable.cli import main
+from portable.config import load_config
+from portable.config.reference import ROOT
+from portable.data import build_data
+from portable.metrics import read_metrics
+from portable.run import train_leg
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+    from tests.xla import XlaPool
+
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "quickstart")
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+}
+RANKS = {"hybrid_shard": 4}
+KINDS = {"Qwen": "qwen3", "google-bert": "bert"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, Path]:
+    """A small pretrained model of each kind that the files name, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = build_data(configured(folder, corpus).data).tokenizer
+    for kind in KINDS.values():
+        make: Any = AutoModelForSequenceClassification if kind == "bert" else AutoModelForCausalLM
+        make.from_config(AutoConfig.for_model(kind, **SMALL)).save_pretrained(folder / kind)
+        tokenizer.save_pretrained(folder / kind)
+    return {kind: folder / kind for kind in KINDS.values()}
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reviews") / "reviews.jsonl"
+    rows = ({"sentence": f"film {i} is {('dull', 'fine')[i % 2]}", "label": i % 2} for i in range(80))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def here(path: Path, folder: Path, models: dict[str, Path], corpus: Path, reviews: Path) -> dict[str, Any]:
+    """What a file needs changed to run on this machine, by dotted key."""
+    config = load_config(path)
+    assert config.model.name_or_path is not None
+    classifies = config.model.task == "sequence-classification"
+    settings: dict[str, Any] = {
+        "backend": "xla" if config.backend == "xla" else "cpu",
+        "output_dir": str(folder),
+        "model.name_or_path": str(models[KINDS[config.model.name_or_path.split("/")[0]]]),
+        "data.source": str(reviews if classifies else corpus),
+        "data.config_name": None,
+        "data.cache_dir": str(folder.parent / "cache"),
+        "data.seq_len": 32,
+        "data.max_samples": 60,
+    }
+    if config.strategy == "hybrid_shard":
+        settings["fsdp.shard_group_size"] = 2
+    if config.memory.nvme_path is not None:
+        settings["memory.nvme_path"] = str(folder.parent)
+    return settings
+
+
+SHORT: dict[str, Any] = {
+    "train.epochs": None,
+    "train.steps": 2,
+    "train.warmup_steps": 1,
+    "train.global_batch_size": 16,
+    "train.eval_every": 2,
+    "train.eval_batches": 1,
+    "log.every_steps": 1,
+    "log.trackers": [],
+    "log.sample_tokens": 4,
+}
+
+
+def require_what_it_needs(config: RunConfig) -> None:
+    if config.strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    if config.memory.nvme_path is not None:
+        from tests.gpu.test_deepspeed_json import require_libaio
+
+        require_libaio()
+
+
+def leg(config: RunConfig) -> int:
+    return train_leg(config.backend, config)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_command_at_its_top_names_the_file(path: Path) -> None:
+    head = path.read_text().split("\n\n")[0]
+    assert f"configs/{path.name}" in head or "--config ..." in head
+    assert head.startswith("# yaml-language-server: $schema=schema.json\n")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_dry_run(
+    path: Path,
+    tmp_path: Path,
+    models: dict[str, Path],
+    corpus: Path,
+    reviews: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = here(path, tmp_path / "run", models, corpus, reviews)
+    if settings["backend"] == "xla":
+        pytest.importorskip("torch_xla")
+        settings["backend"] = "cpu"  # XLA's runtime starts once in a process, elsewhere
+    arguments = [
+        part for key, value in settings.items() for part in (f"--{key}", json.dumps(value).strip('"'))
+    ]
+    ranks = RANKS.get(load_config(path).strategy, 2)
+    assert main(["--config", str(path), *arguments, "--nproc", str(ranks), "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "# What this run will do" in told and f"{ranks} ranks x" in told
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_trains(
+    path: Path,
+    tmp_path: Path,
+    models: dict[str, Path],
+    corpus: Path,
+    reviews: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    settings = here(path, tmp_path / "run", models, corpus, reviews) | SHORT
+    config = load_config(path, settings)
+    require_what_it_needs(config)
+    if config.backend == "xla":
+        xla: XlaPool = request.getfixturevalue("xla")
+        assert xla.run(4, leg, config) == 0
+    else:
+        ranks: RankPool = request.getfixturevalue("ranks")
+        assert ranks.run(RANKS.get(config.strategy, 2), leg, config) == 0
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert len(losses) == 2 and all(0 < loss < 10 for loss in losses)
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
