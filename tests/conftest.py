@@ -13,6 +13,7 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from tests.object_store import ObjectStore
 from tests.ranks import RankPool
 from tests.runs import write_corpus
 from tests.xla import XlaPool
@@ -43,3 +44,24 @@ def xla() -> Iterator[XlaPool]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small text data set; its folder also holds the token cache of all tiny runs."""
     return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def object_store() -> Iterator[ObjectStore]:
+    """A real S3 server behind a proxy that counts and fails; tests take `s3`."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    store = ObjectStore()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def s3(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    """The server with an empty bucket; this process's environment leads to it, children inherit it."""
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    object_store.renew()
+    return object_store

@@ -1,0 +1,299 @@
+"""The layer over object stores, against a real S3 server with real failures; and over `file://`."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from converters import completion
+from converters.errors import CheckpointError
+from converters.remote import PART_BYTES, RemotePath, is_url
+from converters.remote_errors import AccessDeniedError, RemoteError, RetriesUsedUpError, redact
+from tests.object_store import SECRET_KEY, ObjectStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def folder(s3: ObjectStore) -> RemotePath:
+    return RemotePath.of(s3.url("run"))
+
+
+def test_what_is_a_url() -> None:
+    assert is_url("s3://bucket/a") and is_url("gs://bucket") and is_url("FILE:///tmp")
+    assert not any(map(is_url, ("runs/a", "/runs/a", "C:\\runs", "s3:/bucket", "a b://c", "")))
+
+
+def test_reads_as_a_path_does(s3: ObjectStore, folder: RemotePath) -> None:
+    for name in ("a.json", "step-1/shard-0.bin", "step-1/shard-1.bin", "step-10/x", "other"):
+        s3.put(f"run/{name}", name.encode())
+    s3.put("run-2/x", b"")
+    assert folder.is_dir() and folder.exists() and not folder.is_file()
+    assert sorted(child.name for child in folder.iterdir()) == ["a.json", "other", "step-1", "step-10"]
+    step = folder / "step-1"
+    assert step.is_dir() and sorted(child.name for child in step.iterdir()) == ["shard-0.bin", "shard-1.bin"]
+    shard = folder / "step-1/shard-1.bin"
+    assert (shard.name, shard.stem, shard.suffix) == ("shard-1.bin", "shard-1", ".bin")
+    assert shard.is_file() and not shard.is_dir() and shard.parent == step
+    assert shard.stat().st_size == len("step-1/shard-1.bin")
+    assert shard.read_range(2, 6) == b"ep-1" and shard.read_range(10, 10_000) == b"rd-1.bin"
+    assert shard.read_text() == shard.open("rb").read().decode() == "step-1/shard-1.bin"
+    assert str(shard) == s3.url("run/step-1/shard-1.bin") and shard.is_relative_to(folder)
+    assert not RemotePath.of(s3.url("run-2")).is_relative_to(folder)
+    assert folder.files()["step-1/shard-0.bin"] == 18 and len(folder.files()) == 5
+    for missing in (folder / "nope", step / "nope" / "deeper", RemotePath.of(s3.url("ru"))):
+        assert not missing.exists() and not missing.is_file() and not missing.is_dir()
+        with pytest.raises(FileNotFoundError, match=r"s3://"):
+            missing.iterdir()
+        with pytest.raises(FileNotFoundError, match=r"s3://"):
+            missing.read_bytes()
+        with pytest.raises(FileNotFoundError, match=r"s3://"):
+            missing.stat()
+
+
+def test_looking_about_costs_one_listing_a_folder(s3: ObjectStore, folder: RemotePath) -> None:
+    for name in ("a", "b", "c"):
+        s3.put(f"run/{name}", b"x")
+    s3.forget()
+    for _ in range(3):
+        assert (folder / "a").is_file() and (folder / "b").exists() and not (folder / "d").exists()
+        assert (folder / "c").stat().st_size == 1
+    assert s3.by_method() == {"GET": 1}
+    (folder / "d").write_bytes(b"new")
+    assert (folder / "d").stat().st_size == 3  # what is written here is known at once
+    s3.put("run/e", b"x")
+    assert not (folder / "e").exists()
+    folder.refresh()
+    assert (folder / "e").exists()
+
+
+def test_a_stream_appears_when_it_is_closed(s3: ObjectStore, folder: RemotePath) -> None:
+    data = os.urandom(2 * PART_BYTES + 12345)
+    with (folder / "large").create() as file:
+        for start in range(0, len(data), 1_000_003):
+            file.write(data[start : start + 1_000_003])
+        assert file.tell() == len(data)
+        assert s3.open_uploads() == ["run/large"] and s3.names("run/") == []
+    assert s3.get("run/large") == data and s3.open_uploads() == []
+    with (folder / "small").create() as file:
+        file.write(b"abc")
+    assert s3.get("run/small") == b"abc"
+    with pytest.raises(RuntimeError), (folder / "broken").create() as file:
+        file.write(data)
+        raise RuntimeError
+    assert s3.open_uploads() == [] and s3.names("run/") == ["large", "small"]
+
+
+def test_files_go_up_and_come_down(s3: ObjectStore, folder: RemotePath, tmp_path: Path) -> None:
+    (tmp_path / "up").write_bytes(os.urandom(PART_BYTES + 1))
+    (folder / "x").upload_file(tmp_path / "up")
+    (folder / "x").download(tmp_path / "down")
+    assert (tmp_path / "up").read_bytes() == (tmp_path / "down").read_bytes() == s3.get("run/x")
+
+
+def test_parts_come_in_any_order(s3: ObjectStore, folder: RemotePath) -> None:
+    parts = [os.urandom(PART_BYTES) for _ in range(3)]
+    upload = (folder / "x").upload(3 * PART_BYTES)
+    for number in (3, 1, 2):
+        upload.part(number, parts[number - 1])
+    assert not upload.ordered and s3.names() == []
+    upload.commit()
+    assert s3.get("run/x") == b"".join(parts)
+
+
+def test_a_tree_is_removed_with_its_open_uploads(s3: ObjectStore, folder: RemotePath) -> None:
+    for number in range(1005):  # more than one request deletes
+        s3.put(f"run/{number}", b"")
+    s3.put("run-2/stays", b"")
+    (folder / "left" / "open").upload(0).part(1, b"x")
+    folder.remove_tree()
+    assert s3.names() == ["run-2/stays"] and s3.open_uploads() == []
+    folder.remove_tree()  # nothing there is no error
+
+
+def test_markers_tell_what_is_whole(s3: ObjectStore, folder: RemotePath) -> None:
+    assert not completion.is_complete(folder) and not completion.is_unfinished(folder)
+    token = completion.begin(folder)
+    assert completion.is_unfinished(folder) and s3.names("run/") == ["_INCOMPLETE"]
+    completion.complete(folder, token, step=3)
+    assert completion.is_complete(folder) and s3.names("run/") == ["_COMPLETE"]
+    first, second = completion.begin(folder), completion.begin(folder)
+    with pytest.raises(RemoteError, match="another process"):
+        completion.complete(folder, first)
+    assert completion.is_unfinished(folder)
+    completion.complete(folder, second)
+    assert completion.is_complete(folder)
+
+
+@pytest.mark.parametrize(
+    "fault", [{"status": 500}, {"status": 503}, {"drop": True}, {"drop": True, "after": True}, {"cut": True}]
+)
+def test_failures_that_pass_are_tried_again(
+    s3: ObjectStore, folder: RemotePath, fault: dict[str, bool | int]
+) -> None:
+    s3.put("run/x", b"0123456789")
+    s3.fail(**fault, every=2)
+    assert (folder / "x").is_file()
+    for _ in range(3):
+        assert (folder / "x").read_range(2, 5) == b"234"
+    with (folder / "y").create() as file:
+        file.write(b"y" * (PART_BYTES + 1))
+    (folder / "z").write_bytes(b"z")
+    (folder / "x").unlink()
+    s3.heal()
+    assert s3.names("run/") == ["y", "z"]
+    assert s3.get("run/y") == b"y" * (PART_BYTES + 1)
+    # An upload whose name never arrived here stays behind, until the folder is removed or completed.
+    assert s3.open_uploads() == (["run/y"] if {"after", "cut"} & fault.keys() else [])
+    folder.remove_tree()
+    assert s3.open_uploads() == []
+
+
+def test_retries_are_limited(s3: ObjectStore, folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTABLE_STORAGE_ATTEMPTS", "4")
+    s3.put("run/x", b"x")
+    s3.fail(status=503, method="GET", key="run/x")
+    s3.forget()
+    started = time.monotonic()
+    with pytest.raises(
+        RetriesUsedUpError, match=r"run/x: cannot read, 4 attempts failed; the last: .*injected"
+    ):
+        (folder / "x").read_bytes()
+    assert s3.count("GET", "run/x") == 4 and time.monotonic() - started < 10
+
+
+def test_silence_is_a_failure(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTABLE_STORAGE_ATTEMPTS", "2")
+    monkeypatch.setenv("PORTABLE_STORAGE_TIMEOUT", "0.3")
+    s3.put("run/x", b"x")
+    s3.fail(delay=1.5)
+    started = time.monotonic()
+    with pytest.raises(RetriesUsedUpError, match="cannot read, 2 attempts failed"):
+        RemotePath.of(s3.url("run/x")).read_bytes()
+    assert time.monotonic() - started < 10
+
+
+def test_what_will_not_pass_is_tried_once(s3: ObjectStore, folder: RemotePath) -> None:
+    s3.put("run/x", b"x")
+    s3.fail(status=403)
+    s3.forget()
+    with pytest.raises(AccessDeniedError, match=r"run/x: access denied, these credentials may not read here"):
+        (folder / "x").read_bytes()
+    with pytest.raises(AccessDeniedError, match="access denied"):
+        (folder / "x").write_bytes(b"")
+    with pytest.raises(AccessDeniedError, match="access denied"):
+        list(folder.iterdir())
+    with pytest.raises(AccessDeniedError, match="access denied"):
+        folder.exists()
+    assert s3.count() == 4
+
+
+def test_a_missing_bucket_is_named(s3: ObjectStore) -> None:
+    nowhere = RemotePath.of("s3://no-such-bucket-here/run")
+    for act in (
+        nowhere.exists,
+        nowhere.iterdir,
+        lambda: nowhere.write_bytes(b""),
+        lambda: nowhere.upload(0).part(1, b""),
+        lambda: completion.begin(nowhere),
+    ):
+        with pytest.raises(RemoteError, match=r"s3://no-such-bucket-here/run.*: there is no such bucket"):
+            act()
+
+
+def test_missing_credentials_are_named(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(RemoteError, match="no credentials found"):
+        RemotePath.of(s3.url("run")).exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("memory://run", "one process only"),
+        ("https://host/run", "neither be listed"),
+        ("s3://key:hidden-password@bucket/run", "credentials do not belong"),
+        ("s3://bucket/run?X-Amz-Signature=hidden-password", "leave out the query"),
+        ("simplecache::s3://bucket/run", "chained"),
+        ("s3://", "names no bucket"),
+        ("s3://bucket/../x", "mean nothing"),
+        ("nonsense://bucket/x", "knows no protocol"),
+    ],
+)
+def test_urls_that_are_refused(url: str, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said) as raised:
+        RemotePath.of(url)
+    assert "hidden-password" not in str(raised.value)
+
+
+def test_a_missing_package_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['s3fs'] = sys.modules['gcsfs'] = None\n"
+        "from converters.remote import RemotePath\n"
+        "for url in ('s3://b/x', 'gs://b/x'):\n"
+        "    try: RemotePath.of(url)\n"
+        "    except Exception as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "package s3fs is not installed: pip install 'portable-trainer[s3]'" in said
+    assert "package gcsfs is not installed: pip install 'portable-trainer[gcs]'" in said
+
+
+def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_STORAGE_TOKEN", "abcdef123456")
+    for text in (
+        "s3://user:abcdef@bucket/x",
+        "https://h/x?X-Amz-Signature=abcdef&y=1",
+        "{'secret': 'abcdef', 'key': 1}",
+        "aws_secret_access_key=abcdef, next",
+        "said abcdef123456 aloud",
+    ):
+        assert "abcdef" not in redact(text) and "***" in redact(text)
+    assert redact("s3://bucket/run: plain") == "s3://bucket/run: plain"
+
+
+def test_logs_hold_no_credentials(
+    s3: ObjectStore, folder: RemotePath, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "converters")
+    s3.fail(status=503, every=2)
+    (folder / "x").write_bytes(b"x")
+    assert (folder / "x").read_bytes() == b"x"
+    assert "attempt 1 of" in caplog.text
+    assert SECRET_KEY not in caplog.text and "Signature" not in caplog.text
+
+
+def test_other_protocols_go_the_same_way(tmp_path: Path) -> None:
+    """`file://` takes the way of every store but S3: the protocol package's own file."""
+    folder = RemotePath.of(f"file://{tmp_path}/run")
+    assert not folder.exists()
+    token = completion.begin(folder)
+    with (folder / "a" / "x").create() as file:
+        file.write(b"x" * (PART_BYTES + 5))
+        assert not (tmp_path / "run/a/x").exists()
+    assert (tmp_path / "run/a/x").stat().st_size == PART_BYTES + 5
+    with pytest.raises(RuntimeError), (folder / "y").create() as file:
+        file.write(b"y" * (PART_BYTES + 5))
+        raise RuntimeError
+    completion.complete(folder, token)
+    folder.refresh()
+    assert sorted(child.name for child in folder.iterdir()) == ["_COMPLETE", "a"]
+    assert (folder / "a").is_dir() and (folder / "a/x").read_range(1, 4) == b"xxx"
+    folder.remove_tree()
+    assert not folder.exists()
+
+
+def test_torch_saves_into_a_stream(s3: ObjectStore, folder: RemotePath) -> None:
+    torch = pytest.importorskip("torch")
+    with (folder / "x.pt").create() as file:
+        torch.save({"w": torch.arange(5)}, file)
+    assert torch.load(io.BytesIO(s3.get("run/x.pt")))["w"].tolist() == [0, 1, 2, 3, 4]

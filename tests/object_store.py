@@ -1,0 +1,322 @@
+"""A real S3 server on loopback, behind a proxy that counts what passes and fails on demand.
+
+The server is moto's, over HTTP; the clients are the real ones (s3fs, aiobotocore). The proxy is what they are
+pointed to by `AWS_ENDPOINT_URL`, so a test sees every request and can answer some of them badly:
+
+    def test_x(s3: ObjectStore) -> None:
+        s3.fail(status=503, method="PUT", every=3)
+        run(["portable-convert", s3.url("src"), s3.url("out")], env={**os.environ, **s3.environment})
+        assert s3.bytes_out("src/model.safetensors") < 1_000_000
+"""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import logging
+import threading
+import time
+import urllib.parse
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Recognisable, so that a test can look for them in everything that was printed.
+ACCESS_KEY, SECRET_KEY = "AKIAOBJECTSTORE00001", "wJalrXUtnFEMI-recognisable-secret-Key0"
+_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "content-length"}
+_ERRORS = {400: "BadRequest", 403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
+
+
+class Request(NamedTuple):
+    """One request that reached the proxy.
+
+    Attributes:
+        key: bucket and object, percent-decoded: `bucket/a/b`.
+        span: the `Range` header, or "".
+        sent: bytes of its body.
+        received: bytes of the answer's body that were passed on.
+        status: of the answer; 0 where the connection was dropped.
+    """
+
+    method: str
+    key: str
+    query: str
+    span: str
+    sent: int
+    received: int
+    status: int
+
+
+@dataclass
+class Fault:
+    """What goes wrong with every `every`-th request that matches, at most `times` times.
+
+    Attributes:
+        status: answer with this instead of asking the server; 0 for none of it.
+        drop: close the connection without an answer.
+        cut: pass on the first half of the answer's body, then close the connection.
+        delay: seconds to wait before the answer.
+        after: let the server act first, then fail: a lost answer.
+    """
+
+    status: int = 0
+    drop: bool = False
+    cut: bool = False
+    delay: float = 0.0
+    after: bool = False
+    method: str = ""
+    key: str = ""
+    query: str = ""
+    every: int = 1
+    times: int = 1 << 60
+    seen: int = field(default=0, init=False)
+    done: int = field(default=0, init=False)
+
+    def applies(self, method: str, key: str, query: str) -> bool:
+        if (self.method and method != self.method) or self.key not in key or self.query not in query:
+            return False
+        self.seen += 1
+        if self.seen % self.every or self.done >= self.times:
+            return False
+        self.done += 1
+        return True
+
+
+class ObjectStore:
+    """The server, its proxy, and the bucket of the running test."""
+
+    def __init__(self) -> None:
+        from moto.server import ThreadedMotoServer
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request else
+        self._moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        self._moto.start()
+        self._host, self._port = self._moto.get_host_and_port()
+        store = self
+
+        class Handler(_Handler):
+            owner = store
+
+        self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._proxy.daemon_threads = True
+        threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
+        self._lock = threading.Lock()
+        self._buckets = 0
+        self.bucket = ""
+        self.requests: list[Request] = []
+        self.faults: list[Fault] = []
+
+    def close(self) -> None:
+        self._proxy.shutdown()
+        self._proxy.server_close()
+        self._moto.stop()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs to reach the store."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._proxy.server_address[1]}",
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": "/dev/null",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def renew(self) -> None:
+        """An empty bucket, no faults, nothing counted."""
+        self.faults.clear()
+        self._buckets += 1
+        self.bucket = f"test-{self._buckets}"
+        self._ask("PUT", f"/{self.bucket}")
+        self.requests.clear()
+
+    def url(self, path: str = "") -> str:
+        """The URL of a place in the bucket."""
+        return f"s3://{self.bucket}/{path}".rstrip("/")
+
+    def fail(self, **how: Any) -> Fault:
+        """From now on, fail as `Fault` says."""
+        fault = Fault(**how)
+        with self._lock:
+            self.faults.append(fault)
+        return fault
+
+    def heal(self) -> None:
+        """Fail no more."""
+        with self._lock:
+            self.faults.clear()
+
+    def forget(self) -> None:
+        """Count from nothing."""
+        with self._lock:
+            self.requests.clear()
+
+    def count(self, method: str = "", key: str = "", query: str = "") -> int:
+        """Requests since `forget`, by method, and by what their key and query contain."""
+        return len(self._matching(method, key, query))
+
+    def bytes_out(self, key: str = "", method: str = "GET") -> int:
+        """Bytes that were fetched."""
+        return sum(request.received for request in self._matching(method, key, ""))
+
+    def bytes_in(self, key: str = "", method: str = "PUT") -> int:
+        """Bytes that were sent."""
+        return sum(request.sent for request in self._matching(method, key, ""))
+
+    def by_method(self) -> Counter[str]:
+        with self._lock:
+            return Counter(request.method for request in self.requests)
+
+    def _matching(self, method: str, key: str, query: str) -> list[Request]:
+        with self._lock:
+            return [
+                request
+                for request in self.requests
+                if (not method or request.method == method) and key in request.key and query in request.query
+            ]
+
+    # Straight to the server, neither counted nor failed.
+
+    def put(self, name: str, data: bytes) -> None:
+        self._ask("PUT", f"/{self.bucket}/{urllib.parse.quote(name)}", data)
+
+    def put_tree(self, folder: Path, name: str) -> None:
+        """Copy a local folder into the bucket."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.put(f"{name}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+
+    def get(self, name: str) -> bytes:
+        return self._ask("GET", f"/{self.bucket}/{urllib.parse.quote(name)}")
+
+    def delete(self, name: str) -> None:
+        self._ask("DELETE", f"/{self.bucket}/{urllib.parse.quote(name)}")
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The objects whose names begin with `prefix`, without it."""
+        found: list[str] = []
+        token = ""
+        while True:
+            query = {"list-type": "2", "prefix": prefix, **({"continuation-token": token} if token else {})}
+            tree = ET.fromstring(self._ask("GET", f"/{self.bucket}?{urllib.parse.urlencode(query)}"))
+            space = tree.tag.partition("}")[0] + "}"
+            found += [str(key.text)[len(prefix) :] for key in tree.iter(f"{space}Key")]
+            token = tree.findtext(f"{space}NextContinuationToken") or ""
+            if not token:
+                return sorted(found)
+
+    def tree(self, prefix: str) -> dict[str, bytes]:
+        """Every object below `prefix`, by its name below it."""
+        return {name: self.get(f"{prefix}/{name}") for name in self.names(f"{prefix}/")}
+
+    def open_uploads(self) -> list[str]:
+        """The objects that have an unfinished multipart upload."""
+        tree = ET.fromstring(self._ask("GET", f"/{self.bucket}?uploads"))
+        space = tree.tag.partition("}")[0] + "}"
+        return sorted(str(upload.findtext(f"{space}Key")) for upload in tree.iter(f"{space}Upload"))
+
+    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        status, _, data = self.forward(method, path, {"Host": f"{self._host}:{self._port}", **_SIGNED}, body)
+        if status >= 300:
+            raise AssertionError(f"{method} {path}: {status} {data[:300]!r}")
+        return data
+
+    def forward(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=60)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
+
+    def note(self, request: Request) -> None:
+        with self._lock:
+            self.requests.append(request)
+
+    def fault(self, method: str, key: str, query: str) -> Fault | None:
+        with self._lock:
+            return next((fault for fault in self.faults if fault.applies(method, key, query)), None)
+
+
+# moto tells the account by the access key, and verifies no signature.
+_SIGNED = {
+    "Authorization": f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/20260101/us-east-1/s3/aws4_request, "
+    "SignedHeaders=host, Signature=0"
+}
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    owner: ObjectStore
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _serve(self) -> None:
+        body = self._body()
+        path, _, query = self.path.partition("?")
+        key = urllib.parse.unquote(path).lstrip("/")
+        fault = self.owner.fault(self.command, key, query)
+        if fault and fault.delay:
+            time.sleep(fault.delay)
+        status, data = 0, b""
+        headers: list[tuple[str, str]] = []
+        if fault is None or fault.after or not (fault.status or fault.drop):
+            status, headers, data = self.owner.forward(self.command, self.path, dict(self.headers), body)
+        if fault and fault.status:
+            code = _ERRORS.get(fault.status, "InternalError")
+            status, headers = fault.status, [("Content-Type", "application/xml")]
+            data = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
+        if fault and fault.drop:
+            status, data = 0, b""
+        cut = bool(fault and fault.cut and data)
+        passed = b"" if self.command == "HEAD" else data[: len(data) // 2] if cut else data
+        self.owner.note(
+            Request(
+                self.command,
+                key,
+                query,
+                self.headers.get("Range") or "",
+                len(body),
+                len(passed),
+                status,
+            )
+        )
+        self.close_connection = self.close_connection or cut or not status
+        if not status:
+            return
+        try:
+            self.send_response_only(status)
+            for name, value in headers:
+                if name.lower() not in _HOP_BY_HOP:
+                    self.send_header(name, value)
+            length = {name.lower(): value for name, value in headers}.get("content-length")
+            self.send_header(
+                "Content-Length", length if self.command == "HEAD" and length else str(len(data))
+            )
+            self.end_headers()
+            self.wfile.write(passed)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def _body(self) -> bytes:
+        if "chunked" not in (self.headers.get("Transfer-Encoding") or ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        while self.rfile.readline().strip():  # trailers
+            pass
+        return body
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
