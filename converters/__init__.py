@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.dcp_writer import write_dcp
     from converters.errors import CheckpointError
-    from converters.formats.dcp_seal import seal_dcp
+    from converters.formats.dcp_seal import item_checksums, write_seal
     from converters.opening import open_checkpoint
     from converters.safetensors_writer import write_safetensors
     from converters.tensor import Tensor
@@ -25,10 +25,11 @@ __all__ = [
     "CheckpointError",
     "OptimizerState",
     "Tensor",
+    "item_checksums",
     "open_checkpoint",
-    "seal_dcp",
     "write_dcp",
     "write_safetensors",
+    "write_seal",
 ]
 
 # Imported at the first use (PEP 562): numpy takes longer to import than a small checkpoint to convert, and
@@ -38,10 +39,11 @@ _HOMES = {
     "CheckpointError": "errors",
     "OptimizerState": "checkpoint",
     "Tensor": "tensor",
+    "item_checksums": "formats.dcp_seal",
     "open_checkpoint": "opening",
-    "seal_dcp": "formats.dcp_seal",
     "write_dcp": "dcp_writer",
     "write_safetensors": "safetensors_writer",
+    "write_seal": "formats.dcp_seal",
 }
 
 

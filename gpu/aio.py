@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 from gpu import nvme, zero_runtime
-from gpu.quiet import native_stdout_closed
 from portable.errors import UserError, one_line
+from portable.quiet import native_stdout_closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

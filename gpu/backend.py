@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from gpu import compiling, devices, host_memory, rehearsal, zero_runtime
-from gpu.quiet import native_stdout_closed
 from gpu.sharding import shard_group_size, transport
 from gpu.strategies import CountingEngine, Machine, engine_room
 from portable.backend import Backend, Engine, require, unsupported
 from portable.host import host_memory as memory_of_this_process
 from portable.hosts import any_rank, gather_text
+from portable.quiet import native_stdout_closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu.quiet import native_stdout_closed
 from portable.backend import require
 from portable.errors import UserError, one_line
 from portable.optim import build_optimizer, parameter_groups
+from portable.quiet import native_stdout_closed
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from gpu.quiet import native_stdout_closed
 from portable.errors import UserError, one_line
+from portable.quiet import native_stdout_closed
 
 if TYPE_CHECKING:
     from pathlib import Path

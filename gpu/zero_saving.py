@@ -7,7 +7,6 @@ is bytes that no later step can change, and writing them can wait for the disk w
 
 from __future__ import annotations
 
-import datetime
 import io
 import os
 from concurrent.futures import Future
@@ -19,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gpu.quiet import native_stdout_closed
+from portable.hosts import background_group
+from portable.quiet import native_stdout_closed
 
 if TYPE_CHECKING:
     from portable.backend import SaveHandle
-
-# Ranks write at their own pace, and one that dies is noticed at once: so wait for long.
-_SLOWEST_DISK = datetime.timedelta(days=1)
 
 
 class ZeroSaver:
@@ -38,12 +35,7 @@ class ZeroSaver:
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
-        """The writing threads talk to each other while the loop does, so they need a group of their own."""
-        if dist.get_world_size() == 1:
-            return None
-        with native_stdout_closed():
-            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_SLOWEST_DISK)
-        return group
+        return background_group()
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write a checkpoint into ``folder``; see :meth:`portable.backend.Engine.save`.

@@ -68,7 +68,7 @@ class Engine(Protocol):
         """Write this rank's shards into ``folder``, in the strategy's native format; all ranks call it.
 
         Args:
-            folder: exists, and is seen by all ranks.
+            folder: exists on this rank's host. Ranks may share one, or have a folder each, unseen by others.
             background: return once the state is copied to host memory, and write while training goes on.
         """
 

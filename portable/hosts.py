@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+
 import torch
 import torch.distributed as dist
+
+from portable.quiet import native_stdout_closed
 
 # One tensor for the life of the process. Gloo's threads let go of a collective's tensors a moment after it is
 # over. Were theirs the last reference they would need Python's lock, which the main thread holds while it
@@ -27,3 +31,16 @@ def gather_text(text: str) -> list[str]:
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for threads that talk to each other while the loop does; None without ranks.
+
+    All ranks call it, before any thread needs it. Ranks write at their own pace, and one that dies is noticed
+    at once: so its members wait for long.
+    """
+    if not dist.is_initialized():
+        return None
+    with native_stdout_closed():
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    return group

@@ -1,8 +1,16 @@
-"""Warnings of torch that say nothing to a person who runs a training."""
+"""What libraries say that tells a person who runs a training nothing, kept away from them."""
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def quiet_checkpoint_warnings() -> None:
@@ -12,3 +20,17 @@ def quiet_checkpoint_warnings() -> None:
     """
     for message in ("TypedStorage is deprecated", "torch.distributed is disabled"):
         warnings.filterwarnings("ignore", message=message)
+
+
+@contextmanager
+def native_stdout_closed() -> Iterator[None]:
+    """Keep gloo's C++ code from printing its connections into what a person reads."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -18,8 +16,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from converters import seal_dcp
+from portable.hosts import background_group
 from portable.quiet import quiet_checkpoint_warnings
+from portable.sealing import SealingWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,8 +82,7 @@ class Saver:
     """Writes state dicts of :class:`Staged` tensors and plain values as DCP folders."""
 
     def __init__(self) -> None:
-        # A background save talks to the other hosts while the loop does, so it needs a group of its own.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = background_group()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
@@ -92,12 +90,12 @@ class Saver:
         writing = self._writer.submit(self._write, state, folder)
         if not background:
             writing.result()
-        return _Save(writing, folder)
+        return _Save(writing)
 
     def _write(self, state: dict[str, Any], folder: Path) -> None:
         save(
             state,
-            storage_writer=FileSystemWriter(folder, sync_files=True),
+            storage_writer=SealingWriter(folder),
             planner=_Planner(),
             process_group=self._group,
             no_dist=self._group is None,
@@ -105,16 +103,11 @@ class Saver:
 
 
 class _Save:
-    def __init__(self, writing: Future[None], folder: Path) -> None:
+    def __init__(self, writing: Future[None]) -> None:
         self._writing = writing
-        self._folder = folder
-        self._sealed = False
 
     def done(self) -> bool:
         return self._writing.done()
 
     def wait(self) -> None:
         self._writing.result()
-        if not self._sealed and (not dist.is_initialized() or dist.get_rank() == 0):
-            seal_dcp(self._folder)
-        self._sealed = True

@@ -23,6 +23,8 @@ from converters.outfile import write_file
 from converters.shard_index import read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from converters.storage import Folder
 
 SEAL = "shard_checksums.json"
@@ -69,29 +71,41 @@ def read_seal(folder: Folder) -> Seal | None:
     return Seal(file.path, metadata, items)
 
 
-def seal_dcp(folder: str | Path) -> None:
-    """Seal the DCP shards in `folder`, when every rank has written its own and before they are published.
+def item_checksums(folder: str | Path, items: Iterable[tuple[str, int, int]]) -> list[int]:
+    """What a seal keeps of items: the CRC32 of the zip directory of each.
 
-    Reads the directory of each item, a few kilobytes, and none of the tensors. One process does it.
+    Reads the directories, a few kilobytes each, and none of the tensors.
+
+    Args:
+        folder: of the shards; files that no item names need not be there.
+        items: file, offset and length of each, as DCP's metadata gives them.
 
     Raises:
-        CheckpointError: the shards are incomplete or damaged.
-        OSError: there is a seal already, or it cannot be written.
+        CheckpointError: a shard is missing or damaged.
     """
-    from converters.formats.dcp import open_item
-    from converters.formats.dcp_metadata import metadata_files, read_metadata
     from converters.storage import Folder
+    from converters.torchzip import TorchZip
 
     opened = Folder(Path(folder))
-    metadata = {}
-    for name in metadata_files(opened.path):
-        file = opened.file(name)
-        metadata[name] = isal_zlib.crc32(file.read(0, file.nbytes))
+    return [TorchZip(opened.file(name), offset, length).checksum for name, offset, length in items]
+
+
+def write_seal(folder: str | Path, items: Mapping[str, Mapping[str, int]]) -> None:
+    """Seal a DCP save, when every rank has written its shards and before they are published.
+
+    Args:
+        folder: of the metadata.
+        items: shard file -> offset of an item -> its `item_checksums`; of all ranks.
+
+    Raises:
+        CheckpointError: there is no metadata.
+        OSError: there is a seal already, or it cannot be written.
+    """
+    from converters.formats.dcp_metadata import metadata_files
+
+    folder = Path(folder)
+    metadata = {name: isal_zlib.crc32((folder / name).read_bytes()) for name in metadata_files(folder)}
     if not metadata:
         raise CheckpointError(f"{folder}: holds no DCP metadata to seal")
-    items: dict[str, dict[str, int]] = {}
-    for entry in read_metadata(opened).values():
-        for item in entry.items.values():
-            items.setdefault(item.file, {})[str(item.offset)] = open_item(entry, item).checksum
     document = {"version": _VERSION, "metadata": metadata, "items": items}
-    write_file(opened.path / SEAL, (json.dumps(document) + "\n").encode())
+    write_file(folder / SEAL, (json.dumps(document) + "\n").encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from converters import CheckpointError, open_checkpoint, seal_dcp
+from converters import CheckpointError, item_checksums, open_checkpoint, write_seal
+from converters.formats.dcp_metadata import read_metadata
 from converters.formats.dcp_seal import SEAL
+from converters.storage import Folder
 from tests.converters.test_mutations import everything
 
 if TYPE_CHECKING:
@@ -25,6 +28,16 @@ def runs(tmp_path: Path) -> list[Path]:
         state = {"model": {"w": torch.randn(64, 3), "b": torch.randn(5)}, "step": 3}
         dcp_save(state, checkpoint_id=tmp_path / name, no_dist=True)
     return [tmp_path / "one", tmp_path / "other"]
+
+
+def seal_dcp(folder: Path) -> None:
+    """Seal what stands in a folder, as its writer would have."""
+    sealed: dict[str, dict[str, int]] = {}
+    for entry in read_metadata(Folder(folder)).values():
+        for item in entry.items.values():
+            (checksum,) = item_checksums(folder, [(item.file, item.offset, item.length)])
+            sealed.setdefault(item.file, {})[str(item.offset)] = checksum
+    write_seal(folder, sealed)
 
 
 def swap(left: Path, right: Path) -> None:
@@ -88,9 +101,11 @@ def test_a_damaged_seal_is_refused(runs: list[Path]) -> None:
 
 
 def test_only_what_is_whole_is_sealed(runs: list[Path], tmp_path: Path) -> None:
-    (runs[0] / "__0_0.distcp").unlink()
+    os.truncate(runs[0] / "__0_0.distcp", 100)
     with pytest.raises(CheckpointError, match="__0_0"):
-        seal_dcp(runs[0])
+        item_checksums(runs[0], [("__0_0.distcp", 0, 1200)])
+    with pytest.raises(CheckpointError, match="__1_0"):
+        item_checksums(runs[0], [("__1_0.distcp", 0, 1200)])
     with pytest.raises(CheckpointError, match="no DCP metadata"):
         seal_dcp(tmp_path)
     seal_dcp(runs[1])
