@@ -11,6 +11,7 @@ A `RemotePath` looks like a `pathlib.Path`, as far as reading goes: `name`, `suf
 More for reading:
     path.read_range(start, stop)             the bytes [start, stop) of an object; nothing else is fetched
     path.download(local)                     the object into a local file, in pieces
+    path.objects(), path.glob()              what is below, what a pattern names: sizes and versions
     path.refresh()                           forget what was listed. Listings are kept for as long as the
                                              paths that come from one `RemotePath.of` live; what is written
                                              through these paths is known at once, what others write is not
@@ -49,13 +50,15 @@ import os
 import re
 import stat
 import threading
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from converters.remote_errors import RemoteError, redact, timeout, with_retries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -73,6 +76,10 @@ _REFUSED = {
 }
 _S3 = ("s3", "s3a")
 
+# Where file systems keep what changes with an object's content, the surest first.
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified")
+_MAGIC = re.compile(r"[*\[]")
+
 # Bytes of one part of an upload; S3 takes 10,000 parts of at least 5 MiB.
 PART_BYTES = 8 << 20
 _MOST_PARTS = 9_000
@@ -89,6 +96,18 @@ class Status(NamedTuple):
 
     st_mode: int
     st_size: int
+
+
+class Object(NamedTuple):
+    """An object as it is listed.
+
+    Attributes:
+        size: its bytes.
+        version: what changes when its content does, as the store tells: an ETag, a generation, or a time.
+    """
+
+    size: int
+    version: str
 
 
 class _Entry(NamedTuple):
@@ -269,12 +288,32 @@ class RemotePath:
 
     def files(self) -> dict[str, int]:
         """Every object below, at any depth: name relative to this folder -> bytes. Always asked anew."""
+        return {name: found.size for name, found in self.objects().items()}
+
+    def objects(self) -> dict[str, Object]:
+        """The same with what tells their versions apart; this object itself, if it is one, is named ''."""
         found = with_retries(str(self), "list", lambda: self._store.fs.find(self._key, detail=True))
         below = self._key + "/"
-        return {
-            str(name)[len(below) :]: int(entry.get("size") or 0)
+        objects = {
+            str(name)[len(below) :]: _object(entry)
             for name, entry in found.items()
             if str(name).startswith(below) and not str(name).endswith("/")
+        }
+        if not objects and self.is_file():
+            objects[""] = _object(with_retries(str(self), "look up", lambda: self._store.fs.info(self._key)))
+        return objects
+
+    def glob(self) -> dict[RemotePath, Object]:
+        """The objects that this path names, taken as a pattern: `*` and `[...]` within a name, `**` for any
+        folders. Without these, the object itself, if there is one.
+        """
+        parts = self._key.split("/")
+        plain = next((at for at, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
+        base = RemotePath(self._store, "/".join(parts[:plain]))
+        return {
+            base / name: found
+            for name, found in base.objects().items()
+            if _matches(PurePosixPath(name).parts, parts[plain:])
         }
 
     def refresh(self) -> None:
@@ -348,19 +387,23 @@ class RemotePath:
         self._store.forget(self._key)
 
     def remove_tree(self) -> None:
-        """Delete every object below, what says that they are complete first, and abort uploads left open.
+        """Delete every object below, and abort uploads left open.
 
-        To clear a folder that may be read meanwhile, `completion.begin` it before.
+        What says that they are complete goes first. To clear a folder that may be read meanwhile,
+        `completion.begin` it before: what says that it is unfinished goes last.
         """
-        from converters.completion import COMPLETE
+        from converters.completion import COMPLETE, INCOMPLETE
 
         self.abort_uploads()
-        try:
-            if COMPLETE in self.files():
-                (self / COMPLETE).unlink(missing_ok=True)
-            with_retries(str(self), "delete", lambda: self._store.fs.rm(self._key, recursive=True))
-        except FileNotFoundError:
-            pass
+        names = self.files()
+        if COMPLETE in names:
+            (self / COMPLETE).unlink(missing_ok=True)
+        keys = [f"{self._key}/{name}" for name in names if name not in (COMPLETE, INCOMPLETE)]
+        with suppress(FileNotFoundError):  # somebody else may delete them as well
+            if keys:
+                with_retries(str(self), "delete", lambda: self._store.fs.rm(keys))
+        if INCOMPLETE in names:
+            (self / INCOMPLETE).unlink(missing_ok=True)
         self.refresh()
 
     def abort_uploads(self) -> int:
@@ -386,6 +429,19 @@ class RemotePath:
             if not page.get("IsTruncated"):
                 return count
             where |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def _object(entry: dict[str, Any]) -> Object:
+    known = (entry[key] for key in _VERSIONS if entry.get(key) is not None)
+    return Object(int(entry.get("size") or 0), str(next(known, "")).strip('"'))
+
+
+def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns:
+        return not parts
+    if patterns[0] == "**":
+        return _matches(parts, patterns[1:]) or (bool(parts) and _matches(parts[1:], patterns))
+    return bool(parts) and fnmatchcase(parts[0], patterns[0]) and _matches(parts[1:], patterns[1:])
 
 
 class Upload(Protocol):

@@ -259,6 +259,7 @@ def _source(settings: DataSettings, task: str, cache: Path, *, remember: bool = 
         split=settings.split,
         max_samples=settings.max_samples,
         digests=cache / "digests",
+        downloads=cache / "downloads",
         remember=remember,
     )
 

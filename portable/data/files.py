@@ -114,19 +114,23 @@ class LocalFiles(Source):
     def documents(self) -> Iterator[Document]:
         left = self._max_samples
         for path in self._files:
-            suffix = path.suffix.lower()
+            if left == 0:
+                return
+            suffix, here = path.suffix.lower(), self._here(path)
             if suffix == ".txt":
-                if left == 0:
-                    return
-                yield from _text_file(path)
+                yield from _text_file(here)
                 left = None if left is None else left - 1
                 continue
-            rows = _jsonl_rows(path) if suffix == ".jsonl" else library_rows(path)
+            rows = _jsonl_rows(here) if suffix == ".jsonl" else library_rows(here)
             for where, row in islice(rows, left):
                 left = None if left is None else left - 1
                 document = read_row(row, self._fields, where)
                 if document is not None:
                     yield document
+
+    def _here(self, path: Path) -> Path:
+        """Where on this machine to read a file."""
+        return path
 
 
 def _file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""Where the documents come from: the standard library's sources, local files, or a hub data set.
+"""Where the documents come from: the standard library's sources, files here or in a store, a hub data set.
 
 A source streams its documents, so a data set may be larger than memory, and has a ``key``: a digest that
 changes whenever the documents would, cheap enough to take at every start.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from converters.remote import is_url
+from portable.data.cache import default_cache_dir
 from portable.data.documents import Document, Fields, Source, text_only
 from portable.data.files import LocalFiles, local_files
 from portable.data.library import HubDataset
+from portable.data.remote_files import RemoteFiles, remote_files
 from portable.data.standard_library import StandardLibrary
 from portable.errors import UserError
 
@@ -29,12 +32,14 @@ def open_source(
     split: str | None = None,
     max_samples: int | None = None,
     digests: Path | None = None,
+    downloads: Path | None = None,
     remember: bool = True,
 ) -> Source:
     """Find what ``data.source`` names.
 
     Nothing large is read yet. ``digests`` is a folder that remembers the digests of large local files by
     their size and modification time; ``None`` hashes them anew, and without ``remember`` nothing is written.
+    ``downloads`` is one for copies of remote files; ``None`` stands for the user's cache.
 
     Raises:
         UserError: the source does not exist, or cannot be what it is said to be.
@@ -48,6 +53,9 @@ def open_source(
     names = [source] if isinstance(source, str) else list(source)
     if not names or not all(names):
         raise UserError("data.source: it is empty; name a hub data set or files, or give null")
+    if any(map(is_url, names)):
+        downloads = downloads or default_cache_dir() / "downloads"
+        return _remote_files(names, fields, config_name, max_samples, downloads)
     local = [local_files(name) for name in names]
     if any(files is None for files in local):
         if len(names) == 1:
@@ -61,3 +69,22 @@ def open_source(
         )
     files = list(dict.fromkeys(path for found in local for path in found or ()))
     return LocalFiles(", ".join(names), files, fields, max_samples, digests, remember)
+
+
+def _remote_files(
+    names: Sequence[str],
+    fields: Fields,
+    config_name: str | None,
+    max_samples: int | None,
+    downloads: Path,
+) -> RemoteFiles:
+    if not all(map(is_url, names)):
+        raise UserError(
+            "data.source: a list may name URLs or local files, not both; copy one kind to the other"
+        )
+    if config_name is not None:
+        raise UserError(
+            f"data.config_name: {config_name!r} is for a hub data set, but data.source names files; remove it"
+        )
+    found = {path: told for name in names for path, told in remote_files(name).items()}
+    return RemoteFiles(", ".join(names), found, fields, max_samples, downloads)

@@ -1,0 +1,58 @@
+"""Where things are: a path of this machine, or a URL of an object store (``s3://bucket/run``).
+
+Both are read in the same words (``name``, ``/``, ``is_file``, ``iterdir``, ``read_text`` ...), so that
+whoever reads need not know which it is.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from converters.remote import RemotePath, is_url
+from converters.remote_errors import RemoteError, RetriesUsedUpError
+from portable.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Place = Path | RemotePath
+"""A file or folder, here or in an object store."""
+
+_ALMOST_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
+
+
+def place_of(key: str, text: str) -> Place:
+    """The place that a setting names.
+
+    Args:
+        key: of the setting, for the message.
+        text: a path or a URL.
+
+    Raises:
+        UserError: a URL that cannot be used: a protocol whose package is not installed, credentials in it ...
+    """
+    with storage_errors(key):
+        if is_url(text):
+            return RemotePath.of(text)
+    if _ALMOST_URL.match(text):
+        raise UserError(f"{key}: {text} is neither a path nor a URL; write a URL with two slashes (s3://...)")
+    return Path(text)
+
+
+@contextmanager
+def storage_errors(key: str) -> Iterator[None]:
+    """Say what a store refuses as an error of the setting ``key``.
+
+    Raises:
+        RunError: the store could not be reached, however often it was tried.
+        UserError: everything else.
+    """
+    try:
+        yield
+    except RetriesUsedUpError as error:
+        raise RunError(f"{key}: {error}") from error
+    except RemoteError as error:
+        raise UserError(f"{key}: {error}") from error

@@ -1,0 +1,123 @@
+"""Data files in an object store: found by URL and pattern, fetched once, the documents those of a disk."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from portable.data import build_data, inspect_data
+from portable.data.documents import Fields
+from portable.data.sources import open_source
+from portable.errors import UserError
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.data.documents import Source
+    from tests.object_store import ObjectStore
+
+TEXTS = ["one line of text", "another,\nwith two lines", "å third"]
+
+
+@pytest.fixture
+def files(tmp_path: Path, s3: ObjectStore) -> Path:
+    """A folder of one file of each kind, and its copy in the bucket as `data`."""
+    folder = tmp_path / "data"
+    (folder / "more" / "deep").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    (folder / "a.txt").write_text(TEXTS[0])
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *TEXTS]))
+    (folder / "more" / "c.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
+    with (folder / "more" / "deep" / "d.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["text"], *[[text] for text in TEXTS]])
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "more" / "e.parquet")
+    (folder / ".hidden" / "f.txt").write_text("not this")
+    (folder / "readme.md").write_text("nor this")
+    s3.put_tree(folder, "data")
+    return folder
+
+
+def opened(name: str | list[str], cache: Path, max_samples: int | None = None) -> Source:
+    return open_source(name, fields=Fields(), downloads=cache, max_samples=max_samples)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("a.txt", 1),
+        ("*.txt", 1),
+        ("[ab].*", 4),
+        ("more/*.*", 6),
+        ("**/*.csv", 3),
+        ("more/**/*.[cj]s*", 6),
+        ("", 13),
+        ("more/deep/", 3),
+    ],
+)
+def test_the_same_documents_as_from_a_disk(
+    pattern: str, count: int, s3: ObjectStore, files: Path, tmp_path: Path
+) -> None:
+    here = list(open_source(str(files / pattern)).documents())
+    there = opened(f"s3://{s3.bucket}/data/{pattern}", tmp_path / "cache")
+    assert list(there.documents()) == here and len(here) == count
+    few = opened(f"s3://{s3.bucket}/data/{pattern}", tmp_path / "cache", max_samples=3)
+    assert list(few.documents()) == list(open_source(str(files / pattern), max_samples=3).documents())
+
+
+def test_fetched_once_until_it_changes(s3: ObjectStore, files: Path, tmp_path: Path) -> None:
+    names = [s3.url("data/b.jsonl"), s3.url("data/more/*.json")]
+    source = opened(names, tmp_path / "cache")
+    size = (files / "b.jsonl").stat().st_size
+    assert source.size_bytes == size + (files / "more" / "c.json").stat().st_size
+    assert s3.bytes_out("b.jsonl") == 0  # the key and the size come from the listing
+    key, first = source.key, list(source.documents())
+    again = opened(names, tmp_path / "cache")
+    assert again.key == key and list(again.documents()) == first
+    assert s3.bytes_out("b.jsonl") == size
+    s3.put("data/b.jsonl", (files / "b.jsonl").read_bytes().replace(b"one", b"two"))
+    changed = opened(names, tmp_path / "cache")
+    assert changed.key != key
+    assert next(document.text for document in changed.documents()) == "two line of text"
+
+
+def test_it_makes_the_same_data_set(s3: ObjectStore, corpus: Path, tmp_path: Path) -> None:
+    s3.put("corpus.jsonl", corpus.read_bytes())
+    here = configured(tmp_path, corpus).data
+    there = configured(
+        tmp_path, corpus, data__source=s3.url("corpus.jsonl"), data__cache_dir=str(tmp_path / "cache")
+    ).data
+    assert inspect_data(there, model_vocab_size=384).train_samples is None
+    assert not (tmp_path / "cache").exists()
+    data = build_data(there, model_vocab_size=384)
+    assert data.fingerprint == build_data(here, model_vocab_size=384).fingerprint
+    s3.forget()
+    assert build_data(there, model_vocab_size=384).fingerprint == data.fingerprint
+    assert s3.bytes_out("corpus.jsonl") == 0
+    assert inspect_data(there, model_vocab_size=384).train_samples == len(data.train)
+
+
+def test_refusals_name_the_url(s3: ObjectStore, files: Path, tmp_path: Path) -> None:
+    def refusal(name: str | list[str]) -> str:
+        with pytest.raises(UserError) as caught:
+            list(opened(name, tmp_path / "cache").documents())
+        assert str(caught.value).startswith("data.source: ")
+        return str(caught.value)
+
+    for name in ("data/nothing.txt", "data/*.parquet", "nowhere"):
+        assert f"there is no .txt, .jsonl, .json, .csv, .parquet file at {s3.url(name)}" in refusal(
+            s3.url(name)
+        )
+    assert "readme.md: cannot read this kind of file" in refusal(s3.url("data/*.md"))
+    assert "no such bucket" in refusal("s3://no-such-bucket-here/a.txt")
+    assert "not both" in refusal([s3.url("data/a.txt"), "b.txt"])
+    s3.put("data/b.jsonl", b'{"text": "a"}\n{"text"\n')
+    assert f"{s3.url('data/b.jsonl')}:2: not a line of JSON" in refusal(s3.url("data/b.jsonl"))
+    s3.fail(status=403, method="GET", key="a.txt")
+    assert "denied" in refusal(s3.url("data/a.txt"))
