@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from converters.dcp_writer import write_dcp
     from converters.errors import CheckpointError
     from converters.formats.dcp_seal import item_checksums, write_seal
-    from converters.opening import open_checkpoint
+    from converters.opening import open_checkpoint, read_pickled
     from converters.safetensors_writer import write_safetensors
     from converters.tensor import Tensor
 
@@ -27,6 +27,7 @@ __all__ = [
     "Tensor",
     "item_checksums",
     "open_checkpoint",
+    "read_pickled",
     "write_dcp",
     "write_safetensors",
     "write_seal",
@@ -41,6 +42,7 @@ _HOMES = {
     "Tensor": "tensor",
     "item_checksums": "formats.dcp_seal",
     "open_checkpoint": "opening",
+    "read_pickled": "opening",
     "write_dcp": "dcp_writer",
     "write_safetensors": "safetensors_writer",
     "write_seal": "formats.dcp_seal",

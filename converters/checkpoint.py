@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from converters.ties import resolve_ties
@@ -54,7 +55,7 @@ class Checkpoint:
         companions: `config.json`, tokenizer files and the like found beside the shards: file name -> path.
 
     A format that has to work to name its optimizer state passes a function for `optimizer`, called at the
-    first use, so that the model can be read where the optimizer cannot.
+    first use, so that the model can be read where the optimizer cannot; `counters` are found in the same way.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Checkpoint:
         optimizer: OptimizerState | Callable[[], OptimizerState | None] | None = None,
         metadata: Mapping[str, Any] | None = None,
         companions: Mapping[str, Path] | None = None,
+        counters: Callable[[], Mapping[str, Scalar]] | None = None,
     ) -> None:
         self.format = format
         self.root = root
@@ -75,6 +77,7 @@ class Checkpoint:
         self._stored = tensors
         self._known_aliases = dict(aliases or {})
         self._optimizer = optimizer
+        self._counters = counters
         self._named_by_owner = False
         self._resolved: tuple[dict[str, Tensor], dict[str, str]] | None = None
 
@@ -100,6 +103,18 @@ class Checkpoint:
         if not self._named_by_owner:
             self._optimizer, self._named_by_owner = _by_owner(self._optimizer, self.aliases), True
         return self._optimizer
+
+    @cached_property
+    def counters(self) -> Mapping[str, Scalar]:
+        """What the program that wrote it had counted, by that program's own names, as far as the shards tell.
+
+        DeepSpeed's `global_steps`, `global_samples` and `skipped_steps`; what torchtitan keeps under
+        `train_state` and `lr_scheduler` (`train_state.step`); `step` or `global_step` beside a state dict.
+
+        Raises:
+            CheckpointError: a damaged one.
+        """
+        return {} if self._counters is None else dict(self._counters())
 
     def _resolve(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         if self._resolved is None:

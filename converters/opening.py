@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.formats import Format, Source, detect, formats
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from converters.checkpoint import Checkpoint
 
 # step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100 ...
 _STEP = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[-_]?(\d+)")
 
 
-def open_checkpoint(path: str | Path, tag: str | None = None, *, verify: bool = True) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, tag: str | None = None, *, verify: bool = True, order: Sequence[str] = ()
+) -> Checkpoint:
     """Open a checkpoint of any supported format.
 
     Args:
@@ -24,6 +29,8 @@ def open_checkpoint(path: str | Path, tag: str | None = None, *, verify: bool = 
         tag: the step to take from a folder of several: its folder's name (`step-000100`) or number (`100`).
         verify: check the CRCs that the format stores on everything read. Turn off only where something else
             has checked the same files just now.
+        order: the names of the model's parameters in the order of its modules, for whoever has the model.
+            It names optimizer state that is kept by number where the files do not tell the order.
 
     Returns:
         A `Checkpoint`; only headers have been read.
@@ -36,11 +43,30 @@ def open_checkpoint(path: str | Path, tag: str | None = None, *, verify: bool = 
         raise CheckpointError(f"{root}: no such file or folder")
     found, source = _locate(root, tag, verify)
     try:
-        return found.open(source)
+        return found.open(replace(source, order=tuple(order)))
     except OSError as error:
         raise CheckpointError(f"{error.filename or source.path}: {error.strerror or error}") from None
     except RecursionError:
         raise CheckpointError(f"{source.path}: nested too deeply to be a checkpoint") from None
+
+
+def read_pickled(path: str | Path) -> Any:
+    """What `torch.save` wrote into one small file, as dicts, lists, strings and numbers; nothing is run.
+
+    Tensors and objects come as the names of their classes.
+
+    Raises:
+        CheckpointError: damaged, or an object of a class that torch itself does not write.
+    """
+    from converters.pickles import plain
+    from converters.storage import Folder
+    from converters.torchzip import TorchZip
+
+    path = Path(path)
+    try:
+        return plain(TorchZip(Folder(path.parent).file(path.name)).load())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
 
 
 def _locate(root: Path, tag: str | None, verify: bool) -> tuple[Format, Source]:

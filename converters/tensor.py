@@ -214,7 +214,7 @@ class Tensor:
             return
         outer, inner = self.shape[:axis], self.shape[axis + 1 :]
         rows = max(1, limit // max(1, prod(inner)))
-        run, at = self._run(), 0
+        run, at = self.run(), 0
         for prefix in np.ndindex(*outer):
             for row in range(0, self.shape[axis], rows):
                 count = min(rows, self.shape[axis] - row)
@@ -244,7 +244,7 @@ class Tensor:
             return None
         return span.file.span(span.offset + view.offset, self.nbytes)
 
-    def _run(self) -> Source | None:
+    def run(self) -> Source | None:
         """All bytes as one row-major run, where the pieces are cut along dim 0 only and lie row-major."""
         strides = row_major(self.shape, numpy_dtype(self.dtype).itemsize)
         parts = []

@@ -30,11 +30,13 @@ class Source:
         tag: the step folder the user asked for, where the format keeps several under `path` (DeepSpeed's
             `latest`); None for the newest.
         verify: check stored CRCs.
+        order: the names of the model's parameters in the order of its modules, where the caller knows them.
     """
 
     path: Path
     tag: str | None = None
     verify: bool = True
+    order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,15 @@ from converters.tensor import Box, Tensor, View
 from converters.torchzip import StoredTensor, TorchZip
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from converters.checkpoint import OptimizerState
+    from converters.naming import Path as KeyPath
 
 # accelerate and the Trainer: one folder for the model, one for the optimizer, numbered.
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
+_COUNTED = ("train_state", "lr_scheduler")
 
 
 def _folders(path: Path) -> list[Path]:
@@ -100,6 +103,7 @@ def _open(source: Source) -> Checkpoint:
         optimizer=optimizer,
         metadata={**_metadata(source.path), "other_keys": roles.other},
         companions=find_companions(source.path),
+        counters=lambda: _counters(roles.other, paths, entries),
     )
     return checkpoint
 
@@ -115,6 +119,20 @@ def _metadata(path: Path) -> dict[str, Any]:
     ranks = {found[1] for name in names if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
     told: dict[str, Any] = {"world_size": len(ranks)} if ranks else {}
     return {**told, **trainer_metadata(path)}
+
+
+def _counters(
+    keys: list[str], paths: Mapping[str, KeyPath], entries: Mapping[str, Entry]
+) -> dict[str, Scalar]:
+    """The numbers of a trainer and its schedule, where torchtitan keeps them."""
+    found: dict[str, Scalar] = {}
+    for key in keys:
+        entry = entries[key]
+        if paths[key][0] in _COUNTED and (entry.dtype is None or entry.shape == ()):
+            value = _value(entry)
+            if isinstance(value, (int, float)):
+                found[".".join(map(str, paths[key]))] = value
+    return found
 
 
 def _tensor(entry: Entry, name: str) -> Tensor:

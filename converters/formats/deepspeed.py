@@ -362,6 +362,7 @@ class _Run:
             optimizer=optimizer,
             metadata=self._metadata(),
             companions=find_companions(self.folder.path),
+            counters=self.model.counters,
         )
 
     def _check_module(self, masters: dict[str, Tensor]) -> bool:

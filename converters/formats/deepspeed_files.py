@@ -160,6 +160,11 @@ class ModelFile:
         value = self.content.get(key)
         return value if type(value) is int else None
 
+    def counters(self) -> dict[str, int]:
+        """The engine's counters that there are."""
+        counted = {key: self.count(key) for key in ("global_steps", "global_samples", "skipped_steps")}
+        return {key: value for key, value in counted.items() if value is not None}
+
 
 def read_model(folder: Folder, name: str) -> ModelFile:
     """Read one file of model states; CheckpointError for what DeepSpeed never writes."""

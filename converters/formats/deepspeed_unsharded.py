@@ -87,6 +87,7 @@ def open_unsharded(folder: Folder, name: str, root: Path) -> Checkpoint:
         optimizer=optimizer,
         metadata={key: value for key, value in told.items() if isinstance(value, (int, str))},
         companions=find_companions(folder.path),
+        counters=model.counters,
     )
 
 

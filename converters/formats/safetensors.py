@@ -92,7 +92,8 @@ def _open(source: Source) -> Checkpoint:
         if (folder.path / OPTIMIZER).is_file():
             return _optimizer(folder, plain)
         # The Trainer's and Accelerate's plain checkpoints.
-        order = module_order(plain, companions.get("config.json"))
+        told = [name for name in source.order if name in plain]
+        order = told or module_order(plain, companions.get("config.json"))
         return optimizer_beside(folder, plain, lambda: order and in_order(order, checkpoint))
 
     checkpoint = Checkpoint(

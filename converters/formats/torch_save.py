@@ -135,6 +135,7 @@ def _open(source: Source) -> Checkpoint:
         optimizer=optimizer,
         metadata={**told, **trainer_metadata(root)},
         companions=companions,
+        counters=lambda: {"step": told["step"]} if "step" in told else {},
     )
     return checkpoint
 

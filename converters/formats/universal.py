@@ -285,6 +285,7 @@ class _Universal:
             optimizer=lambda: self._optimizer(short),
             metadata={key: value for key, value in told.items() if isinstance(value, (int, str))},
             companions=find_companions(self.folder.path),
+            counters=self.model.counters,
         )
 
     def _frozen(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
