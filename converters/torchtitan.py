@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.checkpoint import ParamGroups, Scalar
-    from converters.tensor import Source
+    from converters.storage import Source
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _IN_LAYER = {

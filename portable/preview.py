@@ -10,10 +10,13 @@ from portable.backend import backend_room
 from portable.checkpointing import CheckpointFolder, TrainerState
 from portable.config import dump_yaml
 from portable.data import inspect_data
+from portable.foreign import open_foreign
 from portable.metrics import human_bytes, table
 from portable.plan import checkpoint_bytes, parameter_count, total_steps
 from portable.run import plan_for, ranks_in_words, resolve, tokenizer_hints
 from portable.run_folder import check_same_run, checkpoint_of, resume_source
+from portable.schedule import build_schedule
+from portable.takeover import take_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,6 +59,7 @@ def _plan_rows(
     if config.train.epochs is not None:
         steps = None if data.train_samples is None else total_steps(config, data.train_samples)
     source = resume_source(config, checkpoints)
+    begun = [] if source is None else _foreign_rows(config, model, source, steps)
     return [
         ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),
         ("data", str(data)),
@@ -72,12 +76,29 @@ def _plan_rows(
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
         ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),
         ("start", f"resume from {source}" if source is not None else "step 0"),
+        *begun,
         ("a checkpoint", human_bytes(checkpoint_bytes(model, config.train.optimizer))),
     ]
 
 
+def _foreign_rows(
+    config: RunConfig, model: PreTrainedModel, source: Path, steps: int | None
+) -> list[tuple[str, str]]:
+    """What the run would take from ``source`` if another program wrote it; refused as it would be then."""
+    foreign = open_foreign(source, [name for name, _ in model.named_parameters()])
+    if foreign is None:
+        return []
+    taken = take_over(foreign, config, model, build_schedule(config.train, steps or 1))
+    if steps is not None:
+        taken.check_length(steps)
+    return [*taken.rows, *(("warning", warning) for warning in taken.warnings)]
+
+
 def describe_checkpoint(path: Path) -> int:
-    """Print what a checkpoint of this program (or the newest of a run) holds."""
+    """Print what a checkpoint (or the newest of a run) holds, whoever wrote it."""
+    if (foreign := open_foreign(path)) is not None:
+        print(table(foreign.rows()))
+        return 0
     folder = checkpoint_of(path)
     state = TrainerState.read(folder)
     rows = [

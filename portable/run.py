@@ -23,6 +23,7 @@ from portable.config import difference, dump_yaml
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data
 from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_of_all
+from portable.foreign import open_foreign, own_state
 from portable.html_report import REPORT_FILE, write_report
 from portable.lock import locked
 from portable.loop import Cadence, Progress, evaluate, train
@@ -37,9 +38,10 @@ from portable.plan import (
 from portable.plot import plot_loss
 from portable.profiling import Profiler
 from portable.report import Reporter
-from portable.run_folder import CONFIG_FILE, check_same_run, checkpoint_of, earlier_config, resume_source
+from portable.run_folder import CONFIG_FILE, check_same_run, earlier_config, resume_source
 from portable.schedule import build_schedule
 from portable.shapes import shape_hints
+from portable.takeover import Takeover, refuse_resume_step, take_over
 from portable.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -114,6 +116,7 @@ class Prepared:
         self.config = config
         self.backend = backend
         self.source: Path | None = None  # the checkpoint gone on from
+        self.taken: Takeover | None = None  # what it holds, where another program wrote it
         self.model_config = models.model_config(config.model)
         models.check_length(self.model_config, config.data.seq_len)
         self.data = build_data(
@@ -247,6 +250,8 @@ class Prepared:
         source = resume_source(config, checkpoints)
         agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
         engine, progress = self.engine(source, checkpoints)
+        if self.taken is not None:
+            self.taken.check_length(self.until)
         self.progress = progress
         if backend.rank == 0:
             checkpoints.remove_partial()
@@ -349,17 +354,19 @@ class Prepared:
         """The sharded model with its weights in place, and where the run stands.
 
         Args:
-            source: the checkpoint to go on from; None to start.
+            source: the checkpoint to go on from, also another program's; None to start.
             checkpoints: the run's own, the older ones of which stand in where ``source``, one of them, is
                 found damaged.
         """
+        own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
+        if source is not None and source not in own:
+            self.taken = self.take_over(source)  # before anything is put into the model
         blueprint = models.Blueprint.of(self.model) if source is None else None
         engine = self.backend.prepare(self.model, self.config)
         if blueprint is not None:
             self.start_weights(engine, blueprint)
             return engine, Progress(0, 0)
         assert source is not None
-        own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
         candidates = own[own.index(source) :] if source in own else [source]
         damaged: list[tuple[Path, DamagedError | None]] = []
         for candidate in candidates:
@@ -383,16 +390,39 @@ class Prepared:
             damaged.append((candidate, error))
         raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
 
+    def take_over(self, source: Path) -> Takeover | None:
+        """What ``source`` holds for this run, if another program wrote it; all ranks call it."""
+        taken, error = None, None
+        try:
+            foreign = open_foreign(source, [name for name, _ in self.model.named_parameters()])
+            if foreign is not None:
+                taken = take_over(foreign, self.config, self.model, self.schedule)
+            elif source == Path(self.config.checkpoint.resume):  # else the run has come further by itself
+                refuse_resume_step(self.config)
+        except UserError as found:
+            error = found
+        if self.backend.any(error is not None):
+            raise error or RunError(f"checkpoint.resume: {source} could not be read by another rank")
+        if taken is not None:
+            agree(self.backend, {f"where {source.name} stands": [taken.step, taken.samples]})
+            if self.backend.rank == 0:
+                for warning in taken.warnings:
+                    print(f"warning: {warning}", file=sys.stderr)
+        return taken
+
     def restore(self, engine: Engine, source: Path) -> Progress:
-        """Fill ``engine`` from a checkpoint of this run, and tell where that stood.
+        """Fill ``engine`` from a checkpoint, and tell where the run stands there.
 
         Raises:
             DamagedError: if something in it is not as it was written.
-            UserError: if it belongs to another run.
+            UserError: if it belongs to another run of this program.
         """
         from converters import CheckpointError, open_checkpoint
 
         try:
+            if self.taken is not None:
+                engine.load(self.taken.checkpoint)
+                return Progress(self.taken.step, self.taken.samples)
             checkpoint = open_checkpoint(source)
             state = TrainerState.read(checkpoint.root)
             if changed := difference(state.run, self.config.fingerprint()):
@@ -569,7 +599,10 @@ class Prepared:
             multiple=backend.shape_multiple(config.precision),
             precision=config.precision,
         )
-        return "\n".join([start, table(rows), *hints])
+        taken = (
+            [] if self.taken is None else ["begun at another program's checkpoint", table(self.taken.rows)]
+        )
+        return "\n".join([start, table(rows), *taken, *hints])
 
 
 def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
@@ -597,8 +630,8 @@ def _as_begun(config: RunConfig, backend_name: str) -> RunConfig:
         start = Path(config.checkpoint.resume)
         if earlier is not None:
             known["precision"] = earlier.precision
-        elif config.checkpoint.resume not in ("auto", "never") and start.exists():
-            known["precision"] = TrainerState.read(checkpoint_of(start)).run["precision"]
+        elif config.checkpoint.resume not in ("auto", "never") and (state := own_state(start)) is not None:
+            known["precision"] = state.run["precision"]
     return config.replaced(known)
 
 

@@ -66,7 +66,7 @@ def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | No
             )
         return None
     path = Path(resume)
-    if not path.exists():
+    if latest is None and not path.exists():
         raise UserError(f"checkpoint.resume: {path} does not exist; give auto, never or a checkpoint's path")
     if latest is None or path.resolve() == latest.resolve():
         return path
@@ -75,7 +75,7 @@ def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | No
             f"checkpoint.resume: {latest} is newer than {path} in the same run; "
             "choose another output_dir to go on from the older one"
         )
-    return latest  # the path is where the run began; it has come further since
+    return latest  # the path is where the run began, and may be gone: it has come further since
 
 
 def checkpoint_of(path: Path) -> Path:

@@ -65,7 +65,7 @@ def _default(run: RunConfig, section: str, **values: Any) -> None:
 
 def check(config: RunConfig) -> None:
     """Raise the first ``ConflictError`` among the settings."""
-    for rules in (_model, _data, _train, _machine, _memory, _deepspeed, _fsdp, _xla):
+    for rules in (_model, _data, _train, _machine, _memory, _deepspeed, _fsdp, _xla, _checkpoint):
         for conflict in rules(config):
             raise conflict
 
@@ -318,3 +318,15 @@ def _xla(config: RunConfig) -> Iterator[ConflictError]:
             f"xla.xla_fsdp_grad_ckpt false contradicts memory.activation_checkpointing {recompute}; remove "
             "one of the two",
         )
+
+
+def _checkpoint(config: RunConfig) -> Iterator[ConflictError]:
+    checkpoint = config.checkpoint
+    for name in ("resume_step", "resume_samples"):
+        value = getattr(checkpoint, name)
+        if value is not None and checkpoint.resume in ("auto", "never"):
+            yield ConflictError(
+                (f"checkpoint.{name}", "checkpoint.resume"),
+                f"checkpoint.{name} {value} is for beginning at another program's checkpoint, and "
+                f"checkpoint.resume {checkpoint.resume} names none; remove it",
+            )

@@ -484,7 +484,21 @@ class CheckpointConfig(Section):
         default="auto",
         min_length=1,
         description="auto: go on from the newest complete checkpoint in output_dir, if there is one. never: "
-        "refuse a folder that holds checkpoints. Or the path of a checkpoint in any supported format.",
+        "refuse a folder that holds checkpoints. Or the path of a checkpoint to begin at, this program's or "
+        "another's (docs/moving.md); once output_dir holds checkpoints, the run goes on from the newest.",
+    )
+    resume_step: int | None = Field(
+        default=None,
+        ge=0,
+        description="Optimizer steps that count as done at the checkpoint of another program, to which "
+        "checkpoint.resume is the path: where the schedule goes on. 0 begins the schedule anew. Null: what "
+        "the checkpoint says itself.",
+    )
+    resume_samples: int | None = Field(
+        default=None,
+        ge=0,
+        description="Sequences that count as consumed there: where this run's own order of the data goes on. "
+        "Null: what the checkpoint says itself, or its steps times train.global_batch_size.",
     )
     export: Flag = Field(
         default=True,

@@ -95,13 +95,17 @@ class Run:
     frozen: bool = True
     groups: str = "one"
     dtype: torch.dtype = torch.float32
+    build: Callable[[], Any] | None = None
+    """A transformers model to take in place of `Odd`."""
 
 
 def wrapped(rank: int, run: Run) -> Any:
     """The model as rank `rank` holds it."""
     torch.manual_seed(0)
-    model = Odd(scalar=run.scalar)
-    model.frozen.requires_grad_(not run.frozen)
+    model: Any = Odd(scalar=run.scalar) if run.build is None else run.build()
+    if run.build is None:
+        model.frozen.requires_grad_(not run.frozen)
+    layers = getattr(model, "model", model).layers
     every = {
         "sharding_groups": [list(range(run.world))],
         "sharding_rank": rank,
@@ -110,9 +114,9 @@ def wrapped(rank: int, run: Run) -> Any:
         **run.options,
     }
     if run.nested:
-        for i, layer in enumerate(model.layers):
+        for i, layer in enumerate(layers):
             inner = checkpoint_module(layer) if i else layer
-            model.layers[i] = XlaFullyShardedDataParallel(inner, **every)
+            layers[i] = XlaFullyShardedDataParallel(inner, **every)
     return XlaFullyShardedDataParallel(model, **every)
 
 

@@ -1,0 +1,508 @@
+"""A run begins at a checkpoint that another program's own code wrote (`make_foreign.py`).
+
+The oracle is plain torch: the model of transformers and `torch.optim.AdamW`, filled with what the writing run
+held in memory, on the same batches.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from converters import open_checkpoint
+from portable.backend import backend_room
+from portable.cli import main
+from portable.data import TrainLoader
+from portable.errors import UserError
+from portable.foreign import open_foreign, written_by_us
+from portable.loop import train_step
+from portable.metrics import read_metrics
+from portable.run import Prepared, resolve, train_leg
+from tests.converters.compare import assert_same
+from tests.portable.make_foreign import BETAS, DECAY, RATE, STEPS, llama
+from tests.runs import TINY_MODEL, configured, flags, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.ranks import RankPool
+    from tests.xla import XlaPool
+
+GOES_ON = 3  # steps
+BATCH = 4
+TOLERANCE = 1e-5
+
+AS_BEFORE: dict[str, Any] = {
+    "train__betas": list(BETAS),
+    "train__weight_decay": DECAY,
+    "train__learning_rate": RATE,
+}
+# What the run must be told to go on as the program did, and the step at which it stood.
+XLA_SETTINGS: dict[str, Any] = {**AS_BEFORE, "train__weight_decay": 0.01}
+SOURCES: dict[str, tuple[dict[str, Any], int]] = {
+    "trainer": (AS_BEFORE, STEPS),
+    "trainer-fsdp": (AS_BEFORE, STEPS),
+    "trainer-zero2": (AS_BEFORE, STEPS),
+    "trainer-zero3": (AS_BEFORE, STEPS),
+    "accelerate": (AS_BEFORE, STEPS),
+    "accelerate-fsdp": (AS_BEFORE, STEPS),
+    "accelerate-zero3": (AS_BEFORE, STEPS),
+    "torchtitan": (AS_BEFORE, STEPS),
+    "torchtitan-llama3": (AS_BEFORE, STEPS),
+    "torch": (AS_BEFORE, STEPS),
+    "xla-fsdp": (XLA_SETTINGS, 1),
+}
+ENGINES: dict[str, tuple[dict[str, Any], int]] = {
+    "no_shard": ({"strategy": "no_shard"}, 1),
+    "full_shard": ({"strategy": "full_shard"}, 2),
+    "zero2": ({"strategy": "zero2"}, 2),
+    "xla": ({"backend": "xla"}, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of other programs' checkpoints, with `<name>.ref.pt` beside each."""
+    pytest.importorskip("deepspeed")
+    out = tmp_path_factory.mktemp("foreign")
+    command = [sys.executable, "-m", "tests.portable.make_foreign", str(out)]
+    environments = [({"DS_ACCELERATOR": "cpu", "USE_TORCH_XLA": "0"}, command)]
+    if importlib.util.find_spec("torch_xla") is not None:
+        environments.append(({"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "1"}, [*command, "xla"]))
+    for environment, argv in environments:
+        made = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **environment},
+        )
+        assert made.returncode == 0, made.stderr[-4000:]
+    return out
+
+
+def begun(path: Path, corpus: Path, folder: Path, **settings: Any) -> dict[str, Any]:
+    """The settings of a run that begins at ``path``."""
+    common: dict[str, Any] = {
+        "checkpoint__resume": str(path),
+        "train__steps": 9,
+        "train__warmup_steps": 0,
+        "train__global_batch_size": BATCH,
+        "train__micro_batch_size": 1,
+        "data__eval_fraction": 0,
+        "log__sample_tokens": 0,
+        "checkpoint__export": False,
+    }
+    return tiny(folder, corpus, **common, **settings)
+
+
+def go_on(folder: Path, corpus: Path, path: Path, settings: dict[str, Any]) -> tuple[int, int, list[float]]:
+    """On one rank: begin at ``path``, save what was taken into ``folder``, and train on.
+
+    Returns:
+        the step and the sample that the run began at, and the losses.
+    """
+    keys = {key.replace(".", "__"): value for key, value in begun(path, corpus, folder, **settings).items()}
+    config = configured(folder, corpus, **keys)
+    backend = backend_room(config.backend).create(config.backend)
+    config = resolve(config, backend)
+    backend.start()
+    try:
+        run = Prepared(config, backend)
+        engine, progress = run.engine(path)
+        step, samples = progress.step, progress.samples
+        folder.mkdir(exist_ok=True)
+        engine.save(folder, background=False).wait()
+        batches = iter(run.train_loader(samples))
+        results = [
+            train_step(
+                backend,
+                engine,
+                batches,
+                plan=run.plan,
+                first_sample=samples + at * BATCH,
+                learning_rate=run.schedule(step + at),
+                max_grad_norm=1.0,
+            )
+            for at in range(GOES_ON)
+        ]
+        batches.close()
+        return step, samples, backend.read([result.loss for result in results])
+    finally:
+        backend.stop()
+
+
+class Oracle:
+    """Goes on from what a writing run held, in plain torch."""
+
+    def __init__(self, corpus: Path, folder: Path) -> None:
+        config = configured(
+            folder,
+            corpus,
+            train__steps=9,
+            train__warmup_steps=0,
+            train__global_batch_size=BATCH,
+            train__learning_rate=RATE,
+            data__eval_fraction=0,
+        )
+        self._run = Prepared(config, backend_room("cpu").create("cpu"))
+
+    def __call__(
+        self, held: dict[str, Any], settings: dict[str, Any], step: int, samples: int
+    ) -> list[float]:
+        model = llama()
+        keys = model.load_state_dict({k: v.clone() for k, v in held["model"].items()}, strict=False)
+        assert set(keys.missing_keys) <= {"lm_head.weight"} and not keys.unexpected_keys  # it is tied
+        parameters = dict(model.named_parameters())
+        decay = settings["train__weight_decay"]
+        groups = [
+            {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, betas=settings["train__betas"], eps=1e-8)
+        for name, parameter in parameters.items():
+            moments = {key: value.clone() for key, value in held["optim"][name].items() if key != "step"}
+            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+        loader = TrainLoader(
+            self._run.data.train,
+            seed=0,
+            position=samples,
+            global_batch_size=BATCH,
+            micro_batch_size=BATCH,
+            rank=0,
+            world_size=1,
+        )
+        batches, losses = iter(loader), []
+        for at in range(GOES_ON):
+            batch = dict(next(batches))
+            labels = batch.pop("labels")
+            logits = model(**batch).logits
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = self._run.schedule(step + at)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        batches.close()
+        return losses
+
+
+@pytest.fixture(scope="module")
+def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    torch.set_num_threads(1)
+    yield Oracle(corpus, tmp_path_factory.mktemp("oracle"))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_goes_on_as_the_writing_run_would(
+    source: str,
+    foreign: Path,
+    oracle: Oracle,
+    corpus: Path,
+    tmp_path: Path,
+    ranks: RankPool,
+    request: pytest.FixtureRequest,
+) -> None:
+    if not (foreign / source).exists():
+        pytest.skip("torch_xla is not installed")
+    held: dict[str, Any] = torch.load(foreign / f"{source}.ref.pt", weights_only=False)
+    settings, done = SOURCES[source]
+    peer = oracle(held, settings, done, done * BATCH)
+    for name, (choice, size) in ENGINES.items():
+        if name == "xla":
+            if importlib.util.find_spec("torch_xla") is None:
+                continue
+            pool: RankPool | XlaPool = request.getfixturevalue("xla")
+        else:
+            pool = ranks
+        loaded = tmp_path / name
+        step, samples, losses = pool.run(size, go_on, loaded, corpus, foreign / source, settings | choice)
+        assert step == done
+        # DeepSpeed counts its samples: two sequences on each of two ranks, as many as a step has here.
+        assert samples == done * BATCH
+        taken = open_checkpoint(loaded)
+        assert taken.optimizer is not None
+        for key, tensor in taken.tensors.items():
+            assert_same(tensor, held["model"][key])
+        assert set(taken.optimizer.state) == set(held["optim"])
+        for key, values in taken.optimizer.state.items():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                assert_same(values[moment], held["optim"][key][moment])  # type: ignore[arg-type]
+            assert float(getattr(values["step"], "read", lambda v=values["step"]: v)()) == done
+        assert losses == pytest.approx(peer, rel=TOLERANCE), name
+
+
+# --- the command line
+
+
+def command(path: Path, corpus: Path, folder: Path, **settings: Any) -> list[str]:
+    return flags(begun(path, corpus, folder, **{**AS_BEFORE, **settings}))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    assert main(arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+@pytest.fixture
+def trainer(foreign: Path, tmp_path: Path) -> Path:
+    """A copy of the Trainer's output folder."""
+    return Path(shutil.copytree(foreign / "trainer", tmp_path / "trainer"))
+
+
+def test_a_run_begins_and_goes_on_by_itself(
+    trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert main([*command(trainer, corpus, folder), "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert main(command(trainer, corpus, folder, train__stop_after=5)) == 0
+    said = capsys.readouterr().err
+    for words in (
+        f"resuming at step 3 from {trainer}",
+        "written by the Hugging Face Trainer",
+        "by global_step of trainer_state.json, as the optimizer counts",
+        "step 3 x train.global_batch_size 4; the order of the data is this run's own",
+        "in the next step, by this run's schedule (cosine, peak 0.002)",
+        "the checkpoint's own stood at 0 and is not taken",
+        "the order of the data, random number generators, loss scales",
+    ):
+        assert words in said
+        assert words in planned or words.startswith("resuming")
+    rows = [row["step"] for row in read_metrics(folder)]
+    assert rows == [4, 5]
+    ours = folder / "checkpoints" / "step-000005"
+    assert json.loads((ours / "trainer_state.json").read_text())["samples"] == 5 * BATCH
+    # The same command, the path given or gone, and the run by itself.
+    assert main(command(trainer, corpus, folder, train__stop_after=6)) == 0
+    shutil.rmtree(trainer)
+    assert main(command(trainer, corpus, folder, train__stop_after=7)) == 0
+    assert main(flags(begun(Path("auto"), corpus, folder, **AS_BEFORE))) == 0
+    assert [row["step"] for row in read_metrics(folder)] == [4, 5, 6, 7, 8, 9]
+    assert f"resuming at step 5 from {ours}" in capsys.readouterr().err
+
+
+def test_what_is_told_where_the_person_decides(
+    trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"checkpoint__resume_step": 0, "checkpoint__resume_samples": 7, "train__stop_after": 1}
+    assert main(command(trainer, corpus, tmp_path / "run", train__weight_decay=0.3, **told)) == 0
+    said = capsys.readouterr().err
+    assert "resuming at step 0" in said
+    assert "checkpoint.resume_step; the checkpoint says 3 (global_step of trainer_state.json)" in said
+    assert "7: checkpoint.resume_samples" in said
+    assert "train.weight_decay: 0.1 there, 0.3 here" in said
+    state = json.loads((tmp_path / "run/checkpoints/step-000001/trainer_state.json").read_text())
+    assert (state["step"], state["samples"]) == (1, 7 + BATCH)
+    stored = open_checkpoint(tmp_path / "run").optimizer
+    assert stored is not None
+    steps = {float(values["step"].read()) for values in stored.state.values()}  # type: ignore[union-attr]
+    assert steps == {4.0}  # of the moments, which the schedule's step does not change
+
+
+def test_resume_info(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {
+        "trainer": ["checkpoint-3", "exp_avg, exp_avg_sq, step of 20 parameters, F32; 3 steps", "base_lrs"],
+        "trainer-zero2": ["DeepSpeed ZeRO-2, 2 ranks", "global_steps in the shards", "global_samples"],
+        "torchtitan": ["torchtitan, 2 ranks", "3 (train_state.step in the shards)"],
+        "trainer-model-only": ["none: the weights can be where a run starts"],
+    }
+    for name, expected in words.items():
+        assert main(["--resume-info", str(foreign / name)]) == 0
+        said = capsys.readouterr().out
+        for word in expected:
+            assert word in said
+
+
+def test_the_model_names_what_the_optimizer_numbers(
+    trainer: Path, corpus: Path, tmp_path: Path, foreign: Path
+) -> None:
+    """safetensors sort their names; of a new architecture only the model itself tells their order."""
+    path = trainer / f"checkpoint-{STEPS}" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "new"}))
+    names = [name for name, _ in llama().named_parameters()]
+    opened = open_foreign(trainer, names)
+    assert opened is not None and opened.optimizer is not None
+    held = torch.load(foreign / "trainer.ref.pt", weights_only=False)["optim"]
+    for name, values in opened.optimizer.state.items():
+        assert_same(values["exp_avg"], held[name]["exp_avg"])  # type: ignore[arg-type]
+    assert train_leg("cpu", load(command(trainer, corpus, tmp_path / "run", train__stop_after=4))) == 0
+
+
+def load(arguments: list[str]) -> Any:
+    from portable.config import parse_args
+
+    return parse_args(arguments).config
+
+
+def lose_state(step: Path) -> None:
+    (step / "optimizer.pt").unlink()
+
+
+def cut(step: Path) -> None:
+    path = step / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(step: Path) -> None:
+    path = step / "optimizer.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def set_back(step: Path) -> None:
+    path = step / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "global_step": 2}))
+
+
+def lack_a_weight(step: Path) -> None:
+    path = step / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.norm.weight"]
+    save_file(weights, path, {"format": "pt"})
+
+
+def nothing(step: Path) -> None:
+    pass
+
+
+def llama_of(**keys: Any) -> dict[str, Any]:
+    return {"model__config": {**TINY_MODEL, **keys}}
+
+
+REFUSED: list[tuple[str, Any, dict[str, Any], list[str]]] = [
+    ("model only", lose_state, {}, ["no optimizer state", "set model.name_or_path to"]),
+    ("cut", cut, {}, ["optimizer.pt", "truncated"]),
+    ("flipped", flip, {}, ["optimizer.pt", "checksum"]),
+    ("two steps", set_back, {}, ["is of step 2 (global_step", "counted 3", "set checkpoint.resume_step"]),
+    ("no weight", lack_a_weight, {}, ["holds no model.norm.weight", "model.name_or_path"]),
+    ("deeper", nothing, llama_of(num_hidden_layers=3), ["holds no model.layers.2", "and 6 more"]),
+    ("flatter", nothing, llama_of(num_hidden_layers=1), ["model.layers.1", "the model does not have"]),
+    ("wider", nothing, llama_of(intermediate_size=96), ["in the shape [80, 48], the model in [96, 48]"]),
+    ("untied", nothing, llama_of(tie_word_embeddings=False), ["lm_head.weight"]),
+    ("optimizer", nothing, {"train__optimizer": "adafactor"}, ["exp_avg_sq", "set train.optimizer to adamw"]),
+    ("finished", nothing, {"train__steps": 3}, ["ends after step 3", "train.steps", "resume_step to 0"]),
+    ("no such", nothing, {"checkpoint__resume": "no/such"}, ["checkpoint.resume", "does not exist"]),
+    ("auto", nothing, {"checkpoint__resume": "auto", "checkpoint__resume_step": 1}, ["resume_step 1 is for"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "settings", "words"), [c[1:] for c in REFUSED], ids=[c[0] for c in REFUSED]
+)
+def test_refused(
+    damage: Any,
+    settings: dict[str, Any],
+    words: list[str],
+    trainer: Path,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damage(trainer / f"checkpoint-{STEPS}")
+    common = begun(trainer, corpus, tmp_path / "run", **AS_BEFORE)
+    changed = {key.replace("__", "."): value for key, value in settings.items()}
+    line = refusal(capsys, flags(common | changed))
+    for word in words:
+        assert word in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_are_mere_defaults(
+    trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = begun(trainer, corpus, tmp_path / "run")
+    del given["train.learning_rate"]
+    line = refusal(capsys, flags(given))
+    assert "was trained with train.betas [0.8, 0.95], train.learning_rate 0.002, and this run's are" in line
+    assert "set train.betas and train.learning_rate" in line
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    given["checkpoint.resume"] = str(empty)
+    assert "no checkpoint of a known format here" in refusal(capsys, flags(given))
+
+
+def test_a_checkpoint_that_says_no_step(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's SGD counts nothing. Its weights here are in 16 bits, and its momentum is as well."""
+    model = llama().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    tokens = torch.arange(16)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    path = tmp_path / "last.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    chosen = {
+        "train__optimizer": "sgd",
+        "train__betas": [0.9, 0.95],
+        "train__weight_decay": 0.0,
+        "train__stop_after": 5,
+    }
+    line = refusal(capsys, command(path, corpus, tmp_path / "run", **chosen))
+    assert "does not say how many steps were taken; set checkpoint.resume_step" in line
+    assert not (tmp_path / "run").exists()
+    asked = {"checkpoint__resume_step": 4}
+    assert main(command(path, corpus, tmp_path / "run", **chosen, **asked)) == 0
+    said = capsys.readouterr().err
+    assert "warning: " in said and "holds 20 of 20 weights in BF16 only" in said
+    assert "optimizer's state in BF16 only" in said
+    assert "momentum_buffer of 20 parameters" in said
+    assert "resuming at step 4" in said
+    # A checkpoint of this program says where it stands.
+    ours = tmp_path / "run" / "checkpoints" / "step-000005"
+    line = refusal(capsys, command(ours, corpus, tmp_path / "other", **chosen, **asked))
+    assert "checkpoint.resume_step" in line and "is a checkpoint of this program" in line
+
+
+def test_another_rule_of_the_same_state_is_refused(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = llama()
+    path = tmp_path / "last.pt"
+    for optimizer, word in (
+        (torch.optim.AdamW(model.parameters(), amsgrad=True, weight_decay=0.0), "amsgrad True"),
+        (torch.optim.Adam(model.parameters(), weight_decay=0.1), "decoupled_weight_decay False"),
+    ):
+        tokens = torch.arange(16)[None]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        assert word in refusal(capsys, command(path, corpus, tmp_path / "run"))
+
+
+def test_our_own_are_never_mistaken(trainer: Path, corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = configured(folder, corpus, train__steps=1, train__warmup_steps=0, checkpoint__export=False)
+    assert train_leg("cpu", config) == 0
+    ours = folder / "checkpoints" / "step-000001"
+    assert open_foreign(folder) is None and open_foreign(ours) is None
+    theirs = (trainer / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
+    state = json.loads((ours / "trainer_state.json").read_text())
+    for damaged in ("", "{", json.dumps(state)[:-9], json.dumps({**state, "global_step": 3})):
+        (ours / "trainer_state.json").write_text(damaged)
+        assert written_by_us(ours) and open_foreign(ours) is None
+    (ours / "trainer_state.json").unlink()
+    assert open_foreign(ours) is None
+    resumed = configured(tmp_path / "next", corpus, checkpoint__resume=str(ours))
+    with pytest.raises(UserError, match=r"trainer_state.json: missing"):
+        train_leg("cpu", resumed)
+    (trainer / f"checkpoint-{STEPS}" / "trainer_state.json").write_text(theirs)
+    assert open_foreign(trainer) is not None
