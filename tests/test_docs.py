@@ -1,0 +1,298 @@
+"""The pages: links lead somewhere, snippets are valid, every command runs here or says what it needs.
+
+A block of commands has a comment before it: ``<!-- runs -->``, and then it is run here as it is, or
+``<!-- needs: ... -->``, and then at least its ``portable-train`` commands are read by the real parser. A
+block of YAML is a run's config, read by the real schema, unless a comment says what else it is;
+``# name.yaml`` as its first line makes it a file for the commands of its page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from portable.backend import backend_room
+from portable.config import load_config, parse_args
+from portable.errors import UserError
+from portable.run import resolve, train_leg
+from tests.runs import configured, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.stem != "config")]
+COMMANDS = ("sh", "bash", "console")
+PROGRAMS = ("portable-train", "portable.cli")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        page: it stands on.
+        line: of its fence, from 1.
+        language: after the fence.
+        comment: in the line before the fence, or empty.
+        text: between the fences.
+    """
+
+    page: Path
+    line: int
+    language: str
+    comment: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    lines = page.read_text("utf-8").splitlines()
+    start = None
+    for number, line in enumerate(lines):
+        if line.startswith("```") and start is None:
+            start = number
+        elif line == "```" and start is not None:
+            found = re.fullmatch(r"<!-- (.*) -->", lines[start - 1])
+            comment = found[1] if found else ""
+            yield Block(
+                page, start + 1, lines[start][3:], comment, "\n".join(lines[start + 1 : number]) + "\n"
+            )
+            start = None
+    assert start is None, f"{page}: a block has no end"
+
+
+def of(*languages: str, pages: list[Path] = PAGES) -> list[Block]:
+    return [block for page in pages for block in blocks(page) if block.language in languages]
+
+
+def files(page: Path) -> dict[str, str]:
+    """The YAML files that a page tells its reader to write."""
+    named = ((re.match(r"# ([\w-]+\.ya?ml)\n", block.text), block.text) for block in of("yaml", pages=[page]))
+    return {found[1]: text for found, text in named if found}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """What a reader has who follows the pages: texts, a config, a run."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "texts.jsonl").write_bytes(corpus.read_bytes())
+    quick = configured(
+        folder / "runs" / "quickstart",
+        corpus,
+        train__steps=200,
+        checkpoint__every_steps=100,
+        log__every_steps=50,
+    )
+    assert train_leg("cpu", quick) == 0
+    config: dict[str, Any] = {}
+    given = tiny(Path("runs/mine"), corpus, train__steps=200, train__global_batch_size=8, log__every_steps=50)
+    del given["backend"]
+    for key, value in given.items():
+        section, _, name = key.rpartition(".")
+        (config.setdefault(section, {}) if section else config)[name] = value
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    accelerate = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
+    (folder / "fsdp.yaml").write_text(yaml.safe_dump(accelerate))
+    return folder
+
+
+@pytest.fixture
+def reader(prepared: Path, tmp_path: Path) -> Path:
+    """A folder of one's own with the same things in it."""
+    subprocess.run(["cp", "-r", f"{prepared}/.", str(tmp_path)], check=True)
+    return tmp_path
+
+
+def test_every_block_of_commands_says_whether_it_runs() -> None:
+    unmarked = [
+        str(block)
+        for block in of(*COMMANDS)
+        if block.comment != "runs" and not re.match(r"needs: \S", block.comment)
+    ]
+    assert not unmarked
+
+
+def test_every_block_has_a_language_that_is_known() -> None:
+    known = {*COMMANDS, "python", "yaml", "json", "", "{toctree}"}
+    assert [str(block) for page in PAGES for block in blocks(page) if block.language not in known] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(block.comment == "runs" for block in blocks(page))],
+    ids=lambda page: page.stem,
+)
+def test_commands_run(page: Path, reader: Path) -> None:
+    for name, text in files(page).items():
+        (reader / name).write_text(text)
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "XDG_CACHE_HOME": str(reader / "cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    ran = 0
+    for block in blocks(page):
+        if block.comment != "runs":
+            continue
+        program = ["bash", "-euxc"] if block.language in COMMANDS else [sys.executable, "-c"]
+        done = subprocess.run(
+            [*program, block.text],
+            cwd=reader,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        ran += 1
+    assert ran
+
+
+def arguments(line: str) -> list[str] | None:
+    """What a line gives to ``portable-train``; None where it calls something else."""
+    words = shlex.split(line, comments=True)
+    at = next((i for i, word in enumerate(words) if word.rpartition("/")[2] in PROGRAMS), None)
+    return None if at is None else words[at + 1 :]
+
+
+def test_flags_exist(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a command cannot be run here."""
+    monkeypatch.chdir(reader)
+    (reader / "configs").symlink_to(ROOT / "configs")
+    checked = 0
+    for block in of(*COMMANDS):
+        for name, text in files(block.page).items():
+            (reader / name).write_text(text)
+        for line in block.text.replace("\\\n", " ").splitlines():
+            found = arguments(line)
+            if found and "--help" not in found and not any("..." in word for word in found):
+                parse_args(found)
+                checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_yaml_is_a_config(block: Block, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(reader)
+    if block.comment:
+        assert re.match(r"not a run's config: \S", block.comment), block.comment
+    elif "distributed_type" in block.text:
+        (reader / "given.yaml").write_text(block.text)
+        parse_args(["--accelerate-config", "given.yaml"])
+    else:
+        (reader / "given.yaml").write_text(block.text)
+        load_config(reader / "given.yaml")
+
+
+# -- links -----------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub, and the site, make anchors of them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "config.md"], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Within the project; what lies on the network is not asked for."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
+            broken.append(target)
+    assert not broken
+
+
+def test_tests_that_are_named_exist() -> None:
+    named = {
+        name for page in PAGES for name in re.findall(r"`((?:tests/)[\w/]+\.py)`", page.read_text("utf-8"))
+    }
+    assert len(named) > 20
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+def test_modules_that_are_named_exist() -> None:
+    """``python -m benchmarks.zero`` and the like."""
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"python -m ((?:benchmarks|gpu|tpu|portable)[\w.]*)", page.read_text("utf-8"))
+    }
+    assert named
+    assert not [name for name in named if not (ROOT / (name.replace(".", "/") + ".py")).is_file()]
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    (tree,) = of("{toctree}", pages=[ROOT / "docs" / "index.md"])
+    listed = {line for line in tree.text.splitlines() if line and not line.startswith(":")}
+    assert listed == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("myst_parser")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    command += ["-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "site")]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert built.returncode == 0, built.stderr
+    page = (tmp_path / "site" / "start.html").read_text("utf-8")
+    assert "portable-train" in page and 'href="moving.html"' in page
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "optimizer in host memory": {"memory.offload_optimizer": "cpu"},
+    "parameters in host memory": {"memory.offload_params": "cpu"},
+    "`adafactor`, `adamw_8bit`": {"train.optimizer": "adafactor"},
+    "`compile`": {"compile": True, "compile_backend": "eager"},
+    "activation checkpointing": {"memory.activation_checkpointing": "selective"},
+    "onto a disk": {"memory.offload_optimizer": "nvme", "memory.nvme_path": str(ROOT)},
+}
+
+
+def test_the_table_of_choices_is_what_the_backends_say() -> None:
+    pytest.importorskip("deepspeed")
+    lines = (ROOT / "docs" / "choosing.md").read_text("utf-8").splitlines()
+    head, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")
+    ]
+    table = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows[1:]}
+    for name, settings in CHOICES.items():
+        for strategy, said in table[name].items():
+            refused = refusal({"strategy": strategy.strip("`"), **settings})
+            allowed = refused is None or "libaio" in refused
+            assert allowed == (said == "yes"), f"{name} with {strategy}: {said}, but: {refused or 'accepted'}"
+    assert refusal({"strategy": "zero2", "train.optimizer": "adamw_8bit"})
+
+
+def refusal(settings: dict[str, Any]) -> str | None:
+    """Why two CPU ranks do not take ``settings``; None where they do."""
+    try:
+        config = load_config(None, {"backend": "cpu", "precision": "bf16", **settings})
+        resolve(config, backend_room("cpu").create("cpu"), ranks=2)
+    except UserError as error:
+        return str(error)
+    return None
