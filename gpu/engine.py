@@ -18,8 +18,9 @@ from gpu.loss_scale import DeviceScaler, LossScale
 from gpu.quirks import one_sequence_a_row
 from gpu.saving import Saver
 from gpu.sharding import shard
-from portable.backend import Batch, Health, unsupported
+from portable.backend import Batch, unsupported
 from portable.chunked_loss import chunked_head
+from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import token_loss
 from portable.model import embeddings, state_tensors
 from portable.optim import build_optimizer, set_rates
@@ -109,10 +110,9 @@ class TorchEngine:
         self._saver = Saver()
         self._scaler = DeviceScaler(config.fp16, device) if config.precision == "fp16" else None
         self._scaling = LossScale(self._scaler)
-        # The device's own account of updates that were not finite: read when logging, never in between.
-        self._updates = 0
-        self._skipped = torch.zeros((), device=device)
-        self._first_bad = torch.full((), -1.0, device=device)
+        # Under a search for a loss scale an overflow is no failure; what is one then, ends the run.
+        self._limit = 1 if self._scaling.dynamic else allowed_in_a_row(config.train.on_non_finite)
+        self._account = torch.tensor(NEW_ACCOUNT, device=device)  # read when logging, never in between
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._captured.begin_pass()
@@ -145,31 +145,30 @@ class TorchEngine:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
         # The norm is over all ranks, so that all of them see an overflow of any.
         finite = torch.isfinite(norm) & torch.isfinite(loss)
-        failed = ~finite if self._scaler is None else self._scaler.update(~finite)
-        self._skipped += ((self._skipped > 0) | failed).float()
-        self._first_bad = torch.where(
-            (self._skipped == 1) & (self._first_bad < 0), float(self._updates), self._first_bad
-        )
+        bad = ~finite if self._scaler is None else self._scaler.update(~finite)
+        self._account, left_out = entered(self._account, bad=bad, loss=loss, limit=self._limit)
         set_rates(self._optimizer, learning_rate, betas)
         # The optimizers leave parameters and state alone when this value is 1, which they find on the device
         # of the parameters: if those are offloaded, the host has waited for their gradients anyway.
-        masked = (self._skipped > 0) | ~finite
         place = next(iter(self._trained.values())).device
-        self._optimizer.found_inf = masked.float().to(place)
+        self._optimizer.found_inf = (left_out | ~finite).float().to(place)
         if self._host is not None:
             self._host.fetch_gradients()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._host is not None:
             self._host.give_back()
-        self._updates += 1
         return norm
 
     def health(self) -> Health:
-        skipped, first = torch.stack([self._skipped, self._first_bad]).tolist()
-        if skipped and self._scaling.dynamic:
+        health = Health.of(self._account.tolist(), self._limit)
+        if health.skipped_updates and self._scaling.dynamic:
             raise self._scaling.exhausted()
-        return Health(int(skipped), int(first) if first >= 0 else None)
+        return health
+
+    def unsound_gradients(self) -> list[str]:
+        gradients = {name: local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
     def figures(self) -> dict[str, float]:
         """What the metrics record besides."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ from gpu.recompute import checkpoint_activations
 from gpu.zero_partitions import FlatPartitions, ShardedPartitions
 from gpu.zero_saving import ZeroSaver
 from gpu.zero_settings import ModelSizes, settings_for
-from portable.backend import Batch, Health, unsupported
+from portable.backend import Batch, unsupported
+from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import token_loss
 from portable.model import materialize, state_tensors
 from portable.optim import set_rates
@@ -167,15 +167,17 @@ class ZeroEngine:
             self._partitions = FlatPartitions(engine.optimizer, names, machine.rank)
         self._scaling = LossScale(engine.optimizer.loss_scaler)
         self._saver = ZeroSaver(engine)
-        self._updates = 0
-        self._skipped = 0
-        self._first_bad: int | None = None
+        # Under a search for a loss scale an overflow is no failure.
+        self._limit = allowed_in_a_row(config.train.on_non_finite)
+        self._account = torch.tensor(NEW_ACCOUNT)  # on the host, which waits for the norm in every step
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._partitions.refresh()
         self._engine.set_gradient_accumulation_boundary(last)
         loss = token_loss(self._engine, batch) / valid.clamp(min=1)
-        self._engine.backward(loss * self._loss_scale, scale_wrt_gas=False)
+        # DeepSpeed looks at gradients alone, and an infinite loss may have finite ones: then they become NaN.
+        finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
+        self._engine.backward(loss * (finite * self._loss_scale), scale_wrt_gas=False)
         return loss.detach()
 
     def update(
@@ -187,33 +189,37 @@ class ZeroEngine:
         betas: tuple[float, float] | None = None,
     ) -> Tensor:
         optimizer = self._engine.optimizer
-        norm: Any = math.nan
-        searching = self._scaling.dynamic  # for a loss scale: an overflow is then no failure
-        # DeepSpeed waits for the norm in every step, to see whether it overflowed: so the loss may be read.
-        if self._skipped == 0 and (searching or math.isfinite(loss.item())):
-            set_rates(optimizer, learning_rate, betas)
-            optimizer.clip_grad = max_norm
-            try:
-                self._engine.step()
-            except Exception as error:
-                raise self._scaling.translated(error) from error
-            norm = self._engine.get_global_grad_norm()
-            applied = self._engine.was_step_applied()
-            if searching and not applied:
-                self._scaling.count_overflow()
-                applied = True
-        else:
+        if self.health().halted:
             optimizer.zero_grad(set_to_none=True)
-            applied = False
-        if not applied:
-            self._skipped += 1
-            if self._first_bad is None:
-                self._first_bad = self._updates
-        self._updates += 1
+            return torch.full((), torch.nan, device=self._device)
+        set_rates(optimizer, learning_rate, betas)
+        optimizer.clip_grad = max_norm
+        try:
+            self._engine.step()
+        except Exception as error:
+            raise self._scaling.translated(error) from error
+        # DeepSpeed has left an update out that was not finite on any rank, and waited to find out.
+        left_out = not self._engine.was_step_applied()
+        if left_out and self._scaling.dynamic:
+            self._scaling.count_overflow()
+            left_out = False
+        told = loss.cpu() if left_out else torch.zeros(())
+        self._account, _ = entered(self._account, bad=torch.tensor(left_out), loss=told, limit=self._limit)
+        norm = self._engine.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
 
     def health(self) -> Health:
-        return Health(self._skipped, self._first_bad)
+        return Health.of(self._account.tolist(), self._limit)
+
+    def unsound_gradients(self) -> list[str]:
+        from deepspeed.utils import safe_get_full_grad
+
+        found = []
+        for name, parameter in self.model.named_parameters():
+            gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
+            if gradient is not None and not torch.isfinite(gradient).all():
+                found.append(name)
+        return found
 
     def figures(self) -> dict[str, float]:
         """What the metrics record besides."""

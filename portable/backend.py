@@ -12,7 +12,6 @@ optimizer step over all ranks, a *micro-batch* what a rank takes through the mod
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,19 +26,12 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from portable.config import RunConfig
+    from portable.finite import Health
     from portable.weights import ReadableTensor
 
 Batch = dict[str, torch.Tensor]
 """Keyword arguments of the model's ``forward``, int64 ``[micro_batch, seq_len]``, plus ``labels`` that are
 aligned with the logits (already shifted) and hold -100 where nothing is to be predicted."""
-
-
-@dataclass(frozen=True)
-class Health:
-    """What the device counted since the start: updates masked because loss or norm was not finite."""
-
-    skipped_updates: int
-    first_bad_update: int | None
 
 
 class SaveHandle(Protocol):
@@ -93,7 +85,10 @@ class Engine(Protocol):
         *,
         betas: tuple[float, float] | None = None,
     ) -> Tensor:
-        """Clip, step, zero. A loss or norm that is not finite masks this update and all that follow.
+        """Clip, step, zero. An update whose loss or norm is not finite is left out, on all ranks alike.
+
+        Weights, moments and the optimizer's step counts are then bit for bit what they were. After as many
+        such updates in a row as ``train.on_non_finite`` allows (stop: one), none is made any more.
 
         Args:
             learning_rate: of this step.
@@ -106,10 +101,16 @@ class Engine(Protocol):
         """
 
     def health(self) -> Health:
-        """Read the device's counter of masked updates. Waits for the device: call it when logging.
+        """Read the device's account of updates left out. Waits for the device: call it when logging.
 
         Raises:
             RunError: where an engine knows better what went wrong than that something was not finite.
+        """
+
+    def unsound_gradients(self) -> list[str]:
+        """The parameters whose accumulated gradient is not finite, as far as this rank holds it.
+
+        In the model's order. To be called before :meth:`update`, by all ranks; waits for the device.
         """
 
     def evaluate(self, batch: Batch) -> Tensor:

@@ -104,6 +104,12 @@ class TrainerState:
                 raise ValueError(f"{name} is {getattr(self, name)}")
         return self
 
+    @property
+    def skipped_steps(self) -> int:
+        """Of ``step``, those whose update was left out because it was not finite."""
+        counted = self.metadata.get("skipped_steps", 0)
+        return counted if isinstance(counted, int) else 0
+
     def write(self, folder: Path) -> None:
         write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
 

@@ -56,10 +56,15 @@ def run(invocation: Invocation) -> int:
     config = invocation.config
     if invocation.profile and invocation.eval_only:
         raise UserError("--profile: records training steps, and --eval-only takes none; remove one")
+    if invocation.replay is not None and (invocation.profile or invocation.eval_only):
+        raise UserError(
+            "--replay: takes one step once more and trains nothing; remove --profile or --eval-only"
+        )
     if invocation.resume_info is not None:
         return describe_checkpoint(Path(invocation.resume_info))
     name = resolve_backend(config.backend)
     room = backend_room(name)
+    leg = (name, config, invocation.eval_only, invocation.profile, invocation.replay)
     if launch.joined():
         if invocation.nproc is not None:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
@@ -68,18 +73,18 @@ def run(invocation: Invocation) -> int:
             return dry_run(name, config, int(os.environ["WORLD_SIZE"])) if first else 0
         if "TORCHELASTIC_RUN_ID" in os.environ:
             launch.die_with_parent()
-        return train_leg(name, config, invocation.eval_only, invocation.profile)
+        return train_leg(*leg)
     ranks = invocation.nproc if invocation.nproc is not None else room.local_devices(name)
     _check_ranks(name, ranks, room.local_devices(name))
     if invocation.dry_run:
         return dry_run(name, config, ranks)
     resolved = check_output_folder(name, config, ranks)
     if ranks == 1 and not resolved.memory.offloads:
-        return train_leg(name, config, invocation.eval_only, invocation.profile)
+        return train_leg(*leg)
     # A single rank, too, where host memory may run out: somebody has to be left to say so.
     return launch.launch(
         train_leg,
-        (name, config, invocation.eval_only, invocation.profile),
+        leg,
         ranks=ranks,
         memory_advice=room.memory_advice(resolved),
     )

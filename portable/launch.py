@@ -38,6 +38,17 @@ def joined() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def command(world_size: int, **options: object) -> str:
+    """A ``portable-train`` command with ``options`` on as many ranks, for a person to type.
+
+    Where the ranks are on several nodes, only their launcher can start them.
+    """
+    told = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
+        return f"<the launcher of these {world_size} ranks> -m portable.cli {told}"
+    return f"portable-train {told}" + (f" --nproc {world_size}" if world_size > 1 else "")
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """The first rank that failed, and how."""

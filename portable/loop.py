@@ -34,10 +34,17 @@ class StepResult:
 
 @dataclass
 class Progress:
-    """Where the run stands. ``samples`` is the data position, ``step`` the optimizer steps done."""
+    """Where the run stands.
+
+    Attributes:
+        step: optimizer steps taken.
+        samples: sequences consumed, which is the position in the data.
+        skipped: steps of these whose update was left out, as far as the device has been asked.
+    """
 
     step: int
     samples: int
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,12 +76,19 @@ class Events:
     def on_save(self, progress: Progress) -> None:
         """Write a checkpoint; all ranks are called."""
 
+    def on_skipped(self, count: int, told: str) -> None:
+        """``count`` more updates were left out; ``told`` says of the latest which step it was, and why."""
+
     def on_pause(self, seconds: float) -> None:
         """After a step whose save and evaluation took ``seconds``, which are not training."""
 
     def last_checkpoint(self) -> str:
         """What to tell a person about the last good checkpoint."""
         return "none"
+
+    def replay(self, step: int) -> str:
+        """The command that takes ``step`` once more and looks where it stops being finite."""
+        return f"portable-train --replay {step}"
 
 
 def train_step(
@@ -127,9 +141,10 @@ def train(
         whether the run was stopped early by SIGTERM or SIGINT, with a checkpoint saved.
 
     Raises:
-        RunError: when a loss or gradient norm was not finite. The weights are those from before that step.
+        RunError: when a loss or gradient norm was not finite, as often as ``train.on_non_finite`` allows. The
+            weights are those from before that step.
     """
-    first_step = progress.step
+    start = Progress(progress.step, progress.samples, progress.skipped)
     saved = progress.step
 
     def eval_is_due() -> bool:
@@ -165,7 +180,7 @@ def train(
             log_due = last or _due(progress.step, cadence.log_every)
             save_due = last or _due(progress.step, cadence.save_every)
             if log_due or save_due:
-                _stop_if_not_finite(engine, first_step, events)
+                _look_for_skipped(engine, plan, start, progress, events)
             if log_due:
                 loss, grad_norm = backend.read([result.loss, result.grad_norm])
                 events.on_log(progress, loss, grad_norm, learning_rate)
@@ -219,13 +234,26 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _stop_if_not_finite(engine: Engine, first_step: int, events: Events) -> None:
+def _look_for_skipped(
+    engine: Engine, plan: BatchPlan, start: Progress, progress: Progress, events: Events
+) -> None:
+    """Bring ``progress.skipped`` up to date; tell, or raise, what is new. ``start``: of the leg."""
     health = engine.health()
-    if health.first_bad_update is None:
+    skipped = start.skipped + health.skipped_updates
+    new, progress.skipped = skipped - progress.skipped, skipped
+    if new == 0 or health.first_bad_update is None:
         return
-    step = first_step + health.first_bad_update + 1
+    step = start.step + health.first_bad_update + 1
+    sample = start.samples + health.first_bad_update * plan.global_batch_size
+    what = "loss is" if health.bad_loss else "gradients are"
+    told = f"step {step} (samples {sample} to {sample + plan.global_batch_size - 1}): the {what} not finite"
+    see = f"to see where that begins: {events.replay(step)}"
+    if not health.halted:
+        events.on_skipped(new, f"{told}; {see}")
+        return
+    if health.halted > 1:
+        told += f", and no step of the {health.halted - 1} after it was"
     raise RunError(
-        f"step {step}: the loss or gradient norm is not finite, so the update was not made; "
-        f"last good checkpoint: {events.last_checkpoint()}; lower train.learning_rate or "
-        "train.max_grad_norm, or look at the data of that step"
+        f"{told}, so the update was not made; last good checkpoint: {events.last_checkpoint()}; {see}; or "
+        "lower train.learning_rate or train.max_grad_norm"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from portable import launch
 from portable.history import History
 from portable.loop import Events, Progress
 from portable.metrics import (
@@ -20,6 +21,7 @@ from portable.metrics import (
     read_metrics,
     table,
 )
+from portable.run_folder import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,6 +119,7 @@ class Reporter(Events):
             "tokens_per_second": tokens_per_second,
             "samples_per_second": samples_per_second,
             "memory": memory,
+            "skipped_steps": progress.skipped,
             **self._backend.figures(),
         }
         if self._peak_flops is not None:
@@ -147,6 +150,10 @@ class Reporter(Events):
         self._save(progress)
         self._happened("save", progress, checkpoint=f"step-{progress.step:06d}")
 
+    def on_skipped(self, count: int, told: str) -> None:
+        since = "" if count == 1 else f"{count} updates were left out since the last look, the latest from "
+        self.say(f"warning: {since}{told}")
+
     def on_pause(self, seconds: float) -> None:
         self._throughput.pause(seconds)
 
@@ -154,6 +161,11 @@ class Reporter(Events):
         self._checkpoints.finish()
         self._backend.barrier()  # rank 0 has now given the folder its name
         return str(self._checkpoints.latest() or "none yet")
+
+    def replay(self, step: int) -> str:
+        # On XLA, the processes of a slice find each other.
+        ranks = 1 if self._backend.one_program else self._backend.world_size
+        return launch.command(ranks, config=self._folder / CONFIG_FILE, replay=step)
 
     # -- called by the run -------------------------------------------------------------------------------
 

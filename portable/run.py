@@ -37,6 +37,7 @@ from portable.plan import (
 )
 from portable.plot import plot_loss
 from portable.profiling import Profiler
+from portable.replay import replay_step
 from portable.report import Reporter
 from portable.run_folder import CONFIG_FILE, check_same_run, earlier_config, resume_source
 from portable.schedule import build_schedule
@@ -57,7 +58,13 @@ _DECIDE_ON_MEMORY = ("backend", "strategy", "precision", "compile", "model", "me
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
 
-def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False, profile: bool = False) -> int:
+def train_leg(
+    backend_name: str,
+    config: RunConfig,
+    eval_only: bool = False,
+    profile: bool = False,
+    replay: int | None = None,
+) -> int:
     """Train from where the run stands, on the ranks of this process's launcher.
 
     Args:
@@ -65,11 +72,14 @@ def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False, pro
         config: of the run.
         eval_only: evaluate, and train no step.
         profile: write a trace of a few steps into ``profile`` in the run's folder.
+        replay: a step to take once more, as :mod:`portable.replay` does, in place of training.
 
     Returns:
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
     """
     backend = backend_room(backend_name).create(backend_name)
+    if replay is not None:
+        config = config.replaced({"compile": False})  # what is compiled cannot be looked into
     config = resolve(config, backend)
     folder = Path(config.output_dir)
     check_same_run(folder, config)
@@ -84,6 +94,8 @@ def train_leg(backend_name: str, config: RunConfig, eval_only: bool = False, pro
         prepared.settle_batches()
         if eval_only:
             return prepared.evaluate_only(folder)
+        if replay is not None:
+            return replay_step(prepared, replay)
         return _train_locked(prepared, folder, profile=profile)
     except Exception as error:
         if not backend.ran_out_of_memory(error):
@@ -435,7 +447,7 @@ class Prepared:
             engine.load(checkpoint)
         except CheckpointError as error:
             raise DamagedError(f"checkpoint.resume: {error}") from error
-        return Progress(state.step, state.samples)
+        return Progress(state.step, state.samples, state.skipped_steps)
 
     def start_weights(self, engine: Engine, blueprint: models.Blueprint) -> None:
         config = self.config
@@ -465,6 +477,7 @@ class Prepared:
             strategy=config.strategy,
             world_size=self.backend.world_size,
             data=self.data.fingerprint,
+            metadata={"skipped_steps": progress.skipped},
         )
         checkpoints.begin(
             self.backend,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from portable.backend import Batch, Health
+from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import token_loss
 from portable.model import replace_tensors, state_tensors, transformer_layers
 from portable.resume import stored_state
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from converters import Checkpoint
-    from portable.backend import SaveHandle
+    from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
     from portable.weights import ReadableTensor
     from tpu.graphs import Graphs
@@ -69,8 +69,8 @@ class XlaEngine:
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()
-        # The device's own account: updates so far, updates masked, and the first of those (or -1).
-        self._account = layout.whole(torch.tensor([0.0, 0.0, -1.0]))
+        self._limit = allowed_in_a_row(config.train.on_non_finite)
+        self._account = layout.whole(torch.tensor(NEW_ACCOUNT))
 
     # -- setting up --------------------------------------------------------------------------------------
 
@@ -174,19 +174,13 @@ class XlaEngine:
         if max_norm > 0:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             scaled = {name: gradient * scale for name, gradient in gradients.items()}
-        allowed = self._count(torch.isfinite(norm) & torch.isfinite(loss))
-        self._optimizer.step(scaled, rate, allowed)
+        bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        account, left_out = entered(self._account, bad=bad, loss=loss, limit=self._limit)
+        self._account.copy_(account)
+        self._optimizer.step(scaled, rate, ~left_out)
         for gradient in (self._accumulated or {}).values():
             gradient.zero_()
         return norm
-
-    def _count(self, finite: Tensor) -> Tensor:
-        """Enter an update into the account; whether it may be made."""
-        updates, skipped, first = self._account.unbind()
-        masked = (skipped > 0) | ~finite
-        first = torch.where(masked & (first < 0), updates, first)
-        self._account.copy_(torch.stack([updates + 1, skipped + masked.float(), first]))
-        return ~masked
 
     def _computing(self, function: Callable[[], Tensor]) -> Tensor:
         """Call ``function`` with the model's tensors in the compute type; gradients reach the masters.
@@ -217,8 +211,13 @@ class XlaEngine:
                     yield f"model.{name}", buffer.to(self._buffer_dtype)
 
     def health(self) -> Health:
-        _, skipped, first = xla._xla_get_cpu_tensors([self._account])[0].tolist()
-        return Health(int(skipped), int(first) if first >= 0 else None)
+        return Health.of(xla._xla_get_cpu_tensors([self._account])[0].tolist(), self._limit)
+
+    def unsound_gradients(self) -> list[str]:
+        present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        gradients = present if self._accumulated is None else self._accumulated
+        sound = xla._xla_get_cpu_tensors([torch.isfinite(gradient).all() for gradient in gradients.values()])
+        return [name for name, finite in zip(gradients, sound, strict=True) if not finite]
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:

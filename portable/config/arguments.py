@@ -53,6 +53,13 @@ TRAIN_OPTIONS = (
     ),
     Option("dry-run", "switch", "Check everything, print the resolved config and the plan, and stop."),
     Option("eval-only", "switch", "Evaluate the newest checkpoint, or the model as it is, and stop."),
+    Option(
+        "replay",
+        "count",
+        "Take the run's step N once more, from the last checkpoint before it, and say where a loss or "
+        "gradient stops being finite: micro-batch, sample, module, parameters. Writes nothing.",
+        "N",
+    ),
     Option("resume-info", "text", "Say what a checkpoint holds and what a run from it would do.", "PATH"),
     Option("profile", "switch", "Write a trace of a few steps into output_dir/profile, for Perfetto."),
     CONFIG_OPTIONS[1],
@@ -71,6 +78,8 @@ class Invocation:
     eval_only: bool = False
     resume_info: str | None = None
     """Path of a checkpoint to describe."""
+    replay: int | None = None
+    """A step to take once more, for finding out what went wrong in it."""
     profile: bool = False
 
 

@@ -278,6 +278,14 @@ class TrainConfig(Section):
         description="Gradients whose global norm exceeds this are scaled down to it. Null: no clipping.",
         json_schema_extra=IDENTITY,
     )
+    on_non_finite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="What a loss or gradient that is not finite leads to. The update is not made in any "
+        "case: weights and optimizer stay bit for bit what they were. stop: the run ends and says which step "
+        "and samples it was, and how to look into it (--replay). skip: it goes on with the next step, "
+        "schedule and data moved on, counts it as skipped_steps, and ends after ten in a row. Under fp16 "
+        "an overflow belongs to the search for a loss scale (section fp16), whatever this says.",
+    )
     eval_every: int | None = Field(
         default=100,
         ge=1,

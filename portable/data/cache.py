@@ -259,6 +259,12 @@ class TokenCache:
         offsets = self.offsets[field]
         return self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
 
+    def documents_between(self, field: str, start: int, stop: int) -> range:
+        """The documents that the tokens ``[start, stop)`` of a field are of."""
+        offsets = self.offsets[field]
+        first, last = np.searchsorted(offsets, np.array([start, stop - 1], offsets.dtype), side="right") - 1
+        return range(int(first), int(last) + 1)
+
 
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     if not path.stat().st_size:  # an empty file cannot be mapped

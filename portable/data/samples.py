@@ -49,6 +49,10 @@ class Samples(ABC):
         return {name: torch.from_numpy(values) for name, values in self.arrays(places).items()}
 
     @abstractmethod
+    def documents(self, index: int) -> range:
+        """The documents of the source that a sample is made of, counted from 0."""
+
+    @abstractmethod
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         """The same in numpy."""
 
@@ -65,6 +69,10 @@ class Part:
     def __call__(self, index: int) -> int:
         at = self.start + index
         return at if self.order is None else self.order(at)
+
+    def document(self, index: int) -> range:
+        """The one document of a sample, where a sample is a document."""
+        return range(self(index), self(index) + 1)
 
 
 def packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
@@ -125,6 +133,10 @@ class PackedCausal(Samples):
             labels[row] = tokens[at + 1 : at + length + 1]
         return {"input_ids": inputs, "labels": labels}
 
+    def documents(self, index: int) -> range:
+        at = self._part(index) * self._length
+        return self._cache.documents_between("text", at, at + self._length)
+
 
 class PaddedCausal(Samples):
     """One document a sample, cut to ``seq_len`` and padded on the right."""
@@ -143,6 +155,9 @@ class PaddedCausal(Samples):
         inputs, mask = pad_rows([tokens[:-1] for tokens in documents], self._length, self._pad)
         labels, _ = pad_rows([tokens[1:] for tokens in documents], self._length, IGNORED)
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+
+    def documents(self, index: int) -> range:
+        return self._part.document(index)
 
 
 def pad_rows(

@@ -57,6 +57,12 @@ class MaskedLM(Samples):
             return {"input_ids": inputs, "labels": labels}
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
 
+    def documents(self, index: int) -> range:
+        if not self._packed:
+            return self._part.document(index)
+        at = self._part(index) * self._length
+        return self._cache.documents_between("text", at, at + self._length)
+
     def _tokens(self, number: int) -> npt.NDArray[np.int64]:
         if not self._packed:
             return cut(self._cache.document("text", number), self._length, self._suffix)
@@ -110,6 +116,9 @@ class Seq2Seq(Samples):
         decoder, _ = pad_rows(shifted, self._length, self._pad)
         return {"input_ids": inputs, "attention_mask": mask, "decoder_input_ids": decoder, "labels": labels}
 
+    def documents(self, index: int) -> range:
+        return self._part.document(index)
+
     def _field(self, field: str, numbers: Sequence[int]) -> list[npt.NDArray[np.int64]]:
         return [cut(self._cache.document(field, number), self._length, self._suffix) for number in numbers]
 
@@ -135,3 +144,6 @@ class Classification(Samples):
         texts = [cut(self._cache.document("text", number), self._length, self._suffix) for number in numbers]
         inputs, mask = pad_rows(texts, self._length, self._pad)
         return {"input_ids": inputs, "attention_mask": mask, "labels": self._cache.labels[numbers]}
+
+    def documents(self, index: int) -> range:
+        return self._part.document(index)

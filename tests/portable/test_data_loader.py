@@ -154,6 +154,9 @@ class Slow(Samples):
         self.readers: set[str] = set()
         self.reads = 0
 
+    def documents(self, index: int) -> range:
+        return range(index, index + 1)
+
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         self.readers.add(threading.current_thread().name)
         self.reads += 1

@@ -1,0 +1,243 @@
+"""A loss or gradient that is not finite never reaches a weight or a checkpoint, on any engine.
+
+One sample of the data makes the model's first layer give infinity, or a gradient that is none: what a broken
+record or an overflow does. It comes in a step at which nothing is logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from converters import open_checkpoint
+from portable import model as models
+from portable.backend import backend_room
+from portable.checkpointing import TrainerState
+from portable.data import locate
+from portable.errors import RunError
+from portable.finite import MOST_IN_A_ROW, NEW_ACCOUNT, Health, entered
+from portable.metrics import read_metrics
+from portable.run import Prepared, resolve, train_leg
+from tests.runs import configured
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("torch_xla")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+    from tests.xla import XlaPool
+
+GLOBAL_BATCH, BAD_STEP, BAD_ROW = 8, 3, 6  # the row is the last rank's
+BAD_SAMPLE = (BAD_STEP - 1) * GLOBAL_BATCH + BAD_ROW
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "no_shard": (2, {"strategy": "no_shard"}),
+    "full_shard": (2, {"strategy": "full_shard"}),
+    "full_shard, offload": (2, {"strategy": "full_shard", "memory__offload_params": "cpu"}),
+    "zero1, bf16": (2, {"strategy": "zero1", "precision": "bf16"}),
+    "zero2, offload": (2, {"strategy": "zero2", "memory__offload_optimizer": "cpu"}),
+    "zero3": (2, {"strategy": "zero3"}),
+    "xla": (2, {"backend": "xla"}),
+}
+KINDS = ("loss", "gradients")
+
+
+def settings(name: str, folder: Path, corpus: Path, **more: Any) -> RunConfig:
+    common: dict[str, Any] = {
+        "train__global_batch_size": GLOBAL_BATCH,
+        "train__micro_batch_size": 2,
+        "train__steps": 6,
+        "checkpoint__every_steps": 2,
+        "checkpoint__export": False,
+        "checkpoint__keep": None,
+        "log__every_steps": 5,
+        "log__sample_tokens": 0,
+    }
+    return configured(folder, corpus, **{**common, **ENGINES[name][1], **more})
+
+
+@pytest.fixture(scope="module")
+def bad_tokens(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[int]:
+    """The sample that breaks the model."""
+    config = settings("one rank", tmp_path_factory.mktemp("data"), corpus)
+    backend = backend_room("cpu").create("cpu")
+    samples = Prepared(resolve(config, backend), backend).data.train
+    tokens: list[int] = samples.batch([locate(BAD_SAMPLE, len(samples), config.seed)])["input_ids"][
+        0
+    ].tolist()
+    return tokens
+
+
+@contextlib.contextmanager
+def breaking(kind: str, bad_tokens: list[int]) -> Iterator[None]:
+    """Models built meanwhile break over ``bad_tokens``; over every sample, where there are none."""
+    build = models.build_model
+
+    def breaks(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        tokens = inputs[0]
+        wanted = torch.tensor(bad_tokens, device=tokens.device)
+        bad = (tokens == wanted).all(dim=-1)[:, None, None] if bad_tokens else tokens[:, :, None] >= 0
+        if kind == "loss":
+            return output.masked_fill(bad, torch.inf)
+        # The slope of the root is infinite at 0, and the root itself too small to be seen.
+        return output + 1e-30 * (output - output.detach() + (~bad).to(output.dtype)).sqrt()
+
+    def build_and_break(*arguments: Any) -> Any:
+        built = build(*arguments)
+        built.get_input_embeddings().register_forward_hook(breaks)
+        return built
+
+    models.build_model = build_and_break  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        models.build_model = build
+
+
+def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = None) -> tuple[str, str]:
+    """What a leg printed to stdout and stderr, and how it ended if it did not end well."""
+    out, err = io.StringIO(), io.StringIO()
+    with breaking(kind, bad_tokens), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            train_leg(config.backend, config, replay=step)
+        except RunError as error:
+            print(f"error: {error}", file=err)
+    return out.getvalue(), err.getvalue()
+
+
+class Run:
+    """Legs of one engine over a data set with one bad sample."""
+
+    def __init__(self, name: str, corpus: Path, ranks: RankPool, xla: XlaPool, bad_tokens: list[int]) -> None:
+        self._name = name
+        self._corpus = corpus
+        self._pool = xla if name == "xla" else ranks
+        self._bad_tokens = bad_tokens
+
+    def __call__(
+        self, folder: Path, kind: str, step: int | None = None, always: bool = False, **more: Any
+    ) -> tuple[str, str]:
+        config = settings(self._name, folder, self._corpus, **more)
+        tokens = [] if always else self._bad_tokens
+        found: tuple[str, str] = self._pool.run(ENGINES[self._name][0], leg, config, kind, tokens, step)
+        return found
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def run(
+    request: pytest.FixtureRequest, corpus: Path, ranks: RankPool, xla: XlaPool, bad_tokens: list[int]
+) -> Run:
+    return Run(request.param, corpus, ranks, xla, bad_tokens)
+
+
+def stored(folder: Path, step: int) -> dict[str, Any]:
+    """Every tensor and number of a checkpoint: weights, moments and step counts."""
+    checkpoint = open_checkpoint(folder / "checkpoints" / f"step-{step:06d}")
+    found = {name: np.array(tensor.read()) for name, tensor in checkpoint.tensors.items()}
+    assert checkpoint.optimizer is not None
+    for name, state in checkpoint.optimizer.state.items():
+        for key, value in state.items():
+            found[f"{name}.{key}"] = np.array(value.read() if hasattr(value, "read") else value)
+    return found
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not np.array_equal(ours[name], theirs[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop(kind: str, run: Run, tmp_path: Path) -> None:
+    out, err = run(tmp_path, kind)
+    error = err.splitlines()[-1]
+    first, last = (BAD_STEP - 1) * GLOBAL_BATCH, BAD_STEP * GLOBAL_BATCH - 1
+    what = "loss is" if kind == "loss" else "gradients are"
+    assert error.startswith(f"error: step {BAD_STEP} (samples {first} to {last}): the {what} not finite"), err
+    assert f"last good checkpoint: {tmp_path}/checkpoints/step-000002;" in error
+    assert f"portable-train --config {tmp_path}/config.yaml --replay {BAD_STEP}" in error
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+    assert all(np.isfinite(value).all() for value in stored(tmp_path, 2).values())
+
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    out, _ = run(tmp_path, kind, BAD_STEP)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    told = out.splitlines()
+    assert told[0].startswith(f"step {BAD_STEP}: samples {first} to {last}, learning rate ")
+    rows = [line for line in told if ": loss " in line]
+    assert sum(int(row.split(" over ")[1].split()[0]) for row in rows) == GLOBAL_BATCH * 32
+    if kind == "loss":
+        assert [("loss nan" in row) for row in rows].count(True) == 1
+        (module,) = (line for line in told if "first output that is not finite" in line)
+        assert module.endswith("of model.embed_tokens (Embedding)")
+        (sample,) = (line for line in told if line.startswith("sample "))
+        assert sample.startswith(f"sample {BAD_SAMPLE}, of document ")
+    else:
+        assert not any("nan" in row or "inf" in row for row in rows)
+        assert told[-1].startswith("gradients that are not finite: of 1 of ")
+        assert told[-1].endswith("model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skip(kind: str, run: Run, tmp_path: Path) -> None:
+    whole, legs = tmp_path / "whole", tmp_path / "legs"
+    skip = {"train__on_non_finite": "skip"}
+    _, err = run(whole, kind, **skip)
+    (warning,) = (line for line in err.splitlines() if line.startswith("warning: "))
+    assert warning.startswith(f"warning: step {BAD_STEP} (samples ")
+    assert "error" not in err
+    rows = read_metrics(whole)
+    assert [(row["step"], row["skipped_steps"]) for row in rows if "loss" in row] == [(5, 1), (6, 1)]
+
+    run(legs, kind, **skip, train__stop_after=BAD_STEP - 1)
+    run(legs, kind, **skip, train__stop_after=BAD_STEP)
+    before, after = stored(legs, BAD_STEP - 1), stored(legs, BAD_STEP)
+    assert_same(before, after)
+    steps = {float(value) for name, value in after.items() if name.endswith(".step")}
+    assert steps == {float(BAD_STEP - 1)}
+    state = TrainerState.read(legs / "checkpoints" / f"step-{BAD_STEP:06d}")
+    assert (state.step, state.samples, state.skipped_steps) == (BAD_STEP, BAD_STEP * GLOBAL_BATCH, 1)
+    run(legs, kind, **skip)
+    assert_same(stored(whole, 6), stored(legs, 6))
+    assert [row["skipped_steps"] for row in read_metrics(legs) if row["step"] == 6 and "loss" in row] == [1]
+    assert all(np.isfinite(value).all() for value in stored(whole, 6).values())
+    assert any(not np.array_equal(value, after[name]) for name, value in stored(whole, 6).items())
+
+
+def test_too_many_in_a_row_end_the_run(run: Run, tmp_path: Path) -> None:
+    _, err = run(tmp_path, "loss", always=True, train__on_non_finite="skip", train__steps=30)
+    error = err.splitlines()[-1]
+    assert error.startswith(
+        "error: step 1 (samples 0 to 7): the loss is not finite, and no step of the 9 after"
+    )
+    newest = max(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
+    assert newest < MOST_IN_A_ROW
+
+
+def test_a_replay_in_which_all_is_finite_says_so(run: Run, tmp_path: Path) -> None:
+    run(tmp_path, "loss", train__stop_after=2)
+    out, err = run(tmp_path, "loss", 2)
+    assert "every loss and gradient is finite this time" in out
+    assert "going from the start to step 2, which is number 2" in err
+
+
+def test_the_account() -> None:
+    """Streaks, told by the values that went in."""
+    account = torch.tensor(NEW_ACCOUNT)
+    losses = [1.0, torch.nan, 1.0, torch.inf, 1.0, 1.0, 1.0, 1.0]
+    bad = [False, True, False, True, True, True, False, True]
+    seen = []
+    for loss, wrong in zip(losses, bad, strict=True):
+        account, left_out = entered(account, bad=torch.tensor(wrong), loss=torch.tensor(loss), limit=3)
+        seen.append(bool(left_out))
+    assert seen == [False, True, False, True, True, True, True, True]  # nothing is updated after the third
+    assert Health.of(account.tolist(), 3) == Health(6, 3, bad_loss=True, halted=3)
