@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 EVENTS_FILE = "events.jsonl"
 
-Kind = Literal["start", "resume", "save", "stop", "end"]
+Kind = Literal["start", "resume", "save", "skip", "stop", "end"]
 
 
 class History:

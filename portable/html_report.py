@@ -174,6 +174,8 @@ class Run:
                 machine = now
             elif kind == "save":
                 text = f"saved {event.get('checkpoint', 'a checkpoint')}"
+            elif kind == "skip":
+                text = f"{event.get('count')} updates left out, as they were not finite"
             elif kind == "stop":
                 text = "stopped by a signal, checkpoint saved"
             elif kind == "end":

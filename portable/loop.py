@@ -76,7 +76,7 @@ class Events:
     def on_save(self, progress: Progress) -> None:
         """Write a checkpoint; all ranks are called."""
 
-    def on_skipped(self, count: int, told: str) -> None:
+    def on_skipped(self, progress: Progress, count: int, told: str) -> None:
         """``count`` more updates were left out; ``told`` says of the latest which step it was, and why."""
 
     def on_pause(self, seconds: float) -> None:
@@ -249,7 +249,7 @@ def _look_for_skipped(
     told = f"step {step} (samples {sample} to {sample + plan.global_batch_size - 1}): the {what} not finite"
     see = f"to see where that begins: {events.replay(step)}"
     if not health.halted:
-        events.on_skipped(new, f"{told}; {see}")
+        events.on_skipped(progress, new, f"{told}; {see}")
         return
     if health.halted > 1:
         told += f", and no step of the {health.halted - 1} after it was"

@@ -82,13 +82,16 @@ def replay_step(run: Prepared, step: int) -> int:
     batches = iter(run.train_loader(progress.samples))
     try:
         _take_steps_before(step, run, engine, batches, progress)
-        found = _looked_into(run, engine, batches, progress)
+        found, loss = _looked_into(run, engine, batches, progress)
         gradients = _of_all_ranks(backend, engine.unsound_gradients())
+        (norm,) = backend.read(
+            [engine.update(run.schedule(step - 1), run.config.train.max_grad_norm or 0.0, loss)]
+        )
     finally:
         batches.close()
     everything = [MicroBatch(**one) for one in _of_all_ranks(backend, [asdict(one) for one in found])]
     if backend.rank == 0:
-        print("\n".join(_report(run, engine, step, everything, set(gradients))))
+        print("\n".join(_report(run, engine, step, everything, set(gradients), norm)))
     return 0
 
 
@@ -131,8 +134,8 @@ def _take_steps_before(
 
 def _looked_into(
     run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
-) -> list[MicroBatch]:
-    """Take the micro-batches of the next step, without the update that ends it."""
+) -> tuple[list[MicroBatch], Tensor]:
+    """Take the micro-batches of the next step, without the update that ends it; its loss comes along."""
     backend, plan = run.backend, run.plan
     own = [next(batches) for _ in range(plan.accumulation_steps)]
     valid = backend.total(sum(count_valid(batch["labels"]) for batch in own))
@@ -140,7 +143,7 @@ def _looked_into(
     # The first sample of this rank's share; where all ranks are one program, of the whole batch.
     share = plan.global_batch_size // plan.world_size
     first = progress.samples + plan.rank * share
-    found = []
+    found, losses = [], []
     for index, batch in enumerate(own):
         backend.seed(plan.dropout_seed(progress.samples, index))
         rows, tokens = batch["labels"].shape[0], count_valid(batch["labels"])
@@ -148,8 +151,8 @@ def _looked_into(
             tokens = int(backend.read([backend.total(tokens)])[0])
         with _Outputs(engine.model, rows) as outputs:
             last = index == plan.accumulation_steps - 1
-            loss = engine.accumulate(backend.place(batch), valid, last=last)
-        value, *firsts = backend.read([loss, *outputs.flags])
+            losses.append(engine.accumulate(backend.place(batch), valid, last=last))
+        value, *firsts = backend.read([losses[-1], *outputs.flags])
         at = next((number for number, row in enumerate(firsts) if row < rows), None)
         row = None if at is None else int(firsts[at])
         found.append(
@@ -164,7 +167,7 @@ def _looked_into(
                 bad_sample=None if row is None or row < 0 else first + index * rows + row,
             )
         )
-    return found
+    return found, backend.sum(torch.stack(losses).sum())
 
 
 class _Outputs:
@@ -228,7 +231,12 @@ def _of_all_ranks(backend: Backend, found: Sequence[Any]) -> list[Any]:
 
 
 def _report(
-    run: Prepared, engine: Engine, step: int, micro_batches: Sequence[MicroBatch], gradients: set[str]
+    run: Prepared,
+    engine: Engine,
+    step: int,
+    micro_batches: Sequence[MicroBatch],
+    gradients: set[str],
+    norm: float,
 ) -> list[str]:
     size = run.plan.global_batch_size
     rate = f"learning rate {run.schedule(step - 1):.3g}"
@@ -253,8 +261,13 @@ def _report(
         )
     elif all(math.isfinite(one.loss) for one in micro_batches):
         lines.append(
-            "every loss and gradient is finite this time; if the step's were not, the gradient norm is too "
-            "large for fp32, or a device computes differently from one time to the next"
+            "every loss and gradient is finite this time"
+            + (
+                f" (gradient norm {norm:.6g}); if they were not in the run, a device computes differently "
+                "from one time to the next"
+                if math.isfinite(norm)
+                else ", but the gradients are so large that their norm is beyond fp32"
+            )
         )
     return lines
 

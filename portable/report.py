@@ -150,9 +150,10 @@ class Reporter(Events):
         self._save(progress)
         self._happened("save", progress, checkpoint=f"step-{progress.step:06d}")
 
-    def on_skipped(self, count: int, told: str) -> None:
+    def on_skipped(self, progress: Progress, count: int, told: str) -> None:
         since = "" if count == 1 else f"{count} updates were left out since the last look, the latest from "
         self.say(f"warning: {since}{told}")
+        self._happened("skip", progress, count=count, told=told)
 
     def on_pause(self, seconds: float) -> None:
         self._throughput.pause(seconds)

@@ -168,8 +168,9 @@ def kept(folder: Path, corpus: Path, settings: dict[str, Any]) -> float:
     backend.start()
     config = resolve(configured(folder, corpus, **{**FP16, **settings}), backend)
     Prepared(config, backend).engine(folder / "checkpoints" / "step-000008")
+    scale = backend.figures()["loss_scale"]
     backend.stop()
-    return backend.figures()["loss_scale"]
+    return scale
 
 
 def test_at_its_floor_the_run_ends_with_advice(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:

@@ -37,7 +37,8 @@ def fp16_steps(config: RunConfig) -> tuple[list[float], dict[str, float], str]:
     config = resolve(config, backend)
     config.__dict__["precision"] = "fp16"  # past the rule that knows what DeepSpeed will do on a CPU
     backend.start()
-    losses, ended = [], ""
+    losses: list[float] = []
+    figures, ended = {}, ""
     try:
         run = Prepared(config, backend)
         engine, _ = run.engine(None)
@@ -57,9 +58,10 @@ def fp16_steps(config: RunConfig) -> tuple[list[float], dict[str, float], str]:
     except RunError as error:
         ended = str(error)
     finally:
+        figures = backend.figures()
         backend.stop()
         del get_accelerator().is_fp16_supported
-    return losses, backend.figures(), ended
+    return losses, figures, ended
 
 
 def fp16_config(folder: Path, corpus: Path, strategy: str, **fp16: Any) -> RunConfig:
