@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.agreement import agree
-from portable.checkpointing import CheckpointFolder, TrainerState
+from portable.checkpointing import CheckpointFolder
 from portable.data import locate
 from portable.errors import UserError, one_line
 from portable.loop import train_step
 from portable.loss import count_valid
 from portable.metrics import table
-from portable.run_folder import checkpoint_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -76,6 +75,8 @@ def replay_step(run: Prepared, step: int) -> int:
     source = _last_before(run, step)
     agree(backend, {"the checkpoint to replay from": source.name if source is not None else "none"})
     engine, progress = run.engine(source)
+    if progress.step >= step:
+        raise UserError(f"--replay: the run begins at {source}, after step {progress.step}; give a later one")
     if backend.rank == 0:
         start = "the start" if source is None else str(source)
         print(f"going from {start} to step {step}, which is number {step - progress.step}", file=sys.stderr)
@@ -102,10 +103,8 @@ def _last_before(run: Prepared, step: int) -> Path | None:
     if before:
         return before[-1]
     resume = run.config.checkpoint.resume
-    if resume not in ("auto", "never") and Path(resume).exists():  # where the run began
-        folder = checkpoint_of(Path(resume))
-        return folder if TrainerState.read(folder).step < step else None
-    return None
+    # Where the run began.
+    return Path(resume) if resume not in ("auto", "never") and Path(resume).exists() else None
 
 
 def _take_steps_before(
@@ -238,9 +237,10 @@ def _report(
     gradients: set[str],
     norm: float,
 ) -> list[str]:
-    size = run.plan.global_batch_size
     rate = f"learning rate {run.schedule(step - 1):.3g}"
-    lines = [f"step {step}: samples {(step - 1) * size} to {step * size - 1}, {rate}"]
+    first = min(one.first_sample for one in micro_batches)
+    last = max(one.first_sample + one.samples for one in micro_batches) - 1
+    lines = [f"step {step}: samples {first} to {last}, {rate}"]
     lines.append(table([_row(one) for one in micro_batches]))
     for one in micro_batches:
         if not math.isfinite(one.loss) and one.module is not None:
