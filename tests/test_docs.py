@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -177,6 +178,8 @@ def test_flags_exist(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a command cannot be run here."""
     monkeypatch.chdir(reader)
     (reader / "configs").symlink_to(ROOT / "configs")
+    (reader / "runs" / "mine").mkdir()
+    shutil.copy(reader / "run.yaml", reader / "runs" / "mine" / "config.yaml")
     checked = 0
     for block in of(*COMMANDS):
         for name, text in files(block.page).items():
