@@ -25,6 +25,7 @@ from gpu.deepspeed_blocks import (
 )
 from gpu.deepspeed_keys import check_keys
 from gpu.deepspeed_values import AUTO, check_values, shown
+from gpu.zero_sizes import automatic
 from portable.backend import require
 from portable.errors import UserError, one_line
 
@@ -392,12 +393,7 @@ def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dic
         hidden_size: of the model, by which bucket sizes are ``auto``.
     """
     values = {key: value for key, value in document.values.items() if key not in _OURS}
-    sizes = {
-        "reduce_bucket_size": hidden_size * hidden_size,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-    }
-    filled = _filled(values, {"zero_optimization": sizes}, ())
+    filled = _filled(values, {"zero_optimization": automatic(hidden_size)}, ())
     settings = _over(base, filled)
     for part in ("offload_optimizer", "offload_param"):  # the run's own folder on the disk
         ours = base["zero_optimization"].get(part, {})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 
 import torch
 
 from portable.errors import UserError
+from portable.planner.devices import Device
 
 # Dense tensor-core peaks in TFLOP/s as (bf16 or fp16, tf32), from NVIDIA's data sheets; where a sheet gives
 # the figure with 2:4 sparsity, half of it. Matched as words of the name, in this order.
@@ -33,6 +35,36 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("T4", 65.0, None),  # fp16 only
 )
 
+MIB = 1 << 20
+# As PEAKS, with memory in MiB as the driver shows it, and rates each way in GB/s: NVLink or PCIe to the other
+# GPUs of a node, the node's network by GPU as cloud machines of the kind have it, and PCIe to the host; then
+# the GPUs of a node. From NVIDIA's data sheets and the clouds' pages on machine types.
+_MACHINES: tuple[tuple[str, str, int, float, float, float, int], ...] = (
+    ("gb200", "GB200", 189_471, 900, 50, 225, 4),
+    ("b200", "B200", 183_359, 900, 50, 50, 8),
+    ("gh200", "GH200", 97_871, 450, 50, 225, 1),
+    ("h200", "H200", 143_771, 450, 50, 50, 8),
+    ("h100", "H100", 81_559, 450, 50, 50, 8),
+    ("h100-pcie", "H100 PCIe", 81_559, 50, 25, 50, 8),
+    ("h100-nvl", "H100 NVL", 95_830, 300, 25, 50, 8),
+    ("h800", "H800", 81_559, 200, 50, 50, 8),
+    ("h20", "H20", 97_871, 450, 50, 50, 8),
+    ("a100-80", "A100", 81_920, 300, 25, 25, 8),
+    ("a100-40", "A100", 40_960, 300, 12.5, 25, 8),
+    ("a800", "A800", 81_920, 200, 25, 25, 8),
+    ("a40", "A40", 46_068, 25, 6, 25, 8),
+    ("a10g", "A10G", 23_028, 25, 6, 25, 8),
+    ("a10", "A10", 23_028, 25, 6, 25, 4),
+    ("l40s", "L40S", 46_068, 25, 12.5, 25, 8),
+    ("l40", "L40", 46_068, 25, 6, 25, 8),
+    ("l4", "L4", 23_034, 25, 6, 25, 8),
+    ("v100-32", "V100", 32_768, 150, 12.5, 12.5, 8),
+    ("v100-16", "V100", 16_384, 150, 6, 12.5, 8),
+    ("t4", "T4", 15_360, 12.5, 6, 12.5, 4),
+)
+_ALSO = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "v100": "v100-16"}
+_FP16_ONLY = ("V100", "T4")
+
 # Set by srun where each task is shown its own GPUs only, so that all of them count from 0.
 BOUND_BY_SRUN = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
@@ -52,6 +84,21 @@ def index(local_rank: int) -> int:
         f"--nproc: local rank {local_rank} has no GPU of its own; this process sees {visible}. Start as many "
         "ranks on a node as it has GPUs"
     )
+
+
+def accelerators() -> list[Device]:
+    """GPUs that can be named before there is one."""
+    peaks = {name: (half * 1e12, None if tf32 is None else tf32 * 1e12) for name, half, tf32 in PEAKS}
+    found = {}
+    for name, model, mebibytes, link, network, host, per_node in _MACHINES:
+        half, tf32 = peaks[model]
+        # Without tensor cores: from one GPU to the next about an eighth of what they do in tf32.
+        flops = {"fp16": half, "fp32": (tf32 or half) / 8}
+        flops |= {} if model in _FP16_ONLY else {"bf16": half, "tf32": tf32 or half / 2}
+        found[name] = Device(
+            name, "cuda", mebibytes * MIB, flops, link * 1e9, network * 1e9, host * 1e9, per_node
+        )
+    return [*found.values(), *(replace(found[real], name=name) for name, real in _ALSO.items())]
 
 
 def shape_multiple(capability: tuple[int, int], precision: str) -> int | None:

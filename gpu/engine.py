@@ -15,7 +15,6 @@ from gpu.compiling import CapturedMemory
 from gpu.generation import continue_text
 from gpu.host_copies import HostCopies
 from gpu.loss_scale import DeviceScaler, LossScale
-from gpu.quirks import one_sequence_a_row
 from gpu.saving import Saver
 from gpu.sharding import shard
 from portable.backend import Batch, unsupported
@@ -24,6 +23,7 @@ from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import token_loss
 from portable.model import embeddings, state_tensors
 from portable.optim import build_optimizer, set_rates
+from portable.quirks import one_sequence_a_row
 from portable.resume import stored_state
 from portable.shards import local
 from portable.weights import to_torch

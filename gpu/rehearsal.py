@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gpu import zero_runtime
 from gpu.strategies import Machine, engine_room
+from portable.planner.devices import KEPT_FOR_COLLECTIVES, SHARE_KEPT_FREE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 # Left to what torch's allocator has no part in, or cannot use: its own fragments; NCCL's buffers; on a host
 # the stacks of threads and what is read and written meanwhile.
-_SHARE_KEPT_FREE = 0.03
-_KEPT_FOR_NCCL = 1 << 30
 _KEPT_ON_HOST = 1 << 26
 _HOST_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
@@ -120,7 +119,7 @@ def _room(machine: Machine) -> Iterator[None]:
 @contextmanager
 def _room_on_gpu(machine: Machine) -> Iterator[None]:
     free, total = torch.cuda.mem_get_info(machine.device)
-    kept = total * _SHARE_KEPT_FREE + (_KEPT_FOR_NCCL if machine.world_size > 1 else 0)
+    kept = total * SHARE_KEPT_FREE + (KEPT_FOR_COLLECTIVES if machine.world_size > 1 else 0)
     usable = free + torch.cuda.memory_reserved(machine.device) - kept
     torch.cuda.set_per_process_memory_fraction(max(usable, 0.0) / total, machine.device)
     try:

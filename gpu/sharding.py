@@ -20,10 +20,10 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gpu.compiling import compile_layers
-from gpu.recompute import checkpoint_activations
 from gpu.units import order_prefetches, units
 from portable.errors import UserError
 from portable.model import materialize
+from portable.recompute import checkpoint_activations
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,7 +13,6 @@ from gpu import deepspeed_json, nvme, zero_optimizer, zero_runtime
 from gpu.compiling import compile_layers
 from gpu.generation import continue_text
 from gpu.loss_scale import LossScale
-from gpu.recompute import checkpoint_activations
 from gpu.zero_partitions import FlatPartitions, ShardedPartitions
 from gpu.zero_saving import ZeroSaver
 from gpu.zero_settings import ModelSizes, settings_for
@@ -24,6 +23,7 @@ from portable.model import materialize, state_tensors
 from portable.optim import set_rates
 from portable.plan import parameter_count, plan_batches
 from portable.quiet import native_stdout_closed
+from portable.recompute import checkpoint_activations
 from portable.resume import stored_state
 from portable.weights import to_torch
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from portable.config.rules import largest_divisor
 from portable.errors import UserError
-from portable.model import state_tensors, transformer_layers
+from portable.model import embeddings, state_tensors, transformer_layers
+from portable.planner.footprint import moment_bytes
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from portable.config import RunConfig
+    from portable.config import RunConfig, TrainConfig
 
 MAX_STEPS = 1 << 53  # beyond, floating-point numbers skip whole numbers
 
@@ -112,12 +113,15 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def checkpoint_bytes(model: nn.Module, optimizer: str) -> int:
-    """Bytes of one checkpoint's tensors: fp32 weights, and the optimizer's moments of what is trained."""
-    moments = {"adamw": 2.0, "sgd": 1.0, "adamw_8bit": 0.5}.get(optimizer, 0.0)
+def checkpoint_bytes(model: nn.Module, train: TrainConfig) -> int:
+    """Bytes of one checkpoint's tensors: fp32 weights, and the optimizer's state of what is trained."""
     weights = sum(t.numel() * t.element_size() for t in state_tensors(model).values())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return weights + int(4 * moments * trained)
+    tables = {id(p) for p in embeddings(model)}
+    return weights + sum(
+        moment_bytes(train, p.shape, p.shape[0] if p.dim() else 1, exact=id(p) in tables)
+        for p in model.parameters()
+        if p.requires_grad
+    )
 
 
 def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: int) -> float:

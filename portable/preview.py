@@ -77,7 +77,7 @@ def _plan_rows(
         ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),
         ("start", f"resume from {source}" if source is not None else "step 0"),
         *begun,
-        ("a checkpoint", human_bytes(checkpoint_bytes(model, config.train.optimizer))),
+        ("a checkpoint", human_bytes(checkpoint_bytes(model, config.train))),
     ]
 
 

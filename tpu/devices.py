@@ -8,6 +8,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+from portable.planner.devices import Device
+
 GIB = 2**30
 
 
@@ -23,6 +25,10 @@ class Generation:
     """Devices that the runtime makes of a chip: its cores, or one of both where they work as a megacore."""
     chips_per_host: int
     """Chips of a whole machine. A VM of a v5e or v6e slice may have 1 or 4 of the machine's 8."""
+    interconnect: float
+    """Bytes a second between chips of a slice, each way, all links of a chip together."""
+    chips_per_slice: int
+    """Chips of the largest slice."""
 
 
 # Devices of a chip: two where it has two TensorCores and no megacore (torch_xla._internal.tpu, and
@@ -30,20 +36,23 @@ class Generation:
 GENERATIONS: dict[str, Generation] = {
     # Google's page gives no figures; these are of
     # https://github.com/jax-ml/jax/blob/main/jax/_src/pallas/mosaic/tpu_info.py
-    "v2": Generation(46.0, 16 * 10**9, 2, 4),
+    "v2": Generation(46.0, 16 * 10**9, 2, 4, 31e9, 512),
     # https://docs.cloud.google.com/tpu/docs/v3
-    "v3": Generation(123.0, 32 * GIB, 2, 4),
+    "v3": Generation(123.0, 32 * GIB, 2, 4, 41e9, 1024),
     # https://docs.cloud.google.com/tpu/docs/v4
-    "v4": Generation(275.0, 32 * GIB, 1, 4),
+    "v4": Generation(275.0, 32 * GIB, 1, 4, 150e9, 4096),
     # https://docs.cloud.google.com/tpu/docs/v5e
-    "v5e": Generation(197.0, 16 * GIB, 1, 8),
+    "v5e": Generation(197.0, 16 * GIB, 1, 8, 100e9, 256),
     # https://docs.cloud.google.com/tpu/docs/v5p
-    "v5p": Generation(459.0, 95 * GIB, 1, 4),
+    "v5p": Generation(459.0, 95 * GIB, 1, 4, 300e9, 6144),
     # https://docs.cloud.google.com/tpu/docs/v6e
-    "v6e": Generation(918.0, 32 * GIB, 1, 8),
+    "v6e": Generation(918.0, 32 * GIB, 1, 8, 224e9, 256),
     # https://docs.cloud.google.com/tpu/docs/tpu7x
-    "tpu7x": Generation(2307.0, 192 * GIB, 2, 4),
+    "tpu7x": Generation(2307.0, 192 * GIB, 2, 4, 600e9, 9216),
 }
+
+# Between slices, and to the host, by chip: a VM's 100 Gbit/s shared by four chips, and PCIe.
+_NETWORK, _HOST_LINK = 3e9, 16e9
 
 # bf16 passes of an fp32 product at the highest precision: https://github.com/jax-ml/jax/issues/2161
 FP32_PASSES = 6
@@ -56,6 +65,27 @@ METADATA_SECONDS = 2.0
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 PCI_VENDOR = "0x1ae0"
 PCI_KINDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
+
+
+def accelerators() -> list[Device]:
+    """TPUs that can be named before there is one; a device is what the runtime makes of a chip."""
+    found = []
+    for name, kind in GENERATIONS.items():
+        cores = kind.devices_per_chip
+        half = kind.teraflops * 1e12 / cores
+        found.append(
+            Device(
+                name=name,
+                backend="xla",
+                memory=kind.hbm // cores,
+                flops={"bf16": half, "fp32": half / FP32_PASSES},
+                link=kind.interconnect / cores,
+                network=_NETWORK / cores,
+                host_link=_HOST_LINK / cores,
+                per_node=kind.chips_per_slice * cores,
+            )
+        )
+    return found
 
 
 def generation(accelerator_type: str) -> Generation | None:

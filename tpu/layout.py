@@ -7,7 +7,6 @@ the rest follows.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import torch
 
 from portable.errors import UserError
 from portable.weights import to_torch
+from tpu.cuts import HYBRID, Cuts
 from tpu.runtime import xla, xr, xs
 
 if TYPE_CHECKING:
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
     from portable.weights import ReadableTensor
 
 REPLICA, FSDP = "replica", "fsdp"
-HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-
-# Lookup tables are cut along the hidden dim, so that looking a token up needs no other device's rows.
-_TABLES = re.compile(
-    r"(^|\.)(embed_tokens|embed_positions|embed_in|embeddings|(word|position|token_type)_embeddings"
-    r"|wte|wpe|shared|relative_attention_bias)\.weight$"
-)
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """For each dim of a tensor the mesh axes that it is cut over, or None."""
@@ -65,10 +58,7 @@ class Layout:
         self.device = torch.device("xla:0")
         self.devices = devices
         self.group = _group_size(config, devices)
-        self._sharded = config.strategy != "no_shard"
-        self._first_dim = bool(config.xla.shard_param_on_dim_0)
-        self._rules = [(_compiled(p), p, dim) for p, dim in (config.xla.sharding or {}).items()]
-        self._unused = {pattern for _, pattern, _ in self._rules}
+        self._cuts = Cuts(config, self.group)
         if self.group == devices:
             self.mesh = xs.Mesh(order, (devices,), (FSDP,))
             self._batch_axes: tuple[str, ...] = (FSDP,)
@@ -84,36 +74,12 @@ class Layout:
         Raises:
             UserError: if ``xla.sharding`` names a dim that the parameter lacks or that does not divide.
         """
-        dim = self._chosen_dim(name, shape) if self._sharded else None
+        dim = self._cuts.dim(name, shape)
         return tuple(FSDP if d == dim else None for d in range(len(shape)))
-
-    def _chosen_dim(self, name: str, shape: Sequence[int]) -> int | None:
-        for pattern, text, dim in self._rules:
-            if pattern.search(name):
-                self._unused.discard(text)
-                if dim is not None and (dim >= len(shape) or shape[dim] % self.group):
-                    raise UserError(
-                        f"xla.sharding: {text!r} wants dim {dim} of {name} cut into {self.group}, and its "
-                        f"shape is {list(shape)}; choose another dim, or null to keep it whole"
-                    )
-                return dim
-        divisible = [d for d, size in enumerate(shape) if size and size % self.group == 0]
-        # A vector is too small to be worth a collective.
-        if not divisible or len(shape) < 2:
-            return None
-        if self._first_dim and 0 in divisible:
-            return 0
-        if _TABLES.search(name) and len(shape) - 1 in divisible:
-            return len(shape) - 1
-        return max(divisible, key=lambda d: shape[d])
 
     def check_rules(self) -> None:
         """Raise UserError for a pattern of ``xla.sharding`` that no parameter so far has matched."""
-        if self._unused:
-            raise UserError(
-                f"xla.sharding: {min(self._unused)!r} is found in no parameter's name, or only where an "
-                "earlier pattern is; correct or remove it"
-            )
+        self._cuts.check_rules()
 
     def batch(self, dims: int) -> Spec:
         """How batches and activations lie: cut along their first dim over all devices."""
@@ -254,10 +220,3 @@ def _group_size(config: RunConfig, devices: int) -> int:
             f"divisor of {devices}"
         )
     return size
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"xla.sharding: {pattern!r} is no regular expression ({error})") from error

@@ -94,7 +94,7 @@ def losses_with_inputs_on_host(config: RunConfig) -> Losses:
     """The losses, once it is certain that each layer's inputs, and they alone, go to the host and back."""
     from torch.autograd.graph import save_on_cpu
 
-    from gpu import recompute
+    from portable import recompute
 
     packed: list[torch.Size] = []
     unpacked: list[torch.Size] = []

@@ -1,0 +1,64 @@
+"""What torch's own allocator hands out on a CPU, as its profiler records it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MARK = "allocations: "
+
+
+@dataclass
+class Phase:
+    """Bytes beyond what there was before the recording began."""
+
+    peak: int = 0
+    """The most there was at once during the phase."""
+    left: int = 0
+    """What was there at its end."""
+
+
+@dataclass
+class Recording:
+    """Allocations of a block, in phases."""
+
+    phases: dict[str, Phase] = field(default_factory=dict)
+    """Filled when the block ends."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What is allocated in here counts for ``name``."""
+        with torch.profiler.record_function(_MARK + name):
+            yield
+
+
+@contextmanager
+def allocations() -> Iterator[Recording]:
+    """Record every allocation on the host that torch makes in the block."""
+    recording = Recording()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        yield recording
+    recorder: Any = profile.profiler
+    events = list(recorder.kineto_results.events())
+    marks = [
+        (event.start_ns(), event.end_ns(), Phase(), event.name().removeprefix(_MARK))
+        for event in events
+        if event.name().startswith(_MARK)
+    ]
+    recording.phases = {name: phase for _, _, phase, name in marks}
+    now = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        before, now = now, now + event.nbytes()
+        for start, end, phase, _ in marks:
+            if start <= event.start_ns() <= end:
+                phase.peak = max(phase.peak, before, now)
+            if event.start_ns() <= end:
+                phase.left = now

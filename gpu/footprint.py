@@ -1,0 +1,378 @@
+"""What DDP, FSDP2 and DeepSpeed ZeRO keep on a device and move, reckoned from the shapes of a model.
+
+Held against the live engines, to the byte where something stays, in ``tests/gpu/test_footprint.py``; how they
+come about is told in docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from gpu import zero_sizes
+from gpu.units import units
+from portable.model import embeddings
+from portable.planner.footprint import (
+    COMPUTE_BYTES,
+    MASTER,
+    Cluster,
+    Footprint,
+    Setting,
+    Traffic,
+    moment_bytes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from portable.config import RunConfig
+
+_ZERO_OPTIMIZERS = ("adamw", "sgd")
+_HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+_KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
+
+
+def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
+    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    if config.deepspeed.config is None:
+        return config
+    from gpu import zero  # only here: DeepSpeed takes seconds to import
+
+    return zero.adopt(config, "cpu", cluster.devices)
+
+
+def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
+    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    yield Setting("no_shard")
+    if config.train.optimizer in _ZERO_OPTIMIZERS:
+        for strategy in ("zero1", "zero2", "zero3"):
+            yield Setting(strategy)
+            yield Setting(strategy, "cpu")
+        yield Setting("zero3", "none", "cpu")
+        yield Setting("zero3", "cpu", "cpu")
+    yield Setting("shard_grad_op")
+    yield Setting("full_shard")
+    yield Setting("full_shard", "cpu")
+    yield Setting("full_shard", "none", "cpu")
+    if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
+        yield Setting("hybrid_shard_zero2")
+        yield Setting("hybrid_shard")
+
+
+def footprint(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprint:
+    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    if config.strategy.startswith("zero"):
+        return _Zero(model, config, cluster).footprint()
+    alone = cluster.devices == 1 and config.memory.offload_params != "cpu"
+    if config.strategy == "no_shard" or alone:
+        return _replicated(model, config, cluster)
+    return _fully_sharded(model, config, cluster)
+
+
+def _replicated(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprint:
+    everything = sum(p.numel() for p in model.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = MASTER * sum(p.numel() for p in trained)
+    tables = {id(p) for p in embeddings(model)}
+    moments = sum(
+        moment_bytes(config.train, p.shape, p.shape[0] if p.dim() else 1, exact=id(p) in tables)
+        for p in trained
+    )
+    on_host = config.memory.offload_optimizer == "cpu"
+    share = (cluster.devices - 1) / cluster.devices
+    return Footprint(
+        parameters=MASTER * everything,
+        gradients=gradients,
+        optimizer=0 if on_host else moments,
+        compute="autocast",
+        host=2 * gradients + moments if on_host else 0,
+        links=Traffic(per_step=2 * gradients * share),
+        network=Traffic(per_step=_across(2 * gradients, cluster)),
+        host_link=Traffic(per_step=2 * gradients) if on_host else Traffic(),
+        host_update=4 * gradients + 2 * moments if on_host else 0,
+    )
+
+
+def _across(volume: float, cluster: Cluster) -> float:
+    """Of a collective over all devices, which sends ``volume`` from each, what one sends between nodes.
+
+    A ring leaves each node once: its devices share what passes.
+    """
+    return 0.0 if cluster.nodes == 1 else volume * (cluster.nodes - 1) / cluster.nodes / cluster.per_node
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------------
+
+
+def _fully_sharded(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprint:
+    group = cluster.devices
+    if config.strategy in _HYBRID:
+        group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
+    compute = COMPUTE_BYTES[config.precision]
+    tables = {id(p) for p in embeddings(model)}
+    parameters = gradients = moments = 0
+    for p in model.parameters():
+        shape = tuple(p.shape)
+        rows = -(-shape[0] // group) if shape else 1  # cut along dim 0, and padded: the first rank's part
+        size = MASTER * rows * (p.numel() // max(1, shape[0]) if shape else 1)
+        parameters += size
+        if p.requires_grad:
+            gradients += size
+            moments += moment_bytes(config.train, shape, rows, exact=id(p) in tables)
+    whole = sum(p.numel() for p in model.parameters())
+    passes, end = _gathered(model, config, group, compute)
+    offload_params = config.memory.offload_params == "cpu"
+    offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
+    host, moved, update = 0, Traffic(), 0
+    if offload_params:
+        host, moved = parameters + gradients + moments, Traffic(per_pass=2 * parameters + gradients)
+        # Shards pass through the device on their way to be gathered, and gradients on their way back.
+    elif offload_optimizer:
+        host, moved = 2 * gradients + moments, Traffic(per_step=2 * gradients)
+    if offload_params or offload_optimizer:
+        update = 4 * gradients + 2 * moments
+    gathers = 1 if config.strategy in _KEPT_AFTER_FORWARD else 2
+    share = (group - 1) / group
+    copies = cluster.devices // group
+    per_pass = (gathers * compute + MASTER) * whole * share
+    reduced = 2 * gradients * (copies - 1) / copies  # a shard's gradients, over the groups
+    network = reduced if config.strategy in _HYBRID else _across(per_pass, cluster)
+    return Footprint(
+        parameters=0 if offload_params else parameters,
+        gradients=0 if offload_params else gradients,
+        optimizer=0 if offload_params or offload_optimizer else moments,
+        compute="cast",
+        gathered=passes,
+        at_end=end,
+        host=host,
+        links=Traffic(per_pass=per_pass),
+        network=Traffic(per_pass=network),
+        host_link=moved,
+        host_update=update,
+    )
+
+
+def _gathered(model: nn.Module, config: RunConfig, group: int, compute: int) -> tuple[int, int]:
+    """Bytes of gathered parameters and of gradients on their way: in the passes, and at the end of them.
+
+    In the backward pass of a unit, which has its own parameters and already those of the next; its whole
+    gradients; and these once more in fp32 to be summed, of which a share remains. What lies outside the units
+    is there all the time; of its gradients, the head's come first and wait for the others.
+    """
+    inner = units(model, config)
+    inside: set[int] = set()
+    largest = 0
+    for unit in reversed(inner):  # what lies inside another unit is that unit's own
+        own = {id(p): p.numel() for p in unit.parameters() if id(p) not in inside}
+        inside |= own.keys()
+        largest = max(largest, sum(own.values()))
+    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    head: Any = cast("Any", model).get_output_embeddings()
+    waiting = head.weight.numel() if head is not None and id(head.weight) not in inside else 0
+    reduced = MASTER + MASTER / group
+    kept = (sum(p.numel() for p in model.parameters()) - outside) if _keeps(config) else 2 * largest
+    passes = compute * (outside + waiting + kept + largest) + reduced * largest
+    end = 2 * compute * outside + reduced * outside
+    return int(passes), int(end)
+
+
+def _keeps(config: RunConfig) -> bool:
+    return config.strategy in _KEPT_AFTER_FORWARD
+
+
+# -- DeepSpeed ZeRO --------------------------------------------------------------------------------------
+
+
+class _Zero:
+    """What the stages of ZeRO keep, in DeepSpeed 0.19; elements unless bytes are said."""
+
+    def __init__(self, model: nn.Module, config: RunConfig, cluster: Cluster) -> None:
+        self._config, self._cluster = config, cluster
+        self._ranks = cluster.devices
+        self._stage = int(config.strategy[-1])
+        self._compute = COMPUTE_BYTES[config.precision]
+        self._parameters = list(model.parameters())
+        self._trained = [p for p in self._parameters if p.requires_grad]
+        self._whole = sum(p.numel() for p in self._parameters)
+        self._largest = max(p.numel() for p in self._parameters)
+        text: Any = cast("Any", model).config.get_text_config()
+        self._hidden = int(getattr(text, "hidden_size", 1024))
+        self._optimizer_on_host = config.memory.offload_optimizer != "none"
+        self._parameters_on_host = config.memory.offload_params != "none"
+
+    def footprint(self) -> Footprint:
+        whole, compute, share = self._whole, self._compute, self._shard
+        master = MASTER * share
+        moments = self._moments()
+        gradients = self._gradients()
+        on_host = self._optimizer_on_host
+        resident = compute * (self._shard_of(self._parameters) if self._stage == 3 else self._flat_row)
+        links = (self._ranks - 1) / self._ranks
+        summed = MASTER * whole * links
+        if self._stage == 3:
+            gathers = 1 if whole <= self._size("stage3_max_live_parameters") else 2
+            traffic = Traffic(per_pass=summed + gathers * compute * whole * links)
+        elif self._stage == 2:
+            traffic = Traffic(per_pass=summed, per_step=compute * whole * links)
+        else:
+            traffic = Traffic(per_step=summed + compute * whole * links)
+        moved = Traffic()
+        if on_host:
+            moved = Traffic(per_pass=MASTER * share, per_step=compute * share)
+        if self._parameters_on_host:
+            moved = Traffic(moved.per_pass + 2 * compute * share, moved.per_step)
+        passes, at_end = self._in_passes()
+        network = Traffic(_across(traffic.per_pass, self._cluster), _across(traffic.per_step, self._cluster))
+        return Footprint(
+            parameters=0 if self._parameters_on_host else resident,
+            gradients=gradients,
+            optimizer=0 if on_host else master + moments,
+            compute="cast",
+            gathered=passes,
+            at_end=at_end,
+            in_update=self._in_update(),
+            # Stages 1 and 2 save the compute copy as well.
+            also_saved=compute * whole if self._stage < 3 else 0,
+            host=self._host(resident, master, moments),
+            links=traffic,
+            network=network,
+            host_link=moved,
+            host_update=2 * (master + moments) + MASTER * share if on_host else 0,
+        )
+
+    # -- what stays ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _groups(self) -> list[list[nn.Parameter]]:
+        """The optimizer's groups of parameters; see :func:`portable.optim.parameter_groups`."""
+        groups = [[p for p in self._trained if p.dim() >= 2], [p for p in self._trained if p.dim() < 2]]
+        return [group for group in groups if group]
+
+    @cached_property
+    def _flat_row(self) -> int:
+        """All parameters under stages 1 and 2: a group's lie end to end, padded for all ranks to be equal."""
+        alignment = 2 * self._ranks
+        row = sum(-(-sum(p.numel() for p in group) // alignment) * alignment for group in self._groups)
+        return row + self._whole - sum(p.numel() for p in self._trained)
+
+    @cached_property
+    def _shard(self) -> int:
+        """What a rank updates."""
+        if self._stage == 3:
+            return self._shard_of(self._trained)
+        frozen = self._whole - sum(p.numel() for p in self._trained)
+        return (self._flat_row - frozen) // self._ranks
+
+    def _shard_of(self, parameters: list[nn.Parameter]) -> int:
+        return sum(-(-p.numel() // self._ranks) for p in parameters)
+
+    def _moments(self) -> int:
+        """Bytes: of flat partitions, so that no moment knows rows, and each has one step count."""
+        kept = {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
+        counts = MASTER * self._sub_groups if self._config.train.optimizer == "adamw" else 0
+        return kept * MASTER * self._shard + counts
+
+    @property
+    def _sub_groups(self) -> int:
+        if self._stage < 3:
+            return len(self._groups)
+        most = self._size("sub_group_size")
+        count = 0
+        for group in self._groups:
+            filled = 0
+            for index, parameter in enumerate(group):
+                filled += parameter.numel()
+                if filled >= most or index == len(group) - 1:
+                    count, filled = count + 1, 0
+        return count
+
+    def _gradients(self) -> int:
+        """Bytes: whole in the compute type under stage 1, this rank's in fp32 else."""
+        trained = sum(p.numel() for p in self._trained)
+        if self._stage == 1:
+            return self._compute * trained
+        if self._optimizer_on_host and self._stage == 3:
+            return 0
+        if self._stage == 2 and self._compute == MASTER:
+            return MASTER * self._reached()
+        return MASTER * self._shard
+
+    def _reached(self) -> int:
+        """The parameters that the first rank's part of a row reaches, which stage 2 keeps whole in fp32."""
+        reached = 0
+        for group in self._groups:
+            row, end = 0, -(-sum(p.numel() for p in group) // (2 * self._ranks)) * 2
+            for parameter in group:
+                if row < end:
+                    reached += parameter.numel()
+                row += parameter.numel()
+        return reached
+
+    def _host(self, resident: int, master: int, moments: int) -> int:
+        """Bytes: also of the buffers through which gradients and parameters pass."""
+        host = resident if self._parameters_on_host else 0
+        if not self._optimizer_on_host:
+            return host
+        host += master + moments + MASTER * self._shard
+        if self._stage == 3:
+            return host + MASTER * self._shard
+        return host + self._compute * (self._shard + self._largest)
+
+    # -- what comes and goes -------------------------------------------------------------------------------
+
+    def _in_passes(self) -> tuple[int, int]:
+        """Bytes of buffers, gathered parameters and gradients on their way; and at the end of the passes."""
+        bucket = self._size("reduce_bucket_size")
+        compute = self._compute
+        # A gradient larger than the bucket is summed by itself, in a copy in fp32.
+        alone = self._largest if self._largest > bucket else 0
+        cast = 0 if compute == MASTER else MASTER
+        if self._stage < 3:
+            buffer = compute * bucket + cast * min(bucket, self._whole) + (compute + cast) * alone
+            if self._optimizer_on_host:
+                buffer += compute * self._largest
+            own = compute * self._shard  # a copy of this rank's part of them, once it is summed
+            return buffer, buffer + own
+        threshold = self._size("stage3_param_persistence_threshold")
+        persistent = sum(p.numel() for p in self._parameters if p.numel() <= threshold)
+        coming = self._whole - persistent
+        live = min(coming, max(self._size("stage3_max_live_parameters"), self._largest))
+        # Gathered in one row, and copied out of it into each parameter.
+        row = min(coming, max(self._size("stage3_prefetch_bucket_size"), self._largest))
+        buffer = MASTER * bucket + (compute + 2 * MASTER) * alone
+        passes = buffer + compute * (persistent + live + row)
+        return passes, passes
+
+    def _in_update(self) -> int:
+        """Bytes: gradients are laid out once more, in fp32, for the optimizer."""
+        if self._optimizer_on_host:
+            return 0
+        if self._stage == 1:
+            return (MASTER + 2 * self._compute) * self._shard - self._gradients()
+        if self._stage == 2 and self._compute != MASTER:
+            return 2 * MASTER * self._largest
+        most = self._size("sub_group_size") // self._ranks
+        return MASTER * (min(self._shard, most) if self._stage == 3 else self._shard)
+
+    # -- its JSON ------------------------------------------------------------------------------------------
+
+    def _size(self, name: str) -> int:
+        given = self._document.get(name, zero_sizes.DEFAULTS[name])
+        if given == "auto":
+            return zero_sizes.automatic(self._hidden)[name]
+        return int(given)
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        """The section zero_optimization of the run's DeepSpeed JSON, unchecked: the run checks it."""
+        given = self._config.deepspeed.config
+        try:
+            values = json.loads(Path(given).read_text("utf-8")) if isinstance(given, str) else given
+        except (OSError, ValueError):
+            return {}
+        zero = values.get("zero_optimization") if isinstance(values, dict) else None
+        return {k: v for k, v in zero.items() if v is not None} if isinstance(zero, dict) else {}

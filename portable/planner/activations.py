@@ -1,0 +1,301 @@
+"""What forward and backward of one micro-batch take beside parameters and gradients.
+
+The model itself is run, on fake tensors: they have shapes, types and storages, and no memory. Whatever the
+architecture, the attention kernel, autocast, recomputation and the loss allocate is therefore counted, and so
+is what the backward pass needs while it works. Of equal layers a few are run, and the rest is proportion: two
+depths tell what one layer more adds.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from portable.chunked_loss import chunked_head
+from portable.loss import token_loss
+from portable.model import replace_tensors, transformer_layers
+from portable.quirks import one_sequence_a_row
+from portable.recompute import checkpoint_activations
+
+if TYPE_CHECKING:
+    from portable.backend import Batch
+    from portable.config import RunConfig
+
+Compute = Literal["plain", "autocast", "cast"]
+"""How a compute type comes about: none but fp32; by autocast, which keeps a copy of each weight; or by
+parameters that are in that type themselves, as FSDP2 and DeepSpeed have them."""
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MODEL, _GRADIENT, _COPY, _WORK = range(4)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on one device at the peak of forward and backward."""
+
+    work: int
+    """Kept for the backward pass, and what it works with; logits and loss included."""
+    copies: int
+    """Of weights, in the compute type of autocast."""
+
+    @property
+    def total(self) -> int:
+        return self.work + self.copies
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be run."""
+
+    micro_batch: int
+    seq_len: int
+    task: str
+    packed: bool
+    compute: Compute
+    dtype: torch.dtype
+    recompute: str
+    on_gpu: bool
+    """Whether autocast chooses types as on CUDA, which takes fp32 for more operations than on a CPU."""
+    chunked: bool
+    """Whether the loss of a large vocabulary is computed in parts; see ``memory.loss_chunk_tokens``."""
+
+    @classmethod
+    def of(cls, config: RunConfig, *, micro_batch: int, compute: Compute, on_gpu: bool) -> Request:
+        """For a run of ``config``."""
+        dtype = DTYPES[config.precision]
+        return cls(
+            micro_batch,
+            config.data.seq_len,
+            config.model.task,
+            config.data.packing,
+            "plain" if dtype == torch.float32 else compute,
+            dtype,
+            "full" if config.xla.xla_fsdp_grad_ckpt else config.memory.activation_checkpointing,
+            on_gpu,
+            config.memory.loss_chunk_tokens != 0 and not config.strategy.startswith("zero"),
+        )
+
+
+def activations(model: nn.Module, config: RunConfig, request: Request) -> Activations:
+    """Run ``model`` (on the meta device, left as it is) at two depths, and tell what it takes at its own.
+
+    Raises:
+        Exception: whatever the model raises where its code looks at values, which nobody has computed.
+    """
+    kinds = _kinds(model)
+    base = dict.fromkeys(kinds, 1)
+    first = _passes(model, config, request, kinds, base)
+    found = [list(phase) for phase in first]
+    for kind, names in kinds.items():
+        more = len(names) - base[kind]
+        if more == 0:
+            continue
+        deeper = _passes(model, config, request, kinds, {**base, kind: base[kind] + 1})
+        for phase, was, now in zip(found, first, deeper, strict=True):
+            for i in range(len(phase)):
+                phase[i] += more * (now[i] - was[i])
+    return max((Activations(work, copies) for work, copies in found), key=lambda phase: phase.total)
+
+
+Kinds = dict[tuple[Any, ...], list[str]]
+
+
+def _kinds(model: nn.Module) -> Kinds:
+    """The names of the layers, by what makes them equal: where they stand, class, shapes and attributes."""
+    kinds: Kinds = defaultdict(list)
+    for name, layer in transformer_layers(model):
+        parent, _, _ = name.rpartition(".")
+        shapes = tuple((key, tuple(p.shape)) for key, p in layer.named_parameters())
+        plain = [
+            (key, value)
+            for module in layer.modules()
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and "layer_idx" not in key and "idx" not in key
+        ]
+        kinds[(parent, type(layer), shapes, tuple(plain))].append(name)
+    return dict(kinds)
+
+
+def _passes(
+    model: nn.Module, config: RunConfig, request: Request, kinds: Kinds, counts: dict[Any, int]
+) -> list[tuple[int, int]]:
+    """Peaks of the forward and of the backward pass, as (work, copies)."""
+    kept = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
+    small = _cut(model, kept)
+    # Ahead of the fake tensors: it tries the model out on the meta device.
+    head = chunked_head(small, config) if request.chunked else None
+    with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of what is fake about the tensors
+        _fake(small, request)
+        checkpoint_activations(small, request.recompute)
+        small.train()
+        batch = fake_batch(small, request)
+        watch = Watch(small)
+        stack.enter_context(watch)
+        with one_sequence_a_row():
+            if request.compute == "autocast":
+                if request.on_gpu:
+                    stack.enter_context(_CudaAutocast(request.dtype))
+                with torch.autocast("cpu", request.dtype):
+                    loss = token_loss(small, batch, head)
+            else:
+                loss = token_loss(small, batch, head)
+            forward = watch.take_peak()
+            loss.backward()
+        return [forward, watch.take_peak()]
+
+
+def _cut(model: nn.Module, kept: set[str]) -> nn.Module:
+    """A copy of ``model`` with those layers alone."""
+    memo: dict[int, Any] = {}
+    lists: dict[str, list[str]] = defaultdict(list)
+    for name, layer in transformer_layers(model):
+        parent, _, child = name.rpartition(".")
+        lists[parent].append(child)
+        if name not in kept:
+            memo[id(layer)] = None
+    small: nn.Module = copy.deepcopy(model, memo)
+    for parent, children in lists.items():
+        holder = small.get_submodule(parent)
+        remaining = [m for child in children if (m := holder._modules[child]) is not None]
+        holder._modules.clear()
+        for i, layer in enumerate(remaining):
+            holder.add_module(str(i), layer)
+    return small
+
+
+def _fake(model: nn.Module, request: Request) -> None:
+    dtype = request.dtype if request.compute == "cast" else torch.float32
+
+    def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
+        kind = dtype if meta.is_floating_point() else meta.dtype
+        return nn.Parameter(torch.empty(meta.shape, dtype=kind), requires_grad=meta.requires_grad)
+
+    replace_tensors(model, parameter, lambda _, buffer: torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
+def fake_batch(model: nn.Module, request: Request) -> Batch:
+    """A micro-batch of the shapes that the data will have; see :data:`portable.backend.Batch`."""
+    shape = (request.micro_batch, request.seq_len)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": torch.zeros(shape, dtype=torch.int64)}
+    if not request.packed:
+        batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
+    if request.task == "seq2seq-lm":
+        batch["decoder_input_ids"] = torch.zeros(shape, dtype=torch.int64)
+    if request.task == "sequence-classification":
+        batch["labels"] = torch.zeros(request.micro_batch, dtype=torch.int64)
+    return batch
+
+
+class Watch(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive, and remembers the most there were.
+
+    Args:
+        model: whose parameters, and gradients once they are complete, are not counted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kinds: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._live: Counter[int] = Counter()
+        self._peak = (0, 0)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._see(tensor, _MODEL)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def take_peak(self) -> tuple[int, int]:
+        """The peak (work, copies) since the last time."""
+        peak, self._peak = self._peak, (self._live[_WORK], self._live[_COPY])
+        return peak
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _GROUPED and args[0].dtype != torch.bfloat16:
+            results = _grouped(func, args, kwargs or {})
+        else:
+            results = func(*args, **(kwargs or {}))
+        kind = _WORK
+        if func is torch.ops.aten._to_copy.default and self._kind_of(args[0]) == _MODEL:
+            kind = _COPY
+        for result in tree_leaves(results):
+            if isinstance(result, torch.Tensor):
+                self._see(result, kind)
+        if sum(self._peak) < self._live[_WORK] + self._live[_COPY]:
+            self._peak = (self._live[_WORK], self._live[_COPY])
+        return results
+
+    def _kind_of(self, tensor: torch.Tensor) -> int | None:
+        return self._kinds.get(tensor.untyped_storage()._cdata)
+
+    def _see(self, tensor: torch.Tensor, kind: int) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._kinds:
+            return
+
+        def gone(_: Any) -> None:
+            self._live[self._kinds.pop(key)] -= size
+            del self._references[key]
+
+        self._kinds[key] = kind
+        self._references[key] = weakref.ref(storage, gone)
+        self._live[kind] += size
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        storage = parameter.grad.untyped_storage()
+        key = storage._cdata
+        if self._kinds.get(key) in (_WORK, _COPY):
+            self._live[self._kinds[key]] -= storage.nbytes()
+            self._kinds[key] = _GRADIENT
+            self._live[_GRADIENT] += storage.nbytes()
+
+
+_GROUPED = (torch.ops.aten._grouped_mm.default,)
+
+
+def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The products of experts in other types than bf16, which torch has shapes for in bf16 alone."""
+    found = func(
+        *(a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args),
+        **kwargs,
+    )
+    return torch.empty_like(found, dtype=args[0].dtype)
+
+
+class _CudaAutocast(TorchFunctionMode):
+    """What autocast on CUDA computes in fp32 and on a CPU does not, of what transformers are made of."""
+
+    _IN_FP32 = ("layer_norm", "softmax", "log_softmax", "group_norm", "softplus", "cumsum", "norm")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in self._IN_FP32 and torch.is_autocast_enabled("cpu"):
+            args = tuple(
+                a.float() if isinstance(a, torch.Tensor) and a.dtype == self._dtype else a for a in args
+            )
+        return func(*args, **kwargs)

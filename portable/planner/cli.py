@@ -1,0 +1,113 @@
+"""``portable-plan``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USAGE = """\
+usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--json] [--SECTION.KEY VALUE ...]
+
+Say what a config needs before any machine is rented: memory of devices and hosts under each strategy, the
+size of a checkpoint, what is sent in a step, and the fastest setting that fits. Loads no weights.
+
+examples:
+  portable-plan --config run.yaml --device h100 --devices 8
+  portable-plan --model.name_or_path meta-llama/Llama-3.1-8B --device v5e --devices 16
+  portable-plan --config run.yaml --device-memory 24GB --json
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``portable-plan`` and return its exit code: 0, or 2 for refused input."""
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+
+
+def run(argv: Sequence[str]) -> int:
+    """Plan, and print."""
+    from portable.config.arguments import CONFIG_OPTIONS, read_command
+    from portable.config.flags import Option
+
+    options = (
+        CONFIG_OPTIONS[0],
+        Option(
+            "device", "text", "Accelerator to plan for: h100, h200, a100-80, l4, v5e, v5p, v6e ...", "NAME"
+        ),
+        Option(
+            "device-memory",
+            "text",
+            "Memory of a device, in place of its name or to correct it: 80GB.",
+            "SIZE",
+        ),
+        Option("devices", "count", "Devices in all; 1 by default.", "N"),
+        Option("host-memory", "text", "Memory of a node's host, which offloading must fit: 512GB.", "SIZE"),
+        Option("json", "switch", "Print the plan as JSON."),
+        CONFIG_OPTIONS[1],
+    )
+    config, given = read_command(argv, options, USAGE)
+    planner = _planner(config, given)
+    from portable.planner.report import as_json, as_text
+
+    found = planner.options()
+    best = planner.best(found)
+    if given.get("json"):
+        print(json.dumps(as_json(planner, found, best), indent=1))
+    else:
+        print(as_text(planner, found, best))
+    return 0
+
+
+def _planner(config: Any, given: dict[str, Any]) -> Any:
+    from portable import model as models
+    from portable.planner import devices
+    from portable.planner.footprint import Cluster
+    from portable.planner.plan import Planner, Target
+
+    memory = given.get("device_memory")
+    memory = None if memory is None else devices.parse_bytes(memory, "--device-memory")
+    host = given.get("host_memory")
+    host = None if host is None else devices.parse_bytes(host, "--host-memory")
+    device = None
+    if "device" in given:
+        device = devices.named(given["device"])
+    elif memory is not None:
+        device = devices.unnamed(config.backend)
+    if device is not None and memory is not None:
+        device = device.with_memory(memory)
+    count = given.get("devices", 1)
+    backend = device.backend if device is not None else config.backend
+    if config.backend not in ("auto", "cpu", backend):
+        raise UserError(
+            f"--device: {given.get('device')} is driven by backend {backend}, and backend is "
+            f"{config.backend}; leave one of them out"
+        )
+    backend = "cuda" if backend == "auto" else backend
+    target = Target(backend, Cluster(count, device.per_node if device is not None else 8), device, host)
+    if config.train.global_batch_size % count:
+        raise UserError(
+            f"train.global_batch_size: {config.train.global_batch_size} sequences cannot be divided among "
+            f"{count} devices; set it to {-(-config.train.global_batch_size // count) * count}"
+        )
+    if config.precision == "auto":
+        config = config.replaced({"precision": "fp32" if device and "bf16" not in device.flops else "bf16"})
+    model_config = models.model_config(config.model)
+    models.check_length(model_config, config.data.seq_len)
+    model = models.build_model(model_config, config.model)
+    return Planner(config, model, model_config, target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""What a config needs, under each strategy, before any machine is rented.
+
+The order is that of the guide that many begin with (Hugging Face's on DeepSpeed, where ZeRO-1 is fastest and
+ZeRO-3 with offloading is last), with DDP before it and FSDP2's strategies beside their likes: each next one
+saves more and does more for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from portable.config.rules import largest_divisor
+from portable.errors import UserError, one_line
+from portable.plan import checkpoint_bytes, flops_per_token, parameter_count
+from portable.planner.activations import Activations, Request, activations
+from portable.planner.footprint import Cluster, Footprint, Setting, footprint_room
+from portable.planner.speed import StepTime, step_time
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from portable.config import RunConfig
+    from portable.planner.devices import Device
+
+# Fastest first. The numbers say what is held to be alike; within a number the family of the config's own
+# strategy comes first.
+_ORDER: dict[Setting, int] = {
+    Setting("no_shard"): 0,
+    Setting("zero1"): 1,
+    Setting("zero2"): 2,
+    Setting("shard_grad_op"): 2,
+    Setting("hybrid_shard_zero2"): 2,
+    Setting("zero1", "cpu"): 3,
+    Setting("zero2", "cpu"): 4,
+    Setting("hybrid_shard"): 5,
+    Setting("zero3"): 6,
+    Setting("full_shard"): 6,
+    Setting("zero3", "none", "cpu"): 7,
+    Setting("zero3", "cpu"): 8,
+    Setting("full_shard", "cpu"): 8,
+    Setting("zero3", "cpu", "cpu"): 9,
+    Setting("full_shard", "none", "cpu"): 9,
+}
+_LAST = 10
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where it is to run."""
+
+    backend: str
+    """cpu, cuda or xla."""
+    cluster: Cluster
+    device: Device | None
+    """None: nothing to fit is known, and no rates."""
+    host_memory: int | None
+    """Bytes of a node; None: not known."""
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes on the device of the rank that holds the most."""
+
+    parameters: int
+    gathered: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gathered + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a config, and what it needs."""
+
+    setting: Setting
+    micro_batch: int
+    recompute: str
+    device_bytes: DeviceBytes
+    host_bytes: int
+    """On a node, of all its ranks."""
+    checkpoint_bytes: int
+    communication_bytes: int
+    """That a device sends in a step."""
+    time: StepTime | None
+    fits: bool | None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, roughly."""
+        return None if self.time is None else self.time.total
+
+    def yaml(self, precision: str) -> str:
+        """The lines to put into the run's file."""
+        return "\n".join(
+            [
+                f"strategy: {self.setting.strategy}",
+                f"precision: {precision}",
+                "train:",
+                f"  micro_batch_size: {self.micro_batch}",
+                "memory:",
+                f"  activation_checkpointing: {self.recompute}",
+                f"  offload_optimizer: {self.setting.offload_optimizer}",
+                f"  offload_params: {self.setting.offload_params}",
+            ]
+        )
+
+
+class Planner:
+    """Reckons what a run's settings come to; what was reckoned once is kept.
+
+    Args:
+        config: of the run, with a precision that is not ``auto``.
+        model: on the meta device; left as it is.
+        model_config: of the model.
+        target: where it is to run.
+    """
+
+    def __init__(
+        self, config: RunConfig, model: PreTrainedModel, model_config: PretrainedConfig, target: Target
+    ) -> None:
+        self.target = target
+        self.architecture = type(model).__name__
+        self._model = model
+        self._model_config = model_config
+        self._room = footprint_room(target.backend)
+        config = self._room.adopt(config.replaced({"backend": target.backend}), target.cluster)
+        share = max(1, config.train.global_batch_size // target.cluster.devices)
+        wanted = config.train.micro_batch_size
+        self.searching = wanted == "auto"
+        self.micro_batch = largest_divisor(share, 1 if wanted == "auto" else wanted)
+        self.config = config.replaced({"train.micro_batch_size": self.micro_batch})
+        self.share = share
+        self._traced: dict[Request, Activations] = {}
+        self.failure: str | None = None
+        """Why activations could not be run, where they are a guess."""
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model, tied ones once."""
+        return parameter_count(self._model)
+
+    @cached_property
+    def _checkpoint(self) -> int:
+        return checkpoint_bytes(self._model, self.config.train)
+
+    # -- one option ----------------------------------------------------------------------------------------
+
+    def option(
+        self, setting: Setting, *, micro_batch: int | None = None, recompute: str | None = None
+    ) -> Option:
+        """What ``setting`` comes to.
+
+        Raises:
+            UserError: where it does not go with the rest of the config.
+        """
+        micro_batch = micro_batch or self.micro_batch
+        config = setting.into(self.config)
+        if recompute is not None:
+            config = config.replaced({"memory.activation_checkpointing": recompute})
+        recompute = config.memory.activation_checkpointing
+        cluster = self.target.cluster
+        footprint = self._room.footprint(self._model, config, cluster)
+        working = self._activations(config, footprint, micro_batch)
+        found = _device_bytes(footprint, working)
+        ranks = min(cluster.per_node, cluster.devices)
+        micro_batches = max(1, self.share // micro_batch)
+        host = footprint.host * ranks
+        device = self.target.device
+        fits: bool | None = None
+        if device is not None:
+            fits = found.total <= device.usable(cluster.devices)
+            if self.target.host_memory is not None:
+                fits = fits and host <= self.target.host_memory
+        time = None
+        if device is not None:
+            tokens = self.share * config.data.seq_len
+            time = step_time(
+                footprint,
+                device,
+                precision=config.precision,
+                flops=tokens * flops_per_token(self._model, self._model_config, config.data.seq_len),
+                micro_batches=micro_batches,
+                recompute=recompute,
+                ranks_per_node=ranks,
+            )
+        sent = max(footprint.links.of(micro_batches), footprint.network.of(micro_batches))
+        saved = self._checkpoint + footprint.also_saved
+        return Option(setting, micro_batch, recompute, found, host, saved, int(sent), time, fits)
+
+    def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
+        on_gpu = self.target.backend == "cuda"
+        request = Request.of(config, micro_batch=micro_batch, compute=footprint.compute, on_gpu=on_gpu)
+        if request not in self._traced:
+            try:
+                self._traced[request] = activations(self._model, config, request)
+            except Exception as error:  # code that looks at values which nobody has computed
+                self.failure = f"{type(error).__name__}: {one_line(error)}"
+                self._traced[request] = _guess(self._model, self._model_config, request)
+        return self._traced[request]
+
+    # -- all of them ---------------------------------------------------------------------------------------
+
+    def options(self) -> list[Option]:
+        """Every way, with the config's own micro-batch and recomputation: what fits, fastest first, then the
+        rest in the same order."""
+        own = Setting.of(self.config)
+        settings = list(self._room.settings(self.config, self.target.cluster))
+        if own not in settings:
+            settings.append(own)
+        found = []
+        for setting in sorted(settings, key=self._rank):
+            try:
+                found.append(self.option(setting))
+            except UserError:
+                if setting == own:
+                    raise
+        return sorted(found, key=lambda option: option.fits is False)
+
+    def _rank(self, setting: Setting) -> tuple[int, bool]:
+        family = setting.strategy.startswith("zero") != self.config.strategy.startswith("zero")
+        return _ORDER.get(setting, _LAST), family
+
+    def comes_before(self, one: Option, other: Option) -> bool:
+        """Whether the order has ``one`` before ``other``."""
+        return self._rank(one.setting) < self._rank(other.setting)
+
+    def following(self, setting: Setting) -> str | None:
+        """The next way in the order, in the words of the config; None after the last."""
+        later = [
+            s
+            for s in self._room.settings(self.config, self.target.cluster)
+            if self._rank(s)[0] > self._rank(setting)[0] and self._rank(s)[1] == self._rank(setting)[1]
+        ]
+        if not later:
+            return None
+        found = min(later, key=self._rank)
+        told = f"strategy {found.strategy}"
+        for name in ("offload_optimizer", "offload_params"):
+            if getattr(found, name) != "none":
+                told += f" with memory.{name} {getattr(found, name)}"
+        return told
+
+    def best(self, options: list[Option]) -> Option | None:
+        """The fastest way that fits, giving up one thing after another; None if none does, or nobody knows.
+
+        First comes the micro-batch (more accumulation costs next to nothing), then activations (a third more
+        work), then offloading; and of each, sharding in the guide's order. As it is configured, if that fits.
+        """
+        if self.target.device is None:
+            return None
+        for candidate in self._ladder(options):
+            if candidate.fits:
+                return candidate
+        return None
+
+    def _ladder(self, options: list[Option]) -> Iterator[Option]:
+        ordered = sorted(options, key=lambda option: self._rank(option.setting))
+        plain = [
+            o for o in ordered if (o.setting.offload_optimizer, o.setting.offload_params) == ("none",) * 2
+        ]
+        offloaded = [o for o in ordered if o not in plain]
+        yield from plain
+        given = self.config.memory.activation_checkpointing
+        sizes = self._smaller()
+        for option in plain:
+            for size in sizes:
+                yield self.option(option.setting, micro_batch=size)
+        if given != "full":
+            for option in plain:
+                for size in (self.micro_batch, *sizes):
+                    yield self.option(option.setting, micro_batch=size, recompute="full")
+        for option in offloaded:
+            for size in (self.micro_batch, *sizes):
+                yield self.option(option.setting, micro_batch=size, recompute="full")
+
+    def _smaller(self) -> list[int]:
+        """Smaller micro-batches, the largest first; at most two, the last of which is 1."""
+        if self.micro_batch == 1:
+            return []
+        half = largest_divisor(self.share, max(1, self.micro_batch // 2))
+        return list(dict.fromkeys([half, 1]))
+
+    # -- micro-batches -------------------------------------------------------------------------------------
+
+    def largest_micro_batch(self, sizes: list[int], setting: Setting | None = None) -> int | None:
+        """The largest of ``sizes`` (ascending) that fits under the config's own setting, or None.
+
+        Activations grow in proportion: the smallest and the next one tell the rest.
+        """
+        device = self.target.device
+        if device is None or not sizes:
+            return None
+        own = setting or Setting.of(self.config)
+        usable = device.usable(self.target.cluster.devices)
+        first = self.option(own, micro_batch=sizes[0]).device_bytes.total
+        if first > usable:
+            return None
+        if len(sizes) == 1:
+            return sizes[0]
+        second = self.option(own, micro_batch=sizes[1]).device_bytes.total
+        each = max(1.0, (second - first) / (sizes[1] - sizes[0]))
+        return max(size for size in sizes if size == sizes[0] or first + each * (size - sizes[0]) <= usable)
+
+
+def _device_bytes(footprint: Footprint, working: Activations) -> DeviceBytes:
+    """At the peak: in the passes, at the end of them, or in the update, whichever takes the most.
+
+    Gradients count as complete, as they are from the second micro-batch of a step on; with a single one they
+    come as activations go.
+    """
+    passes = footprint.gathered + working.copies + working.work
+    gathered = footprint.gathered + working.copies
+    later = max(footprint.at_end, footprint.in_update)
+    if later > passes:
+        gathered += later - passes
+    return DeviceBytes(footprint.parameters, gathered, footprint.gradients, footprint.optimizer, working.work)
+
+
+def _guess(model: PreTrainedModel, config: PretrainedConfig, request: Request) -> Activations:
+    """Activations by formula, for a model that cannot be run without values.
+
+    34 bytes a token, layer and hidden unit in 16 bits (Korthikanti et al., 2022, "Reducing Activation
+    Recomputation in Large Transformer Models", without attention scores), 2 where layers are recomputed, and
+    logits three times in fp32.
+    """
+    text: Any = config.get_text_config()
+    tokens = request.micro_batch * request.seq_len
+    width = 2 if request.compute == "plain" else 1
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    a_layer = 34 * tokens * hidden * width
+    kept = layers * (2 * tokens * hidden * width if request.recompute == "full" else a_layer)
+    logits = 12 * tokens * int(getattr(text, "vocab_size", 0))
+    copies = 2 * parameter_count(model) if request.compute == "autocast" else 0
+    return Activations(kept + a_layer + logits, copies)

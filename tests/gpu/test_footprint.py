@@ -1,0 +1,201 @@
+"""What the planner says an engine keeps, against the tensors that the live engine has on its first rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from gpu.footprint import footprint, settings
+from portable import model as models
+from portable.backend import backend_room
+from portable.loop import train_step
+from portable.plan import checkpoint_bytes
+from portable.planner.footprint import Cluster, Setting
+from portable.run import Prepared, resolve
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+
+# Sizes that no number of ranks divides; one group of parameters is larger than a bucket, one smaller.
+MODEL = {
+    **TINY_MODEL,
+    "vocab_size": 385,
+    "hidden_size": 56,
+    "intermediate_size": 83,
+    "tie_word_embeddings": False,
+}
+BUCKETS = {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 100}
+
+Kept = dict[str, int]
+
+
+def storages(tensors: Iterable[Any]) -> int:
+    """Bytes behind the tensors, those that share memory counted once."""
+    found = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = part.detach().untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def kept_by_fsdp(engine: Any) -> Kept:
+    on_host = engine._host
+    return {
+        "parameters": storages(engine.model.parameters()),
+        "gradients": storages(p.grad for p in engine.model.parameters()),
+        "optimizer": storages(state_of(engine._optimizer)),
+        "copies": 0 if on_host is None else storages(on_host.copies.values()),
+    }
+
+
+def kept_by_zero(engine: Any) -> Kept:
+    zero = engine._engine.optimizer
+    stage = int(engine._engine.zero_optimization_stage())
+    if stage == 3:
+        flats = zero.fp32_partitioned_groups_flat
+        parameters = storages(p.ds_tensor for p in engine.model.parameters())
+        gradients = storages([zero.grad_partitions_flat_buffer])
+    else:
+        flats = zero.single_partition_of_fp32_groups
+        parameters = storages(engine.model.parameters())
+        if stage == 1:
+            gradients = storages(p.grad for p in engine.model.parameters())
+        else:
+            gradients = storages(g for group in zero.averaged_gradients.values() for g in group)
+    optimizer = storages(flats) + storages(state_of(zero.optimizer))
+    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "copies": 0}
+
+
+def live(config: RunConfig) -> Kept:
+    """What the first rank keeps after the last micro-batch of the second step, optimizer state included."""
+    backend = backend_room("cpu").create("cpu")
+    config = resolve(config, backend)
+    backend.start()
+    try:
+        run = Prepared(config, backend)
+        engine, _ = run.engine(None)
+        batches = iter(run.train_loader(0))
+        valid = torch.tensor(100)
+        train_step(
+            backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-3, max_grad_norm=1.0
+        )
+        # Stage 1 sums gradients with the last micro-batch; before it, they are all there.
+        first = config.strategy == "zero1"
+        engine.accumulate(backend.place(next(batches)), valid, last=not first)
+        kept = kept_by_zero(engine) if config.strategy.startswith("zero") else kept_by_fsdp(engine)
+        batches.close()
+        return kept
+    finally:
+        backend.stop()
+
+
+def planned(config: RunConfig, ranks: int) -> Any:
+    model = models.build_model(models.model_config(config.model), config.model)
+    return footprint(model, config, Cluster(ranks, ranks))
+
+
+def config_for(folder: Path, corpus: Path, strategy: str, **settings: Any) -> RunConfig:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+        document = {"zero_optimization": {"stage": int(strategy[-1]), **BUCKETS}}
+        settings["deepspeed__config"] = document
+    sizes = {"train__global_batch_size": 12, "train__micro_batch_size": 1, "data__vocab_size": 384}
+    return configured(folder, corpus, **{"strategy": strategy, "model__config": MODEL, **sizes, **settings})
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    (1, "full_shard", {}),
+    (2, "no_shard", {}),
+    (2, "full_shard", {"precision": "bf16"}),
+    (3, "shard_grad_op", {}),
+    (4, "hybrid_shard", {"fsdp__shard_group_size": 2}),
+    (3, "full_shard", {"train__optimizer": "adafactor"}),
+    (3, "full_shard", {"train__optimizer": "adamw_8bit"}),
+    (2, "full_shard", {"train__optimizer": "sgd"}),
+    (2, "zero1", {"precision": "bf16"}),
+    (3, "zero2", {"precision": "bf16"}),
+    (3, "zero3", {"precision": "bf16"}),
+    pytest.param(3, "zero1", {}, marks=SLOW),
+    pytest.param(2, "zero2", {}, marks=SLOW),
+    (2, "zero3", {}),
+    (2, "zero2", {"precision": "bf16", "train__optimizer": "sgd"}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "strategy", "settings"), CASES)
+def test_what_stays_is_exact(
+    world_size: int, strategy: str, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    config = config_for(tmp_path, corpus, strategy, **settings)
+    kept = ranks.run(world_size, live, config)
+    found = planned(config, world_size)
+    assert (found.parameters, found.gradients, found.optimizer) == (
+        kept["parameters"],
+        kept["gradients"],
+        kept["optimizer"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (2, {"memory__offload_params": "cpu"}),
+        (3, {"memory__offload_optimizer": "cpu"}),
+    ],
+)
+def test_what_is_offloaded_is_on_the_host(
+    world_size: int, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    config = config_for(tmp_path, corpus, "full_shard", **settings)
+    kept = ranks.run(world_size, live, config)
+    found = planned(config, world_size)
+    if "memory__offload_params" in settings:
+        assert found.parameters == found.gradients == found.optimizer == 0
+        assert found.host == kept["parameters"] + kept["gradients"] + kept["optimizer"]
+    else:
+        assert (found.parameters, found.gradients) == (kept["parameters"], kept["gradients"])
+        # Copies, their gradients once they are fetched, and the moments. A copy has no padding.
+        assert found.optimizer == 0
+        assert found.host == pytest.approx(2 * kept["copies"] + kept["optimizer"], rel=0.01)
+
+
+def test_a_checkpoint_has_the_bytes_that_the_live_state_has(
+    tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    for optimizer in ("adamw", "adafactor", "adamw_8bit", "sgd"):
+        config = config_for(tmp_path, corpus, "no_shard", train__optimizer=optimizer)
+        kept = ranks.run(1, live, config)
+        model = models.build_model(models.model_config(config.model), config.model)
+        assert checkpoint_bytes(model, config.train) == kept["parameters"] + kept["optimizer"]
+
+
+def test_each_setting_saves_more_than_the_one_before(tmp_path: Path, corpus: Path) -> None:
+    config = config_for(tmp_path, corpus, "full_shard")
+    kept = {}
+    for setting in settings(config, Cluster(4, 4)):
+        found = planned(setting.into(config), 4)
+        kept[setting] = found.parameters + found.gradients + found.optimizer
+    order = [
+        Setting("no_shard"),
+        Setting("zero1"),
+        Setting("zero2"),
+        Setting("zero2", "cpu"),
+        Setting("zero3", "cpu"),
+        Setting("zero3", "cpu", "cpu"),
+    ]
+    assert [kept[s] for s in order] == sorted({kept[s] for s in order}, reverse=True)

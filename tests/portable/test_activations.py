@@ -1,0 +1,187 @@
+"""Activations as the planner reckons them, against what torch's allocator hands out for the same passes."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.allocator import allocations
+from portable import model as models
+from portable.chunked_loss import chunked_head
+from portable.config import load_config
+from portable.loss import token_loss
+from portable.planner import activations as planner
+from portable.planner.activations import Compute, Request, activations, fake_batch
+from portable.quirks import one_sequence_a_row
+from portable.recompute import checkpoint_activations
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+
+SIZES = {"vocab_size": 512, "max_position_embeddings": 128}
+WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**WIDE, "model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 512,
+        "n_embd": 64,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "bert": {**WIDE, "model_type": "bert", "num_hidden_layers": 4},
+    "t5": {
+        "model_type": "t5",
+        "vocab_size": 512,
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 160,
+        "num_layers": 3,
+        "num_decoder_layers": 3,
+        "num_heads": 4,
+    },
+    "mixtral": {
+        **WIDE,
+        "model_type": "mixtral",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    },
+    "gemma2": {
+        **WIDE,
+        "model_type": "gemma2",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+}
+TASKS = {"bert": "masked-lm", "t5": "seq2seq-lm"}
+BATCH = 4
+
+
+def config_of(family: str, precision: str, recompute: str, **more: Any) -> RunConfig:
+    return load_config(
+        None,
+        {
+            "backend": "cpu",
+            "precision": precision,
+            "model.config": FAMILIES[family],
+            "model.task": TASKS.get(family, "causal-lm"),
+            "data.source": "texts.jsonl",
+            "data.seq_len": 64,
+            "memory.activation_checkpointing": recompute,
+            **more,
+        },
+    )
+
+
+def built(config: RunConfig) -> Any:
+    return models.build_model(models.model_config(config.model), config.model)
+
+
+def measured(model: nn.Module, config: RunConfig, request: Request) -> int:
+    """The peak of the allocator in forward and backward, beyond parameters and gradients, which are there."""
+    real = copy.deepcopy(model)
+    dtype = request.dtype if request.compute == "cast" else torch.float32
+    models.replace_tensors(
+        real,
+        lambda _, p: nn.Parameter(0.02 * torch.randn(p.shape).to(dtype)),
+        lambda _, b: torch.zeros(b.shape, dtype=b.dtype),
+    )
+    head = chunked_head(real, config) if request.chunked else None
+    checkpoint_activations(real, request.recompute)
+    real.train()
+    batch = fake_batch(real, request)
+
+    def passes() -> None:
+        cast = request.compute == "autocast"
+        with torch.autocast("cpu", request.dtype) if cast else nullcontext(), one_sequence_a_row():
+            loss = token_loss(real, batch, head)
+        loss.backward()
+
+    passes()
+    with allocations() as recording, recording.phase("passes"):
+        passes()
+    return recording.phases["passes"].peak
+
+
+QUICK = [
+    ("llama", "bf16", "cast", "none"),
+    ("llama", "fp32", "plain", "full"),
+    ("llama", "bf16", "autocast", "selective"),
+    ("gpt2", "bf16", "autocast", "none"),
+    ("gpt2", "bf16", "cast", "full"),
+    ("bert", "fp32", "plain", "none"),
+    ("bert", "bf16", "autocast", "full"),
+    ("t5", "bf16", "cast", "none"),
+    ("t5", "fp32", "plain", "full"),
+    ("mixtral", "bf16", "cast", "none"),
+    ("mixtral", "fp32", "plain", "none"),
+    ("mixtral", "bf16", "cast", "full"),
+    ("gemma2", "bf16", "autocast", "none"),
+    ("gemma2", "bf16", "cast", "full"),
+]
+
+
+@pytest.mark.parametrize(("family", "precision", "compute", "recompute"), QUICK)
+def test_within_a_tenth_of_what_is_allocated(
+    family: str, precision: str, compute: Compute, recompute: str
+) -> None:
+    config = config_of(family, precision, recompute)
+    model = built(config)
+    request = Request.of(config, micro_batch=BATCH, compute=compute, on_gpu=False)
+    assert activations(model, config, request).total == pytest.approx(
+        measured(model, config, request), rel=0.1
+    )
+
+
+@pytest.mark.parametrize("chunk", [0, 32])
+def test_the_loss_in_parts_counts(chunk: int) -> None:
+    config = config_of("llama", "bf16", "full", **{"memory.loss_chunk_tokens": chunk})
+    model = built(config)
+    request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
+    assert activations(model, config, request).total == pytest.approx(
+        measured(model, config, request), rel=0.1
+    )
+
+
+def test_depth_is_proportion() -> None:
+    """One layer and two tell what 80 take, and nothing is allocated but on fake devices."""
+    config = config_of("llama", "bf16", "none", **{"model.config.num_hidden_layers": 9})
+    model = built(config)
+    request = Request.of(config, micro_batch=1, compute="cast", on_gpu=False)
+    passes = 0
+    took = planner._passes
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return took(*arguments)
+
+    kinds = planner._kinds(model)
+    (phases,) = [took(model, config, request, kinds, dict.fromkeys(kinds, 9))]
+    with pytest.MonkeyPatch.context() as patch, allocations() as recording, recording.phase("all"):
+        patch.setattr(planner, "_passes", counted)
+        found = activations(model, config, request)
+    assert passes == 2
+    assert found.total == max(sum(phase) for phase in phases)
+    assert recording.phases["all"].peak < found.total / 100
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_autocast_on_a_gpu_normalises_in_fp32() -> None:
+    """As torch's table of CUDA operations has it; on a CPU it stays in 16 bits."""
+    values = torch.ones(2, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.functional.layer_norm(values, (8,)).dtype == torch.bfloat16
+        with planner._CudaAutocast(torch.bfloat16):
+            assert nn.functional.layer_norm(values, (8,)).dtype == torch.float32
+            assert nn.functional.linear(values, values).dtype == torch.bfloat16

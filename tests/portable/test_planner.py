@@ -1,0 +1,193 @@
+"""``portable-plan``: its order, its JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.config import load_config
+from portable.planner import devices
+from portable.planner.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LARGE = {
+    **SMALL,
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+}
+PARTS = {"parameters", "gathered", "gradients", "optimizer", "activations", "total"}
+
+
+def plan(
+    capsys: pytest.CaptureFixture[str], *arguments: str, model: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    given = ["--model.config", json.dumps(model or SMALL), "--train.global_batch_size", "64"]
+    assert main([*given, "--data.seq_len", "64", "--json", *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def names(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(o["strategy"], o["offload_optimizer"], o["offload_params"]) for o in found["options"]]
+
+
+def test_json_has_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--device", "h100", "--devices", "8")
+    assert found["parameters"] == 2 * 512 * 64 + 3 * (64 * 64 * 3 + 3 * 64 * 160 + 2 * 64) + 64
+    for option in found["options"]:
+        assert option.keys() >= {
+            "strategy",
+            "offload_optimizer",
+            "offload_params",
+            "device_bytes",
+            "host_bytes",
+            "checkpoint_bytes",
+            "fits",
+        }
+        size = option["device_bytes"]
+        assert size.keys() == PARTS
+        assert size["total"] == sum(size[name] for name in PARTS - {"total"})
+        assert all(isinstance(value, int) and value >= 0 for value in size.values())
+        assert option["fits"] is True
+    assert found["best"]["strategy"] == "no_shard"
+
+
+def test_the_order_is_the_guides(capsys: pytest.CaptureFixture[str]) -> None:
+    found = names(plan(capsys, "--device", "h100", "--devices", "8"))
+    zero = [name for name in found if name[0].startswith("zero") and name[0] != "zero1"]
+    assert zero == [
+        ("zero2", "none", "none"),
+        ("zero2", "cpu", "none"),
+        ("zero3", "none", "none"),
+        ("zero3", "none", "cpu"),
+        ("zero3", "cpu", "none"),
+        ("zero3", "cpu", "cpu"),
+    ]
+    assert found[0] == ("no_shard", "none", "none")
+    assert found.index(("zero1", "none", "none")) < found.index(zero[0])
+
+
+def test_the_fastest_that_fits_is_on_top(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = plan(capsys, "--device-memory", "1TB", "--devices", "8")["options"]
+    kept = [o for o in whole if (o["offload_optimizer"], o["offload_params"]) == ("none", "none")]
+    sizes = {o["strategy"]: o["device_bytes"]["total"] for o in kept}
+    # Room for what shards everything, and for nothing that comes before it.
+    least = min(sizes["no_shard"], sizes["shard_grad_op"], sizes["zero2"])
+    assert sizes["full_shard"] < least
+    room = (sizes["full_shard"] + least) // 2
+    usable = int((room + devices.KEPT_FOR_COLLECTIVES) / (1 - devices.SHARE_KEPT_FREE)) + 1
+    found = plan(capsys, "--device-memory", str(usable), "--devices", "8")
+    assert found["options"][0]["strategy"] == "full_shard"
+    assert [o["fits"] for o in found["options"]] == sorted(
+        (o["fits"] for o in found["options"]), reverse=True
+    )
+    assert found["best"]["strategy"] == "full_shard"
+    assert "full_shard" in found["best"]["reason"]
+    assert "Should memory run out" in found["best"]["reason"]
+
+
+def test_a_large_model_gives_up_one_thing_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+    seq = ("--data.seq_len", "2048", "--devices", "64")
+    roomy = plan(capsys, "--device", "h200", *seq, model=LARGE)["best"]
+    tight = plan(capsys, "--device", "a100-40", *seq, model=LARGE)["best"]
+    assert (roomy["activation_checkpointing"], tight["activation_checkpointing"]) == ("none", "full")
+    assert tight["strategy"] == "full_shard"
+    assert tight["device_bytes"]["total"] < roomy["device_bytes"]["total"]
+    none = plan(capsys, "--device", "t4", "--devices", "1", model=LARGE)
+    assert none["best"] is None
+    assert not any(option["fits"] for option in none["options"])
+
+
+def test_host_memory_bounds_offloading(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--device", "h100", "--devices", "8", "--host-memory", "1kB")
+    for option in found["options"]:
+        assert option["fits"] is (option["host_bytes"] == 0)
+
+
+def test_a_tpu_runs_what_xla_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--device", "v5e", "--devices", "8")
+    assert {name[0] for name in names(found)} == {"no_shard", "shard_grad_op", "full_shard"}
+    assert found["backend"] == "xla"
+    assert all(option["host_bytes"] == 0 for option in found["options"])
+
+
+def test_without_a_device_nothing_is_said_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys)
+    assert found["best"] is None
+    assert {option["fits"] for option in found["options"]} == {None}
+    assert main([]) == 0
+    assert "--device" in capsys.readouterr().out
+
+
+def test_the_yaml_lines_are_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--model.config", json.dumps(LARGE), "--train.global_batch_size", "64"]
+    assert main([*arguments, "--device", "h100", "--devices", "32", "--data.seq_len", "2048"]) == 0
+    text = capsys.readouterr().out
+    lines = text[text.index("\nstrategy:") :].split("\n\n")[0]
+    (tmp_path / "run.yaml").write_text(lines + "\n")
+    config = load_config(tmp_path / "run.yaml", {"train.global_batch_size": 64})
+    assert config.strategy == "full_shard"
+    assert config.is_set("memory.activation_checkpointing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "h10"], ["--device", "h100"]),
+        (["--device", "abacus"], ["--device", "abacus", "v5e", "--device-memory"]),
+        (["--device-memory", "much"], ["--device-memory", "much", "80GB"]),
+        (["--device-memory", "0GB"], ["--device-memory"]),
+        (["--host-memory", "12 parsecs"], ["--host-memory", "12 parsecs"]),
+        (["--devices", "0"], ["--devices"]),
+        (["--devices", "7"], ["train.global_batch_size", "7 devices"]),
+        (["--config", "no-such.yaml"], ["no-such.yaml"]),
+        (["--train.step", "3"], ["--train.step", "train.steps"]),
+        (["--device", "v5e", "--memory.offload_optimizer", "cpu"], ["memory.offload_optimizer", "xla"]),
+        (["--device", "h100", "--backend", "xla"], ["--device", "backend"]),
+        (["--model.name_or_path", "no/such-folder-or-model/here"], ["model.name_or_path"]),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GB", 80 * 10**9), ("1.5GiB", 3 * 2**29), ("16g", 16 * 10**9), ("123", 123), ("2 MiB", 2**21)],
+)
+def test_memory_sizes(text: str, size: int) -> None:
+    assert devices.parse_bytes(text, "--device-memory") == size
+
+
+def test_devices_have_the_names_that_people_type() -> None:
+    for name in ("v5e", "v5p", "v6e", "h100", "h200", "a100-80", "a100-40", "A100 80GB", "v5litepod", "l4"):
+        device = devices.named(name)
+        assert device.memory > 10 * 10**9
+        assert all(rate > 0 for rate in (device.link, device.network, device.host_link))

@@ -1,0 +1,93 @@
+"""What SPMD on XLA keeps on a device and moves, reckoned from the shapes of a model.
+
+What stays is held against live shards in ``tests/tpu/test_footprint.py``. What a compiled program has in use
+at a time is the compiler's choice; reckoned is what it cannot do without when it works layer by layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portable.backend import unsupported
+from portable.model import transformer_layers
+from portable.planner.footprint import (
+    COMPUTE_BYTES,
+    MASTER,
+    Cluster,
+    Footprint,
+    Setting,
+    Traffic,
+    moment_bytes,
+)
+from tpu.checks import GATHERED_ONCE, unusable
+from tpu.cuts import HYBRID, Cuts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from portable.config import RunConfig
+
+
+def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
+    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    unsupported(unusable(config))
+    return config
+
+
+def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
+    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    strategies = ["no_shard", "shard_grad_op", "full_shard"]
+    if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
+        strategies += ["hybrid_shard_zero2", "hybrid_shard"]
+    yield from map(Setting, strategies)
+
+
+def footprint(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprint:
+    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    group = cluster.devices
+    if config.strategy in HYBRID:
+        group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
+    cuts = Cuts(config, group)
+    compute = COMPUTE_BYTES.get(config.precision, MASTER)
+    parameters = gradients = moments = cut = copied = 0
+    for name, p in model.named_parameters():
+        shape = list(p.shape)
+        dim = cuts.dim(name, shape)
+        if dim is not None:
+            cut += p.numel()
+            shape[dim] //= group
+        size = p.numel() // group if dim is not None else p.numel()
+        parameters += MASTER * size
+        copied += compute * size if compute != MASTER else 0
+        if p.requires_grad:
+            gradients += MASTER * size
+            moments += moment_bytes(config.train, shape, shape[0] if shape else 1, exact=True)
+    counted = sum(p.requires_grad for p in model.parameters())
+    # One vector of step counts is on every device, whatever counts them.
+    moments += MASTER * counted - (0 if config.train.optimizer == "sgd" else MASTER * counted)
+    layers = [sum(p.numel() for p in layer.parameters()) for _, layer in transformer_layers(model)]
+    whole = sum(p.numel() for p in model.parameters())
+    outside = whole - sum(layers)
+    largest = max(layers, default=0)
+    once = config.strategy in GATHERED_ONCE
+    # Of the layer at work and the next one: parameters, and the gradients on their way.
+    gathered = compute * (whole if once else outside + 2 * largest) + 2 * compute * largest
+    share, copies = (group - 1) / group, cluster.devices // group
+    per_pass = ((1 if once else 2) + 1) * compute * cut * share
+    summed = 2 * compute * (whole - cut) * (cluster.devices - 1) / cluster.devices
+    between = 2 * gradients * (copies - 1) / copies if config.strategy in HYBRID else 0.0
+    if config.strategy == "no_shard" or group == 1:
+        gathered = 0
+    if group == cluster.devices and cluster.nodes > 1:
+        between = (per_pass + summed) * (cluster.nodes - 1) / cluster.nodes / cluster.per_node
+    return Footprint(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=moments,
+        compute="cast",
+        gathered=gathered + copied,
+        links=Traffic(per_pass=per_pass + summed),
+        network=Traffic(per_pass=between),
+    )
