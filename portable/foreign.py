@@ -19,7 +19,7 @@ from converters import Tensor as StoredTensor
 from converters.torchtitan import as_transformers_llama, is_torchtitan_llama
 from portable.checkpointing import STATE_FILE, TrainerState
 from portable.errors import DamagedError
-from portable.run_folder import checkpoint_of
+from portable.run_folder import checkpoint_of, exists
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -119,16 +119,20 @@ class Foreign:
         return Count(counted, "global_samples in the shards") if isinstance(counted, int) else None
 
     @cached_property
-    def scheduler(self) -> Mapping[str, Any] | None:
-        """The learning-rate scheduler's state, as the Trainer and Accelerate keep it."""
-        path = next((self.folder / name for name in _SCHEDULERS if (self.folder / name).is_file()), None)
-        state = None if path is None else read_pickled(path)
-        return state if isinstance(state, dict) else None
+    def scheduler(self) -> Mapping[str, Any]:
+        """The learning-rate scheduler's state, as the Trainer and Accelerate keep it.
 
-    @cached_property
-    def skipped(self) -> int:
-        """Steps counted in which nothing moved, as after an overflow in fp16."""
-        return int(self.checkpoint.counters.get("skipped_steps", 0))
+        Empty where there is none that consists of plain data: nothing depends on it.
+        """
+        for path in (self.folder / name for name in _SCHEDULERS):
+            if path.is_file():
+                try:
+                    state = read_pickled(path)
+                except CheckpointError:
+                    continue
+                if isinstance(state, dict):
+                    return state
+        return {}
 
     def named_for(self, model: Any) -> Foreign:
         """The same under the names of ``model``, where torchtitan has others: for Llama.
@@ -157,15 +161,8 @@ class Foreign:
         ]
         if self.samples is not None:
             rows.append(("samples", str(self.samples)))
-        if self.trainer is not None:
-            known = (("epoch", "epoch"), ("train_batch_size", "sequences a device at a time"))
-            said = [f"{what} {self.trainer[key]}" for key, what in known if self.trainer.get(key) is not None]
-            rows.append(("trainer", ", ".join(said) or "tells nothing else"))
-        if self.scheduler is not None:
-            told = [
-                f"{key} {self.scheduler[key]}" for key in ("last_epoch", "base_lrs") if key in self.scheduler
-            ]
-            rows.append(("scheduler", ", ".join(told) or "tells nothing"))
+        rows += _said("trainer", self.trainer or {}, ("epoch", "max_steps", "train_batch_size"))
+        rows += _said("scheduler", self.scheduler, ("last_epoch", "base_lrs"))
         return rows
 
     def _optimizer_in_words(self) -> str:
@@ -198,7 +195,7 @@ def open_foreign(path: Path, order: Sequence[str] = ()) -> Foreign | None:
     Raises:
         DamagedError: if it can be opened by no format.
     """
-    if not path.exists() or written_by_us(checkpoint_of(path)):
+    if not exists(path) or written_by_us(checkpoint_of(path)):
         return None
     try:
         checkpoint = open_checkpoint(path, order=order)
@@ -219,13 +216,15 @@ def written_by_us(folder: Path) -> bool:
     A ``trainer_state.json`` that is not the Trainer's counts as ours, also a damaged one; without that file,
     the name that this program gives its folders, beside the model's config that it puts there.
     """
-    if (folder / STATE_FILE).exists():
+    if exists(folder / STATE_FILE):
         return _trainer_state(folder) is None
     return _OUR_FOLDERS.fullmatch(folder.name) is not None and (folder / "config.json").exists()
 
 
 def own_state(path: Path) -> TrainerState | None:
-    """Where a checkpoint of this program stood; None for another's."""
+    """Where a checkpoint of this program stood; None for another's, and where there is none."""
+    if not exists(path):
+        return None
     folder = checkpoint_of(path)
     return TrainerState.read(folder) if written_by_us(folder) else None
 
@@ -245,6 +244,12 @@ def _trainer_state(folder: Path) -> dict[str, Any] | None:
 def number(value: StoredTensor | float | bool) -> float:
     """A number that a checkpoint keeps as such, or as a tensor of one element."""
     return float(value.read().reshape(-1)[0]) if isinstance(value, StoredTensor) else float(value)
+
+
+def _said(who: str, values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, str]]:
+    """A row with those of ``keys`` that there are; none without."""
+    said = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
+    return [(who, ", ".join(said))] if said else []
 
 
 def _is_moment(value: object) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters import CheckpointError
 from portable import model as models
 from portable.backend import backend_room
 from portable.checkpointing import CheckpointFolder, TrainerState
 from portable.config import dump_yaml
 from portable.data import inspect_data
+from portable.errors import UserError
 from portable.foreign import open_foreign
 from portable.metrics import human_bytes, table
 from portable.plan import checkpoint_bytes, parameter_count, total_steps
@@ -97,7 +99,10 @@ def _foreign_rows(
 def describe_checkpoint(path: Path) -> int:
     """Print what a checkpoint (or the newest of a run) holds, whoever wrote it."""
     if (foreign := open_foreign(path)) is not None:
-        print(table(foreign.rows()))
+        try:
+            print(table(foreign.rows()))
+        except CheckpointError as error:
+            raise UserError(f"--resume-info: {error}") from error
         return 0
     folder = checkpoint_of(path)
     state = TrainerState.read(folder)

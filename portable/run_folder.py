@@ -40,11 +40,7 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
 
 def earlier_config(folder: Path) -> RunConfig | None:
     path = folder / CONFIG_FILE
-    try:
-        begun = path.exists()
-    except (OSError, ValueError):  # a name that cannot be: refused as output_dir
-        return None
-    return load_config(path) if begun else None
+    return load_config(path) if exists(path) else None  # a name that cannot be is refused as output_dir
 
 
 def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | None:
@@ -66,8 +62,9 @@ def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | No
             )
         return None
     path = Path(resume)
-    if latest is None and not path.exists():
-        raise UserError(f"checkpoint.resume: {path} does not exist; give auto, never or a checkpoint's path")
+    if latest is None and not exists(path):
+        name = resume if len(resume) <= 200 else f"{resume[:197]}..."
+        raise UserError(f"checkpoint.resume: {name} does not exist; give auto, never or a checkpoint's path")
     if latest is None or path.resolve() == latest.resolve():
         return path
     if path.resolve().is_relative_to(checkpoints.path.resolve()):
@@ -76,6 +73,14 @@ def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | No
             "choose another output_dir to go on from the older one"
         )
     return latest  # the path is where the run began, and may be gone: it has come further since
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a ``path``; there is none of a name that cannot be."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def checkpoint_of(path: Path) -> Path:

@@ -94,7 +94,8 @@ def take_over(
     try:
         return _Matching(foreign, config, model).takeover(rate)
     except CheckpointError as error:
-        raise DamagedError(f"checkpoint.resume: {error}") from error
+        told = str(error).replace("convert without --optimizer", "it cannot be gone on from")
+        raise DamagedError(f"checkpoint.resume: {told}") from error
 
 
 class _Matching:
@@ -337,7 +338,7 @@ class _Matching:
                 elif kept:
                     self.notes.append(f"train.{key}: several values there, by group; one here")
         peaks = {float(group["initial_lr"]) for group in groups if _is_number(group.get("initial_lr"))}
-        if not peaks and self.foreign.scheduler is not None:
+        if not peaks:
             bases = self.foreign.scheduler.get("base_lrs")
             peaks = {float(v) for v in bases if _is_number(v)} if isinstance(bases, list) else set()
         if len(peaks) == 1 and (peak := next(iter(peaks))) > 0:

@@ -10,6 +10,7 @@ to it (the model's entries at the top level, a flat optimizer, `train_state` and
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import shutil
@@ -82,6 +83,8 @@ def trainer_arguments(folder: Path, **more: Any) -> Any:
         adam_beta2=BETAS[1],
         weight_decay=DECAY,
         optim="adamw_torch",
+        lr_scheduler_type="constant",
+        logging_steps=1,  # kept in the checkpoint, and what a resumed Trainer goes by
         **more,
     )
 
@@ -158,17 +161,17 @@ def sharded(rank: int, world: int, out: Path) -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     accelerator: Any = SimpleNamespace(
         num_processes=world,
         process_index=rank,
         wait_for_everyone=dist.barrier,
         is_main_process=not rank,
     )
-    folder = out / "accelerate-fsdp"
-    save_fsdp_model(plugin, accelerator, model, str(folder))
-    save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder))
-    save_reference(model, optimizer, folder)
+    for folder, kind in (("accelerate-fsdp-full", "FULL"), ("accelerate-fsdp", "SHARDED")):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=f"{kind}_STATE_DICT")
+        save_fsdp_model(plugin, accelerator, model, str(out / folder))
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(out / folder))
+        save_reference(model, optimizer, out / folder)
     flat = get_optimizer_state_dict(
         model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
     )
@@ -178,11 +181,10 @@ def sharded(rank: int, world: int, out: Path) -> None:
     own = llama3(get_model_state_dict(model), flat)
     dcp_save({**own, **more}, checkpoint_id=out / "torchtitan-llama3" / "checkpoint" / f"step-{STEPS}")
     if rank == 0:
-        shutil.copy(f"{folder}.ref.pt", out / "torchtitan.ref.pt")
-        shutil.copy(f"{folder}.ref.pt", out / "torchtitan-llama3.ref.pt")
-        shutil.copy(f"{folder}.ref.pt", out / "trainer-fsdp.ref.pt")
+        for name in ("torchtitan", "torchtitan-llama3", "trainer-fsdp"):
+            shutil.copy(out / "accelerate-fsdp.ref.pt", out / f"{name}.ref.pt")
         copy = out / "trainer-fsdp" / f"checkpoint-{STEPS}"
-        shutil.copytree(folder, copy)
+        shutil.copytree(out / "accelerate-fsdp", copy)
         state = TrainerState(global_step=STEPS, epoch=0.75, max_steps=10, train_batch_size=2)
         state.save_to_json(str(copy / "trainer_state.json"))
         torch.save(scheduler.state_dict(), copy / "scheduler.pt")
@@ -253,6 +255,27 @@ def trainer_zero(rank: int, world: int, out: Path) -> None:
             torch.save(reference, out / f"{name}.ref.pt")
 
 
+def deepspeed_alone(out: Path) -> None:
+    """What DeepSpeed itself leaves, without the Trainer's files, and made universal by its own tool."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    tag = f"global_step{STEPS}"
+    shutil.copytree(out / "trainer-zero2" / f"checkpoint-{STEPS}" / tag, out / "deepspeed" / tag)
+    (out / "deepspeed" / "latest").write_text(tag)
+    told = argparse.Namespace(
+        input_folder=str(out / "deepspeed" / tag),
+        output_folder=str(out / "universal" / f"{tag}_universal"),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    ds_to_universal.main(told)
+    for name in ("deepspeed", "universal"):
+        shutil.copy(out / "trainer-zero2.ref.pt", out / f"{name}.ref.pt")
+
+
 def accelerate_zero(rank: int, world: int, out: Path) -> None:
     from tests.converters.make_deepspeed import gather, start
 
@@ -298,6 +321,7 @@ def main() -> None:
     launch(1, out, one_rank)
     launch(2, out, sharded)
     launch(2, out, trainer_zero)
+    deepspeed_alone(out)
     launch(2, out, accelerate_zero)
 
 

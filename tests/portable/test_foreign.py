@@ -30,7 +30,7 @@ from portable.loop import train_step
 from portable.metrics import read_metrics
 from portable.run import Prepared, resolve, train_leg
 from tests.converters.compare import assert_same
-from tests.portable.make_foreign import BETAS, DECAY, RATE, STEPS, llama
+from tests.portable.make_foreign import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ SOURCES: dict[str, tuple[dict[str, Any], int]] = {
     "accelerate": (AS_BEFORE, STEPS),
     "accelerate-fsdp": (AS_BEFORE, STEPS),
     "accelerate-zero3": (AS_BEFORE, STEPS),
+    "accelerate-fsdp-full": (AS_BEFORE, STEPS),
+    "deepspeed": (AS_BEFORE, STEPS),
+    "universal": (AS_BEFORE, STEPS),
     "torchtitan": (AS_BEFORE, STEPS),
     "torchtitan-llama3": (AS_BEFORE, STEPS),
     "torch": (AS_BEFORE, STEPS),
@@ -175,18 +178,8 @@ class Oracle:
         for name, parameter in parameters.items():
             moments = {key: value.clone() for key, value in held["optim"][name].items() if key != "step"}
             optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-        loader = TrainLoader(
-            self._run.data.train,
-            seed=0,
-            position=samples,
-            global_batch_size=BATCH,
-            micro_batch_size=BATCH,
-            rank=0,
-            world_size=1,
-        )
-        batches, losses = iter(loader), []
-        for at in range(GOES_ON):
-            batch = dict(next(batches))
+        losses = []
+        for at, batch in enumerate(self.batches(samples)):
             labels = batch.pop("labels")
             logits = model(**batch).logits
             loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -197,8 +190,23 @@ class Oracle:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        batches.close()
         return losses
+
+    def batches(self, samples: int) -> list[dict[str, torch.Tensor]]:
+        """What the run takes after ``samples``."""
+        loader = TrainLoader(
+            self._run.data.train,
+            seed=0,
+            position=samples,
+            global_batch_size=BATCH,
+            micro_batch_size=BATCH,
+            rank=0,
+            world_size=1,
+        )
+        batches = iter(loader)
+        taken = [dict(next(batches)) for _ in range(GOES_ON)]
+        batches.close()
+        return taken
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +254,49 @@ def test_goes_on_as_the_writing_run_would(
         assert losses == pytest.approx(peer, rel=TOLERANCE), name
 
 
+class InOrder(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Samples that the Trainer takes as they stand."""
+
+    def __init__(self, samples: list[dict[str, torch.Tensor]]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._samples[index]
+
+
+def test_goes_on_as_the_trainer_itself_does(
+    trainer: Path, oracle: Oracle, corpus: Path, tmp_path: Path
+) -> None:
+    """transformers' own `resume_from_checkpoint`, on the samples that this run takes."""
+    from transformers import Trainer
+
+    class Sequential(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+    taken = [
+        {**{name: tensor[at] for name, tensor in batch.items()}, "shift_labels": batch["labels"][at]}
+        for batch in oracle.batches(STEPS * BATCH)
+        for at in range(BATCH)
+    ]
+    arguments = trainer_arguments(tmp_path / "peer", remove_unused_columns=False)
+    arguments.max_steps = STEPS + GOES_ON
+    arguments.per_device_train_batch_size = BATCH
+    skipped = taken[: STEPS * BATCH]  # as many as stand before the checkpoint
+    peer: Any = Sequential(model=llama(), args=arguments, train_dataset=InOrder(skipped + taken))
+    peer.model_accepts_loss_kwargs = False  # or it divides by the labels that it would have shifted itself
+    peer.train(resume_from_checkpoint=str(trainer / f"checkpoint-{STEPS}"))
+    theirs = {row["step"]: row["loss"] for row in peer.state.log_history if "loss" in row}
+    more: dict[str, Any] = {"train__schedule": "constant", "train__stop_after": STEPS + GOES_ON}
+    assert main(command(trainer, corpus, tmp_path / "run", **more)) == 0
+    ours = {row["step"]: row["loss"] for row in read_metrics(tmp_path / "run")}
+    assert sorted(ours) == [4, 5, 6]
+    assert {step: theirs[step] for step in ours} == pytest.approx(ours, rel=TOLERANCE)
+
+
 # --- the command line
 
 
@@ -280,7 +331,7 @@ def test_a_run_begins_and_goes_on_by_itself(
         "by global_step of trainer_state.json, as the optimizer counts",
         "step 3 x train.global_batch_size 4; the order of the data is this run's own",
         "in the next step, by this run's schedule (cosine, peak 0.002)",
-        "the checkpoint's own stood at 0 and is not taken",
+        "the checkpoint's own stood at 0.002 and is not taken",
         "the order of the data, random number generators, loss scales",
     ):
         assert words in said
@@ -437,6 +488,8 @@ def test_settings_that_are_mere_defaults(
     empty.mkdir()
     given["checkpoint.resume"] = str(empty)
     assert "no checkpoint of a known format here" in refusal(capsys, flags(given))
+    given |= {"checkpoint.resume": "x" * 5000, "precision": "auto"}
+    assert "checkpoint.resume: " in refusal(capsys, flags(given))
 
 
 def test_a_checkpoint_that_says_no_step(
@@ -470,6 +523,29 @@ def test_a_checkpoint_that_says_no_step(
     ours = tmp_path / "run" / "checkpoints" / "step-000005"
     line = refusal(capsys, command(ours, corpus, tmp_path / "other", **chosen, **asked))
     assert "checkpoint.resume_step" in line and "is a checkpoint of this program" in line
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_pickle_is_executed(
+    trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scheduler of a class of its own is no reason to refuse; an optimizer is. Neither is run."""
+    step = trainer / f"checkpoint-{STEPS}"
+    torch.save({"base_lrs": Trap(tmp_path / "sprung")}, step / "scheduler.pt")
+    assert main(["--resume-info", str(trainer)]) == 0
+    assert main([*command(trainer, corpus, tmp_path / "run"), "--dry-run"]) == 0
+    torch.save(Trap(tmp_path / "sprung"), step / "optimizer.pt")
+    assert "allow-list" in refusal(capsys, command(trainer, corpus, tmp_path / "run"))
+    assert not (tmp_path / "sprung").exists()
 
 
 def test_another_rule_of_the_same_state_is_refused(
