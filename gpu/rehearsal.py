@@ -68,7 +68,7 @@ def fits(
     if machine.device.type == "cuda":
         torch.cuda.set_device(machine.device)
     devices = [machine.device.index] if machine.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _room(machine), _ranks_that_are_not_there(machine):
+    with torch.random.fork_rng(devices=devices), _room(machine), ranks_that_are_not_there(machine):
         try:
             steps(engine_room(config.strategy).prepare(build(), config, machine))
         except Exception as error:
@@ -95,7 +95,7 @@ _aside: list[Any] = []
 
 
 @contextmanager
-def _ranks_that_are_not_there(machine: Machine) -> Iterator[None]:
+def ranks_that_are_not_there(machine: Machine) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized()

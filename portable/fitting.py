@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from portable.plan import BatchPlan
 
 FIRST_GUESS = 4
-"""Where the search begins; and what ``auto`` means where running out of memory cannot be caught."""
+"""Where the search begins if the planner cannot tell; and what ``auto`` means where running out of memory
+cannot be caught."""
 
 
 def divisors(number: int) -> list[int]:
@@ -26,17 +27,20 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+def largest_fitting(
+    sizes: Sequence[int], fits: Callable[[int], bool], first: int = FIRST_GUESS
+) -> int | None:
     """The largest of ``sizes`` that fits, or None; tries a few of them only.
 
-    From :data:`FIRST_GUESS` upwards in growing strides until one does not fit, then by bisection.
+    From ``first`` upwards in growing strides until one does not fit, then by bisection.
 
     Args:
         sizes: ascending; of which some first ones fit, and no later one.
         fits: tries one.
+        first: a guess.
     """
     good, bad = -1, len(sizes)  # what is known to fit, and not to fit
-    at = max((i for i, size in enumerate(sizes) if size <= FIRST_GUESS), default=0)
+    at = max((i for i, size in enumerate(sizes) if size <= first), default=0)
     stride = 1
     while bad - good > 1:
         if fits(sizes[at]):
@@ -90,17 +94,17 @@ class Fitting:
         # Compiled layers need no more memory than these, and are another compilation for every size.
         self._config = config.replaced({"train.micro_batch_size": 1, "compile": False})
 
-    def largest(self, sizes: Sequence[int], *, guess: int) -> int | None:
+    def largest(self, sizes: Sequence[int], *, guess: int, first: int = FIRST_GUESS) -> int | None:
         """The largest of ``sizes`` (sequences a device) that fits; None if not even the first does.
 
-        Where the backend cannot tell, the largest up to ``guess``.
+        Where the backend cannot tell, the largest up to ``guess``. It begins with ``first``.
         """
 
         def fits(size: int) -> bool:
             answer = self._fits(size)
             return size <= guess if answer is None else answer
 
-        return largest_fitting(sizes, fits)
+        return largest_fitting(sizes, fits, first)
 
     def _fits(self, size: int) -> bool | None:
         return self._backend.fits(self._build, self._config, lambda engine: self._two_steps(engine, size))

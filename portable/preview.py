@@ -15,6 +15,7 @@ from portable.errors import UserError
 from portable.foreign import open_foreign
 from portable.metrics import human_bytes, table
 from portable.plan import checkpoint_bytes, parameter_count, total_steps
+from portable.planner.here import memory_rows, planner_here
 from portable.run import plan_for, ranks_in_words, resolve, tokenizer_hints
 from portable.run_folder import check_same_run, checkpoint_of, resume_source
 from portable.schedule import build_schedule
@@ -43,6 +44,7 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     plan = plan_for(config, backend, ranks)
     devices = ranks_in_words(plan.world_size, backend.devices_per_rank)
     rows = _plan_rows(config, model, data, plan, devices, CheckpointFolder(folder / "checkpoints", keep=None))
+    rows += memory_rows(planner_here(config, model, model_config, backend, ranks))
     print(dump_yaml(config))
     print("# What this run will do")
     print(table(rows))

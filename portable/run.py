@@ -35,6 +35,7 @@ from portable.plan import (
     plan_batches,
     total_steps,
 )
+from portable.planner.here import planner_here, what_fits
 from portable.plot import plot_loss
 from portable.profiling import Profiler
 from portable.replay import replay_step
@@ -207,7 +208,8 @@ class Prepared:
         )
         sizes = [size for size in self._micro_batches() if below is None or size < below]
         # With nothing below, a guess is as good as can be; in answer to memory that has run out, it is not.
-        largest = fitting.largest(sizes, guess=FIRST_GUESS if below is None else 0) if sizes else None
+        guess = FIRST_GUESS if below is None else 0
+        largest = fitting.largest(sizes, guess=guess, first=self._planned(sizes)) if sizes else None
         self.config = config
         if largest is None:
             more = ", ".join(remedies(config, backend.world_size)) or "more devices"
@@ -216,6 +218,23 @@ class Prepared:
                 f"{more}"
             )
         return largest
+
+    def _planned(self, sizes: list[int]) -> int:
+        """The largest of ``sizes`` that fits by plan: where the search begins."""
+        try:
+            model = models.build_model(self.model_config, self.config.model)
+            planner = planner_here(self.config, model, self.model_config, self.backend)
+            return planner.largest_micro_batch(sizes) or FIRST_GUESS
+        except UserError:  # the search itself will tell
+            return FIRST_GUESS
+
+    def _planned_instead(self) -> str | None:
+        """What else would fit by plan."""
+        try:
+            model = models.build_model(self.model_config, self.config.model)
+            return what_fits(planner_here(self.config, model, self.model_config, self.backend))
+        except UserError:
+            return None
 
     def settle_batches(self) -> None:
         """Agree with the other ranks on a micro-batch size that was searched for."""
@@ -248,6 +267,8 @@ class Prepared:
         more = ", ".join(remedies(config, self.backend.world_size)) or "more devices"
         told = f"train.micro_batch_size: out of memory {when} with {present} sequences at a time; {fitting}"
         told += f" use {more}"
+        if (planned := self._planned_instead()) is not None:
+            told += f"; by plan, this fits: {planned}"
         latest = CheckpointFolder(folder / "checkpoints", keep=None).latest()
         told += f"; last good checkpoint: {latest}" if latest is not None else ""
         told += f"; memory snapshot: {self.snapshot}" if self.snapshot is not None else ""

@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
 def _planner(config: Any, given: dict[str, Any]) -> Any:
     from portable import model as models
     from portable.planner import devices
-    from portable.planner.footprint import Cluster
+    from portable.planner.footprint import Cluster, footprint_room
     from portable.planner.plan import Planner, Target
 
     memory = given.get("device_memory")
@@ -101,6 +101,7 @@ def _planner(config: Any, given: dict[str, Any]) -> Any:
             f"train.global_batch_size: {config.train.global_batch_size} sequences cannot be divided among "
             f"{count} devices; set it to {-(-config.train.global_batch_size // count) * count}"
         )
+    config = footprint_room(backend).adopt(config.replaced({"backend": backend}), target.cluster)
     if config.precision == "auto":
         config = config.replaced({"precision": "fp32" if device and "bf16" not in device.flops else "bf16"})
     model_config = models.model_config(config.model)

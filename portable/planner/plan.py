@@ -131,7 +131,6 @@ class Planner:
         self._model = model
         self._model_config = model_config
         self._room = footprint_room(target.backend)
-        config = self._room.adopt(config.replaced({"backend": target.backend}), target.cluster)
         share = max(1, config.train.global_batch_size // target.cluster.devices)
         wanted = config.train.micro_batch_size
         self.searching = wanted == "auto"

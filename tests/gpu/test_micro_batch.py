@@ -19,6 +19,7 @@ from portable.cli import main
 from portable.config import load_config
 from portable.errors import UserError
 from portable.fitting import FIRST_GUESS, divisors, largest_fitting
+from portable.planner import devices
 from portable.run import train_leg
 from tests.gpu.test_fsdp import losses
 from tests.ranks import RankPool
@@ -43,6 +44,13 @@ def test_the_largest_is_found_with_few_tries(share: int) -> None:
 
         assert largest_fitting(sizes, fits) == (most or None)
         assert len(tried) == len(set(tried)) <= 2 * math.log2(len(sizes) + 1) + 1
+        for first in (1, most, sizes[-1]):  # whatever the planner says
+            tried.clear()
+            assert largest_fitting(sizes, fits, first) == (most or None)
+            assert len(tried) == len(set(tried)) <= 2 * math.log2(len(sizes) + 1) + 2
+        tried.clear()
+        largest_fitting(sizes, fits, most)
+        assert len(tried) <= 2 or not most  # a right guess needs no search
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +195,22 @@ def test_out_of_memory_at_the_start_says_what_fits(tmp_path: Path, corpus: Path,
     assert 1 < fitting < 32
     assert told.startswith("train.micro_batch_size: out of memory in step 1 with 32 sequences at a time; ")
     assert "set it to that, or use memory.activation_checkpointing full, strategy full_shard" in told
+
+
+def test_what_would_fit_by_plan_is_told(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    told = ranks.run(2, refusal_of_a_gpu, tmp_path, corpus)
+    assert "; by plan, this fits: " in told
+    planned = told.split("by plan, this fits: ")[1]
+    assert "train.micro_batch_size" in planned and "memory.activation_checkpointing" in planned
+
+
+def refusal_of_a_gpu(folder: Path, corpus: Path) -> str:
+    """As :func:`refusal`; the driver, which a CPU has none of, tells of a small GPU."""
+    settings = {"strategy": "no_shard", "train__micro_batch_size": 32}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "KEPT_FOR_COLLECTIVES", 0)
+        patch.setattr(TorchBackend, "driver_memory", lambda _: (0, 12 * MIB))
+        return refusal(folder, corpus, settings, [60, 60], 0)
 
 
 def test_out_of_memory_later_names_the_last_checkpoint(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:

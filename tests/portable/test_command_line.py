@@ -146,6 +146,7 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(
     assert "2 ranks x 1 accumulation steps x 3" in rows["batch"]
     assert rows["steps"].strip() == "8"
     assert "KiB" in rows["a checkpoint"]
+    assert "on each device" in rows["memory, planned"]
     assert list(tmp_path.iterdir()) == []
 
 

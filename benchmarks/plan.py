@@ -1,0 +1,194 @@
+"""Planned memory beside measured, by model family and strategy.
+
+``python -m benchmarks.plan --docs docs/planning.md`` builds each model with its live engine, as the first of
+several CPU ranks of which the others are not there (all buffers of collectives are), takes two steps of two
+micro-batches, and records what torch's allocator hands out. Beside it stands what the planner said. With two
+micro-batches the gradients are complete when activations are at their peak, as the planner counts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("USE_TORCH_XLA", "0")
+
+import torch
+
+from benchmarks.allocator import allocations
+from gpu import rehearsal
+from gpu.strategies import Machine, engine_room
+from portable import model as models
+from portable.config import load_config
+from portable.planner.activations import Request, fake_batch
+from portable.planner.footprint import Cluster, Setting
+from portable.planner.plan import DeviceBytes, Planner, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.config import RunConfig
+
+BEGIN = "<!-- benchmarks.plan: begin -->"
+END = "<!-- benchmarks.plan: end -->"
+SIZES = {"vocab_size": 4096, "max_position_embeddings": 256}
+WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**WIDE, "model_type": "llama", "num_hidden_layers": 6, "num_key_value_heads": 2},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 4096,
+        "n_embd": 256,
+        "n_layer": 6,
+        "n_head": 4,
+        "n_positions": 256,
+    },
+    "bert": {**WIDE, "model_type": "bert", "num_hidden_layers": 6},
+    "t5": {
+        "model_type": "t5",
+        "vocab_size": 4096,
+        "d_model": 256,
+        "d_kv": 64,
+        "d_ff": 688,
+        "num_layers": 3,
+        "num_decoder_layers": 3,
+        "num_heads": 4,
+    },
+}
+TASKS = {"bert": "masked-lm", "t5": "seq2seq-lm"}
+SETTINGS = (
+    Setting("no_shard"),
+    Setting("zero1"),
+    Setting("zero2"),
+    Setting("shard_grad_op"),
+    Setting("zero3"),
+    Setting("full_shard"),
+)
+STEPS, MICRO_BATCHES, BATCH, LENGTH = 2, 2, 4, 128
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    family: str
+    setting: Setting
+    recompute: str
+    planned: DeviceBytes
+    measured: int
+
+
+def config_of(family: str, setting: Setting, recompute: str, ranks: int, folder: str) -> RunConfig:
+    settings: dict[str, Any] = {
+        "backend": "cpu",
+        "precision": "bf16",
+        "output_dir": folder,
+        "model.config": FAMILIES[family],
+        "model.task": TASKS.get(family, "causal-lm"),
+        "data.source": "texts.jsonl",
+        "data.seq_len": LENGTH,
+        "train.global_batch_size": BATCH * MICRO_BATCHES * ranks,
+        "train.micro_batch_size": BATCH,
+        "memory.activation_checkpointing": recompute,
+        "strategy": setting.strategy,
+    }
+    if setting.strategy.startswith("zero"):
+        # Buckets that follow the model's size, as in the Trainer: the defaults are for much larger ones.
+        sizes = {"reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+        stage = int(setting.strategy[-1])
+        settings["deepspeed.config"] = {"zero_optimization": {"stage": stage, **sizes}}
+    return load_config(None, settings)
+
+
+def measure(config: RunConfig, ranks: int) -> int:
+    """The most bytes there were in the last step on the first of ``ranks`` ranks."""
+    machine = Machine(torch.device("cpu"), 0, ranks, ranks)
+    room = engine_room(config.strategy)
+    room.check(config, "cpu")
+    gc.collect()
+    with rehearsal.ranks_that_are_not_there(machine):
+        model = models.build_model(models.model_config(config.model), config.model)
+        request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
+        batch = fake_batch(model, request)
+        weights = list(models.Blueprint.of(model).initial_weights(0))
+        with allocations() as recording:
+            engine = room.prepare(model, config, machine)
+            for tensors in weights:
+                engine.load_weights(tensors)
+            valid = torch.tensor(BATCH * LENGTH)
+            for _ in range(STEPS):
+                with recording.phase("step"):
+                    for i in range(MICRO_BATCHES):
+                        loss = engine.accumulate(batch, valid, last=i == MICRO_BATCHES - 1)
+                    engine.update(1e-4, 1.0, loss)
+        del engine
+    return max(phase.peak for phase in recording.phases.values())
+
+
+def planned(config: RunConfig, ranks: int) -> DeviceBytes:
+    model_config = models.model_config(config.model)
+    model = models.build_model(model_config, config.model)
+    target = Target("cpu", Cluster(ranks, ranks), None, None)
+    return Planner(config, model, model_config, target).option(Setting.of(config)).device_bytes
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table, one line a row."""
+    lines = [
+        "| model | `strategy` | recomputed | planned, MiB | measured, MiB | planned / measured |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        total, mebibyte = row.planned.total, 1 << 20
+        lines.append(
+            f"| {row.family} | {row.setting.strategy} | {row.recompute} | {total / mebibyte:.1f} | "
+            f"{row.measured / mebibyte:.1f} | {total / row.measured:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def put_into(page: Path, text: str) -> None:
+    """Replace what stands between the marks of ``page``. Raises ``ValueError`` if it has none."""
+    whole = page.read_text("utf-8")
+    start, end = whole.index(BEGIN) + len(BEGIN), whole.index(END)
+    page.write_text(f"{whole[:start]}\n\n{text}\n\n{whole[end:]}", "utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
+    parser.add_argument("--family", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
+    given = parser.parse_args(argv)
+    command = shlex.join(["python", "-m", "benchmarks.plan", *(sys.argv[1:] if argv is None else argv)])
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        for family in given.family:
+            for recompute in ("none", "full"):
+                for setting in SETTINGS:
+                    config = config_of(family, setting, recompute, given.ranks, folder)
+                    rows.append(
+                        Row(
+                            family,
+                            setting,
+                            recompute,
+                            planned(config, given.ranks),
+                            measure(config, given.ranks),
+                        )
+                    )
+                    print(rows[-1], file=sys.stderr, flush=True)
+    print(f"$ {command}\n\n{table(rows)}")
+    if given.docs is not None:
+        put_into(given.docs, f"{table(rows)}\n\n`{command}`")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
