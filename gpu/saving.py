@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 
+from gpu.staging import staged
+from portable.background import in_background
 from portable.hosts import background_group
 from portable.quiet import quiet_checkpoint_warnings
 from portable.sealing import SealingWriter
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from pathlib import Path
 
     import torch.distributed as dist
@@ -31,16 +33,21 @@ class Saver:
 
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
         """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save`."""
-        options: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
-        if not background:
-            save(state, storage_writer=SealingWriter(folder), **options)
-            return _Save(None)
-        written: Any = async_save(state, storage_writer=SealingWriter(folder), **options)
-        return _Save(written if isinstance(written, Future) else written.upload_completion)
+        group = self._group  # made by all ranks at once, before any thread needs it
+        if background:
+            state = staged(state)
+
+        def write() -> None:
+            save(state, storage_writer=SealingWriter(folder), process_group=group, no_dist=group is None)
+
+        if background:
+            return _Save(in_background(write, name="checkpoint"))
+        write()
+        return _Save(None)
 
 
 class _Save:
-    def __init__(self, writing: Future[Any] | None) -> None:
+    def __init__(self, writing: Future[None] | None) -> None:
         self._writing = writing
 
     def done(self) -> bool:

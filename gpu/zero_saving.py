@@ -1,27 +1,28 @@
 """DeepSpeed's checkpoint files, written in the foreground or behind the training.
 
 DeepSpeed decides what goes into which file and hands it to its *checkpoint engine*. For a save in the
-background ours serialises it at once, with the same ``torch.save``, but into host memory: what is then left
-is bytes that no later step can change, and writing them can wait for the disk while the training goes on.
+background ours copies it, in host memory: what no later step can change is then serialised and written, with
+the same ``torch.save``, while the training goes on.
 """
 
 from __future__ import annotations
 
-import io
 import os
-from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from gpu.staging import staged
+from portable.background import in_background
 from portable.hosts import background_group
 from portable.quiet import native_stdout_closed
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from portable.backend import SaveHandle
 
 
@@ -50,21 +51,14 @@ class ZeroSaver:
         finally:
             files = self._staged.take()
         rank = self._engine.global_rank
-        writing: Future[None] = Future()
 
         def write() -> None:
-            try:
-                self._write_together(files, folder, rank, group)
-            except BaseException as error:
-                writing.set_exception(error)
-            else:
-                writing.set_result(None)
+            self._write_together(files, folder, rank, group)
 
         if background:
-            Thread(target=write, name="checkpoint", daemon=True).start()
-        else:
-            write()
-        return _Save(writing)
+            return _Save(in_background(write, name="checkpoint"))
+        write()
+        return _Save(None)
 
     def _write_together(
         self, files: list[_File], folder: Path, rank: int, group: dist.ProcessGroup | None
@@ -73,7 +67,7 @@ class ZeroSaver:
         failure: Exception | None = None
         try:
             while files:
-                files.pop(0).write()  # and forget its bytes
+                files.pop(0).write()  # and forget its copy
             for path in folder.rglob("*"):
                 if path.is_file() and _is_of(rank, path.name):
                     _sync(path)
@@ -89,19 +83,20 @@ class ZeroSaver:
 
 
 class _File:
-    """The bytes of a file that is still to be written."""
+    """What belongs into a file that is still to be written."""
 
-    def __init__(self, path: Path, content: io.BytesIO) -> None:
+    def __init__(self, path: Path, content: Any, zipfile_serialization: bool) -> None:
         self.path = path
         self._content = content
+        self._zipfile = zipfile_serialization
 
     def write(self) -> None:
-        with self.path.open("wb") as file:
-            file.write(self._content.getbuffer())
+        with self.path.open("wb") as file:  # of Python's, of which errors say what the system said
+            torch.save(self._content, file, _use_new_zipfile_serialization=self._zipfile)
 
 
 class _StagingEngine:
-    """A checkpoint engine of DeepSpeed's that can keep what it is given to save as bytes in host memory.
+    """A checkpoint engine of DeepSpeed's that can keep a copy of what it is given to save in host memory.
 
     Attributes:
         hold: keep the files for :meth:`take`; else they are written at once.
@@ -123,12 +118,12 @@ class _StagingEngine:
         return files
 
     def save(self, state_dict: Any, path: str) -> None:
-        if not self.hold:
-            torch.save(state_dict, path, _use_new_zipfile_serialization=self._zipfile)
-            return
-        content = io.BytesIO()
-        torch.save(state_dict, content, _use_new_zipfile_serialization=self._zipfile)
-        self._files.append(_File(Path(path), content))
+        content = staged(state_dict) if self.hold else state_dict
+        file = _File(Path(path), content, self._zipfile)
+        if self.hold:
+            self._files.append(file)
+        else:
+            file.write()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         raise NotImplementedError("checkpoints are read through converters.open_checkpoint")
@@ -163,14 +158,15 @@ class _StagingEngine:
 
 
 class _Save:
-    def __init__(self, writing: Future[None]) -> None:
+    def __init__(self, writing: Future[None] | None) -> None:
         self._writing = writing
 
     def done(self) -> bool:
-        return self._writing.done()
+        return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
-        self._writing.result()
+        if self._writing is not None:
+            self._writing.result()
 
 
 def _is_of(rank: int, name: str) -> bool:

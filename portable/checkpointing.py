@@ -11,15 +11,17 @@ import json
 import os
 import re
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portable.background import in_background
 from portable.errors import DamagedError, RunError, UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from concurrent.futures import Future
 
     from portable.backend import Backend, SaveHandle
 
@@ -116,13 +118,10 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A save whose shards are still being written."""
+    """A save under way: the folder it is to become, and its end."""
 
-    handle: SaveHandle
-    partial: Path
     final: Path
-    state: TrainerState
-    add_files: Callable[[Path], None]
+    completion: Future[None]
 
 
 class CheckpointFolder:
@@ -150,8 +149,7 @@ class CheckpointFolder:
     def set_aside(self, folder: Path) -> Path:
         """Rename a damaged checkpoint, so that it no longer counts as one; returns its new path."""
         aside = folder.with_name(f"{folder.name}{_DAMAGED_SUFFIX}")
-        if aside.exists():
-            shutil.rmtree(aside)
+        _remove(aside)
         folder.rename(aside)
         sync_folder(self.path)
         return aside
@@ -183,28 +181,37 @@ class CheckpointFolder:
             with self._failure(final):
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
+                sync_folder(self.path.parent)
         backend.barrier()
         with self._failure(final):
-            self._pending = _Pending(save(partial), partial, final, state, add_files)
+            handle = save(partial)
+
+        def complete() -> None:
+            handle.wait()
+            if self._rank == 0:
+                add_files(partial)
+                state.write(partial)
+                self._publish(partial, final)
+
+        # What comes after the shards takes its time, too: syncing, removing an older checkpoint of any size.
+        self._pending = _Pending(final, in_background(complete, name="checkpoint"))
 
     def finish_if_written(self) -> None:
-        """Complete the checkpoint under way if its shards are written by now; does not wait."""
-        if self._pending is not None and self._pending.handle.done():
+        """Raise what went wrong with the checkpoint under way, if it is over by now; does not wait."""
+        if self._pending is not None and self._pending.completion.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the shards of the checkpoint under way, if there is one, and have rank 0 complete it.
+        """Wait until the checkpoint under way, if there is one, is complete.
 
         Raises:
-            RunError: if they could not be written. The checkpoints before are as they were.
+            RunError: if it could not be written. The checkpoints before are as they were.
         """
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         with self._failure(pending.final):
-            pending.handle.wait()
-            if self._rank == 0:
-                self._complete(pending)
+            pending.completion.result()
 
     @contextmanager
     def _failure(self, folder: Path) -> Iterator[None]:
@@ -213,19 +220,17 @@ class CheckpointFolder:
         except BaseException as error:  # torch's CheckpointException is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            reason = one_line(error)
+            reason = one_line(_cause(error))
             reason = reason if len(reason) <= 300 else f"... {reason[-300:]}"
             raise RunError(
                 f"{folder}: could not be written ({reason}); last good checkpoint: {self.latest() or 'none'}"
             ) from error
 
-    def _complete(self, pending: _Pending) -> None:
-        pending.add_files(pending.partial)
-        pending.state.write(pending.partial)
-        sync_folder(pending.partial)
-        if pending.final.exists():  # the same step again, after a resume from an earlier one
-            shutil.rmtree(pending.final)
-        pending.partial.rename(pending.final)
+    def _publish(self, partial: Path, final: Path) -> None:
+        """Have all of ``partial`` on disk, then give it its name, then make room."""
+        sync_tree(partial)
+        _remove(final)  # the same step again, after a resume from an earlier one
+        partial.rename(final)
         sync_folder(self.path)
         self._prune()
 
@@ -233,7 +238,25 @@ class CheckpointFolder:
         if self._keep is None:
             return
         for _, folder in self.complete()[: -self._keep]:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder, which loses its name first: half a checkpoint must not pass for one."""
+    doomed = folder.with_name(f".{folder.name}.old{_PARTIAL_SUFFIX}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first rank's own error, where torch has put those of all ranks together."""
+    failures = getattr(error, "failures", None)
+    if not isinstance(failures, dict) or not failures:
+        return error
+    cause: BaseException = failures[min(failures)][0]
+    return cause
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -244,12 +267,24 @@ def write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Have all files below a folder on disk, and their names. What is there already costs next to nothing."""
+    for path, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            _sync(Path(path, name))
+        sync_folder(Path(path))
 
 
 def sync_folder(path: Path) -> None:
     """Have the names in a folder on disk, where the system can (not on Windows)."""
-    if os.name == "nt":
-        return
+    if os.name != "nt":
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -30,7 +30,15 @@ USER_ERROR, RUN_ERROR = 2, 1
 STOP_REQUESTED = "stop-requested"
 _scratch: Path | None = None
 """Where this process, a rank that :func:`launch` started, leaves word for the launcher."""
+_STOPPED_EARLY = "stopped by a signal before the first step; nothing was saved"
+_STOPPED_TWICE = (
+    "stopped at once by a second signal, without another save; run the same command to go on from the last "
+    "complete checkpoint"
+)
+_failed_at: float | None = None
+"""When this rank began to fail."""
 POLL = 0.1  # seconds between two looks at the ranks
+REPORTING = 15.0  # seconds that a rank which failed for no known reason waits for the others' reports
 
 
 def joined() -> bool:
@@ -59,6 +67,8 @@ class RankFailure:
     """One line for a person, where the rank could still write one."""
     hang: bool = False
     """Whether the message is of all ranks, on which nothing moved."""
+    traceback: str = ""
+    """Of what is a bug of ours. Those of ranks that failed in its wake are never shown."""
 
 
 def launch(
@@ -106,24 +116,29 @@ def launch(
         kills_before = oom_kills()
         agent = ThreadPoolExecutor(1)
         running = agent.submit(elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid())
-        with _signals_passed_on(Path(scratch)):
+        with _signals_passed_on(Path(scratch)) as requests:
             try:
                 while not wait([running], timeout=1).done:
                     _end_ranks_that_do_not_answer(Path(scratch))
                 codes = running.result()
             except ChildFailedError as error:
                 rank, failure = error.get_first_failure()
-                if failure.exitcode == -signal.SIGTERM and (Path(scratch) / STOP_REQUESTED).exists():
-                    raise RunError("stopped by a signal before the first step; nothing was saved") from None
+                if failure.exitcode == -signal.SIGTERM and requests:
+                    raise RunError(_STOPPED_TWICE if len(requests) > 1 else _STOPPED_EARLY) from None
                 first = _first_failure(Path(scratch), rank, failure.exitcode)
+                sys.stderr.write(first.traceback)
                 for_memory = killed_since(kills_before, oom_kills())
                 raise _as_exception(first, for_memory, memory_advice) from None
         return max(int(code) for code in codes.values())
 
 
 @contextmanager
-def _signals_passed_on(scratch: Path) -> Iterator[None]:
-    def pass_on(*_: object) -> None:
+def _signals_passed_on(scratch: Path) -> Iterator[list[int]]:
+    """Pass signals on to the ranks; yields a list of those that have come."""
+    requests: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        requests.append(number)
         (scratch / STOP_REQUESTED).touch()  # for ranks that are still to come
         for pid in _processes(scratch).values():
             with suppress(ProcessLookupError):
@@ -131,7 +146,7 @@ def _signals_passed_on(scratch: Path) -> Iterator[None]:
 
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield requests
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -155,12 +170,39 @@ def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch
         sys.stdout.flush()
         os._exit(code)
     except Exception as error:
-        traceback.print_exc()
-        _report(Path(scratch), RUN_ERROR, f"{type(error).__name__}: {one_line(error)} (traceback above)")
-        sys.stderr.flush()
-        # Where another rank was killed, this one failed in its wake: the agent shall see that one first.
+        message = f"{type(error).__name__}: {one_line(error)} (traceback above)"
+        _report(Path(scratch), RUN_ERROR, message, traceback=traceback.format_exc())
+        # Where another rank failed or was killed, this one failed in its wake: the agent ends all as soon as
+        # it sees one end, and the other shall have had its say.
+        _wait_for_reports(Path(scratch))
         time.sleep(5 * POLL)
         os._exit(RUN_ERROR)
+
+
+def failing() -> None:
+    """Note that this rank fails, now: what ends is ended in order first, and only then is there a report."""
+    global _failed_at
+    _failed_at = _failed_at or time.time()
+
+
+def _wait_for_reports(scratch: Path) -> None:
+    """Wait until each rank has left word or is gone, for a while at most."""
+    end = time.monotonic() + REPORTING
+    while time.monotonic() < end:
+        silent = [
+            pid for rank, pid in _processes(scratch).items() if not (scratch / f"rank{rank}.json").exists()
+        ]
+        if not any(map(_exists, silent)):
+            return
+        time.sleep(POLL)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def report_hang(message: str) -> None:
@@ -171,9 +213,10 @@ def report_hang(message: str) -> None:
         _report(_scratch, RUN_ERROR, message, hang=True)
 
 
-def _report(scratch: Path, code: int, message: str, *, hang: bool = False) -> None:
+def _report(scratch: Path, code: int, message: str, *, hang: bool = False, traceback: str = "") -> None:
     rank = int(os.environ["RANK"])
-    text = json.dumps({"rank": rank, "code": code, "message": message, "time": time.time(), "hang": hang})
+    about = {"rank": rank, "code": code, "message": message, "hang": hang, "traceback": traceback}
+    text = json.dumps({**about, "time": _failed_at or time.time()})
     partial = scratch / f"rank{rank}.partial"
     partial.write_text(text, "utf-8")
     partial.rename(scratch / f"rank{rank}.json")
@@ -207,7 +250,7 @@ def _first_failure(scratch: Path, rank: int, exit_code: int) -> RankFailure:
         return RankFailure(rank, exit_code, None)
     # A refusal of input is the cause even if another rank, waiting for the refuser, failed a moment earlier.
     first = min(reports, key=lambda report: (report["code"] != USER_ERROR, report["time"]))
-    return RankFailure(first["rank"], first["code"], first["message"])
+    return RankFailure(first["rank"], first["code"], first["message"], traceback=first["traceback"])
 
 
 def _as_exception(failure: RankFailure, for_memory: bool | None, memory_advice: str) -> Exception:

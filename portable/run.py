@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import shutil
 import sys
@@ -99,6 +100,9 @@ def train_leg(
             return replay_step(prepared, replay)
         return _train_locked(prepared, folder, profile=profile)
     except Exception as error:
+        launch.failing()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise out_of_disk(error, folder) from error
         if not backend.ran_out_of_memory(error):
             raise
         prepared.dump_memory(folder)
@@ -107,6 +111,15 @@ def train_leg(
         backend.stop()
     # Only out here has the engine gone, which the error's traceback holds on to.
     raise prepared.out_of_memory(folder)
+
+
+def out_of_disk(error: OSError, folder: Path) -> RunError:
+    """What to tell a person whose disk is full."""
+    latest = CheckpointFolder(folder / "checkpoints", keep=None).latest()
+    return RunError(
+        f"output_dir: {folder} cannot be written to: {error.strerror}; free some space and run the same "
+        f"command to go on; last good checkpoint: {latest or 'none'}"
+    )
 
 
 def _train_locked(prepared: Prepared, folder: Path, *, profile: bool) -> int:

@@ -1,0 +1,579 @@
+"""A run that is killed a hundred times, and moves between engines as it goes on.
+
+``python -m benchmarks.chaos --docs docs/moving.md`` trains a tiny model. Every leg of the run is ended
+by a blow: a SIGKILL of the launcher or of one rank, in the middle of a save or around the rename that
+completes it, a SIGTERM, two of them at once, or a full disk. The next leg goes on with another engine. In the
+end the run is held to one that nothing disturbed; a shorter run on each engine alone has to equal its
+undisturbed twin byte for byte. Exits with 1 where a promise was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("USE_TORCH_XLA", "0")
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from benchmarks.inotify import CREATED, RENAMED, Watch
+from benchmarks.machine import describe_machine
+from benchmarks.pages import put_into
+from benchmarks.small_disk import SmallDisk, small_disk
+from benchmarks.train_overhead import SMALL_MODEL
+from converters import CheckpointError, open_checkpoint
+from portable.checkpointing import STATE_FILE, CheckpointFolder, TrainerState
+from portable.errors import DamagedError, UserError
+from portable.metrics import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+ENGINES = ("full_shard", "zero2", "xla", "no_shard", "zero3")
+RANKS = 2
+EVERY, KEEP = 2, 2
+STEPS_A_KILL = 5
+MOST_LOST = 2 * EVERY
+"""Steps that a kill may cost: one save may not be over when the next is due."""
+LOSSES, WEIGHTS = 1e-5, 1e-4
+"""Relative differences that a run on several engines may have from one that nothing disturbed."""
+BEGIN, END = "<!-- benchmarks.chaos: begin -->", "<!-- benchmarks.chaos: end -->"
+EXIT_STOPPED = 75
+PATIENCE = 180.0  # seconds for whatever is waited for
+
+KINDS = {
+    "starting": "SIGKILL of the launcher as the leg starts",
+    "launcher": "SIGKILL of the launcher",
+    "rank": "SIGKILL of one rank",
+    "saving": "SIGKILL while shards are written",
+    "before rename": "SIGKILL when all is written, ahead of the rename",
+    "after rename": "SIGKILL at the rename",
+    "removing": "SIGKILL while an old checkpoint is removed",
+    "term": "SIGTERM",
+    "two terms": "SIGTERM, and a second one at once",
+    "full": "full disk, and a start on it",
+    "full for a moment": "full disk that is freed as the run ends",
+}
+"""Every way to end a leg. What is aimed at a moment is counted under ``aimed`` and, where it hit, ``hit``."""
+WITH_DISK = ("full", "full for a moment")
+MOMENTS = ("saving", "before rename", "after rename", "removing")
+
+
+@dataclass
+class Leg:
+    """What one leg was to go through, and what came of it."""
+
+    engine: str
+    kind: str
+    resumed: int = 0
+    reached: int = 0
+    """The last step in its metrics."""
+    kept: int = 0
+    """The newest complete checkpoint when it was over."""
+    moment: str = "between saves"
+    """What the folder looked like when a SIGKILL came."""
+    code: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """A run's legs, and what was wrong with them."""
+
+    name: str
+    legs: list[Leg] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    loss_difference: float = math.nan
+    weight_difference: float = math.nan
+    equal: bool = False
+    refused_starts: int = 0
+
+    @property
+    def lost(self) -> int:
+        """The most steps that a leg had to do again."""
+        return max((leg.reached - leg.kept for leg in self.legs), default=0)
+
+
+class Run:
+    """One run's folder, and legs in it.
+
+    Args:
+        scratch: for the launchers' notes, the text and the token cache.
+        folder: of the run.
+        steps: of its schedule.
+    """
+
+    def __init__(self, scratch: Path, folder: Path, steps: int) -> None:
+        self.folder = folder
+        self.checkpoints = CheckpointFolder(folder / "checkpoints", keep=None)
+        self._scratch = scratch
+        self._steps = steps
+        self._process: subprocess.Popen[str] | None = None
+        self._notes = scratch / "notes"
+
+    def start(self, engine: str, until: int | None = None) -> None:
+        """Start a leg that ends at step ``until`` if nothing ends it before."""
+        text = self._scratch / "text.txt"
+        if not text.exists():
+            text.write_text("\n".join(f"line {i} of a text with {i * i} words" for i in range(3000)))
+        settings: dict[str, Any] = {
+            "backend": "xla" if engine == "xla" else "cpu",
+            "strategy": "full_shard" if engine == "xla" else engine,
+            "precision": "fp32",
+            "output_dir": str(self.folder),
+            "model.config": SMALL_MODEL,
+            "data.source": str(text),
+            "data.cache_dir": str(self._scratch / "cache"),
+            "data.seq_len": 32,
+            "data.eval_fraction": 0,
+            "train.steps": self._steps,
+            "train.learning_rate": 1e-4,
+            "train.global_batch_size": 4,
+            "train.micro_batch_size": 2 if engine != "xla" else 1,
+            "train.eval_every": None,
+            "checkpoint.every_steps": EVERY,
+            "checkpoint.keep": KEEP,
+            "log.every_steps": 1,
+            "log.trackers": [],
+            "log.sample_tokens": 0,
+        }
+        if until is not None:
+            settings["train.stop_after"] = min(until, self._steps)
+        flags = [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if engine == "xla":
+            environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(RANKS)}
+        else:
+            flags += ["--nproc", str(RANKS)]
+        self._notes = Path(tempfile.mkdtemp(prefix="notes-", dir=self._scratch))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "portable.cli", *flags],
+            env={**environment, "TMPDIR": str(self._notes)},
+            stdout=subprocess.DEVNULL,
+            stderr=(self._notes / "stderr").open("w"),
+            text=True,
+        )
+
+    def wait(self) -> tuple[int, str]:
+        """The leg's exit code and what it said; its processes have then gone."""
+        assert self._process is not None
+        pids = self.ranks()
+        code = self._process.wait(PATIENCE)
+        until(lambda: not any(map(_alive, pids)))
+        return code, (self._notes / "stderr").read_text()
+
+    def begun(self) -> bool:
+        """Whether the leg has said where it goes on from, and is about to train."""
+        said = (self._notes / "stderr").read_text()
+        return any(line.startswith(("resuming at step ", "starting")) for line in said.splitlines())
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def ranks(self) -> list[int]:
+        """The process of each rank that has come up; that of XLA is the one that was started."""
+        assert self._process is not None
+        names = [path.name.split(".") for path in self._notes.glob("portable-launch-*/rank*.*.pid")]
+        return [int(pid) for _, pid, _ in sorted(names)] or [self._process.pid]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the launcher."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
+
+    def kill_everything(self) -> None:
+        """SIGKILL for rank 0, which names the folders, and then for the launcher, with which all ranks go."""
+        with suppress(ProcessLookupError):
+            os.kill(self.ranks()[0], signal.SIGKILL)
+        self.signal(signal.SIGKILL)
+
+    def step(self) -> int:
+        """The last step in the metrics."""
+        path = self.folder / METRICS_FILE
+        return max((row["step"] for row in read_metrics(self.folder)), default=0) if path.exists() else 0
+
+    def losses(self) -> dict[int, float]:
+        return {row["step"]: row["loss"] for row in read_metrics(self.folder) if "loss" in row}
+
+    def model(self) -> bytes:
+        return (self.folder / "final" / "model.safetensors").read_bytes()
+
+
+def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    """Wait for ``condition``, looking often.
+
+    Raises:
+        TimeoutError: if it does not come true.
+    """
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("what was waited for did not happen")
+        time.sleep(0.002)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Chaos:
+    """Legs of one run, each with its blow, and what they leave looked at in between."""
+
+    def __init__(self, run: Run, disk: SmallDisk | None, dice: random.Random) -> None:
+        self._run = run
+        self._disk = disk
+        self._dice = dice
+        self._complete: list[int] = []
+
+    def leg(self, engine: str, kind: str, outcome: Outcome) -> bool:
+        """Have a leg go on with ``engine`` until it is struck; False where it came to its end before that."""
+        run, leg = self._run, Leg(engine, kind)
+        begun = time.monotonic()
+        at = self._newest()
+        target = at + self._dice.randint(1, STEPS_A_KILL - 1)
+        run.start(engine, until=at + 4 * STEPS_A_KILL)
+        struck = self._strike(kind, at, target)
+        leg.code, said = run.wait()
+        # The leg drops rows beyond the step that it starts from, so only what it says itself tells where.
+        leg.resumed = _resumed(said)
+        leg.reached = run.step()
+        self._look(leg, said, outcome)
+        if kind == "full" and self._disk is not None:
+            self._start_on_full_disk(engine, outcome)
+        if self._disk is not None:
+            self._disk.free()
+        leg.seconds = time.monotonic() - begun
+        if leg.resumed != at and kind != "starting":
+            outcome.broken.append(
+                f"{engine}: went on from step {leg.resumed}, and {at} was there\n{said[-2000:]}"
+            )
+        if struck:
+            outcome.legs.append(leg)
+        return struck
+
+    # -- blows -------------------------------------------------------------------------------------------
+
+    def _strike(self, kind: str, at: int, target: int) -> bool:
+        """End the leg that runs; False where it ended by itself."""
+        run = self._run
+        if kind == "starting":
+            time.sleep(self._dice.uniform(0, 10))
+            run.signal(signal.SIGKILL)
+            return True
+        # It has dropped what the leg before had logged beyond its last checkpoint.
+        until(lambda: not run.running() or run.begun())
+        until(lambda: not run.running() or run.step() > at)
+        if kind in MOMENTS:
+            return self._at_moment(kind)
+        until(lambda: not run.running() or run.step() >= target)
+        if not run.running():
+            return False
+        if kind == "launcher":
+            run.signal(signal.SIGKILL)
+        elif kind == "rank":
+            with suppress(ProcessLookupError):
+                os.kill(self._dice.choice(run.ranks()), signal.SIGKILL)
+        elif kind in ("term", "two terms"):
+            run.signal(signal.SIGTERM)
+            if kind == "two terms":
+                time.sleep(self._dice.choice((0, 0, 0.01, 0.1)))
+                run.signal(signal.SIGTERM)
+        elif self._disk is not None:
+            self._disk.fill(leave=self._dice.choice((0, 16 << 10, 100 << 10, 300 << 10)))
+        return True
+
+    def _at_moment(self, kind: str) -> bool:
+        """SIGKILL at a moment of the next save, as the kernel tells of it."""
+        run, folder = self._run, self._run.checkpoints.path
+        with Watch() as watch:
+            until(lambda: not run.running() or folder.exists())
+            watch.add(folder)
+            patience = self._dice.uniform(0, 0.02)
+            for what, path in watch.events(run.running, PATIENCE):
+                if what == CREATED and path.suffix == ".partial":
+                    if kind == "saving":
+                        time.sleep(patience)
+                        break
+                    if kind == "before rename":
+                        watch.add(path)
+                elif what == RENAMED and kind == _renamed(path):
+                    break
+            struck = run.running()
+            run.kill_everything()
+        return struck
+
+    def _start_on_full_disk(self, engine: str, outcome: Outcome) -> None:
+        """A start where nothing can be written ends with one line, and leaves what is there alone."""
+        assert self._disk is not None
+        before = self._newest()
+        self._disk.fill(leave=0)
+        self._run.start(engine)
+        code, said = self._run.wait()
+        outcome.refused_starts += 1
+        if code not in (1, 2) or not _one_error(said):
+            outcome.broken.append(
+                f"{engine}: a start on a full disk ended with {code} and said\n{said[-3000:]}"
+            )
+        if self._newest() != before:
+            outcome.broken.append(f"{engine}: a start on a full disk cost the checkpoint of step {before}")
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def _newest(self) -> int:
+        return max((step for step, _ in self._run.checkpoints.complete()), default=0)
+
+    def _look(self, leg: Leg, said: str, outcome: Outcome) -> None:
+        """Hold what a leg left to what was promised."""
+        broken = outcome.broken
+        where = f"{leg.engine}, {KINDS[leg.kind]}, step {leg.reached}"
+        complete = self._run.checkpoints.complete()
+        steps = [step for step, _ in complete]
+        leg.kept = max(steps, default=0)
+        if lost := self._lost(steps):
+            broken.append(f"{where}: the checkpoints of steps {lost} are gone")
+        self._complete = steps
+        for step, folder in complete:
+            try:
+                TrainerState.read(folder)
+                _read_through(folder)
+            except (UserError, DamagedError, CheckpointError) as error:
+                broken.append(f"{where}: the checkpoint of step {step} is not whole: {error}")
+        if leg.reached - leg.kept > MOST_LOST:
+            broken.append(f"{where}: lost the steps since {leg.kept}")
+        if leg.code == EXIT_STOPPED and leg.kept != leg.reached:
+            broken.append(f"{where}: exit code 75, and the last checkpoint is of step {leg.kept}")
+        allowed: dict[str, tuple[int, ...]] = {
+            "starting": (-signal.SIGKILL,),
+            "launcher": (-signal.SIGKILL,),
+            # A rank may be the only process.
+            "rank": (1, -signal.SIGKILL),
+            "term": (EXIT_STOPPED,),
+            "two terms": (EXIT_STOPPED, 1, -signal.SIGTERM),
+            **dict.fromkeys(WITH_DISK, (1, 2)),
+            # Rank 0 is killed first: its launcher may be quicker to say so than to be killed.
+            **dict.fromkeys(MOMENTS, (1, -signal.SIGKILL)),
+        }
+        if leg.code not in (*allowed[leg.kind], 0):
+            broken.append(f"{where}: exit code {leg.code}\n{said[-3000:]}")
+        if leg.code in (1, 2) and not _one_error(said):
+            broken.append(f"{where}: no one line about it\n{said[-3000:]}")
+        leg.moment = self._moment(complete)
+
+    def _lost(self, steps: list[int]) -> list[int]:
+        """Complete checkpoints that are gone though fewer than ``KEEP`` newer ones are there."""
+        gone = [step for step in self._complete if step not in steps]
+        return [step for step in gone if sum(other > step for other in steps) < KEEP]
+
+    def _moment(self, complete: list[tuple[int, Path]]) -> str:
+        path = self._run.checkpoints.path
+        names = [entry.name for entry in path.iterdir()] if path.exists() else []
+        partial = [name for name in names if name.endswith(".partial")]
+        if any(name.endswith(".old.partial") for name in partial):
+            return "removing"
+        if any((path / name / STATE_FILE).exists() for name in partial):
+            return "before rename"
+        if len(complete) > KEEP:
+            return "after rename"
+        return "saving" if partial else "between saves"
+
+
+def _renamed(path: Path) -> str:
+    """The moment at which ``path`` gets its name."""
+    if path.name == STATE_FILE:
+        return "before rename"
+    return "removing" if path.name.endswith(".old.partial") else "after rename"
+
+
+def _read_through(folder: Path) -> None:
+    """Read every byte of a checkpoint, checksums and all."""
+    checkpoint = open_checkpoint(folder)
+    for tensor in checkpoint.tensors.values():
+        tensor.read()
+    assert checkpoint.optimizer is not None
+    for values in checkpoint.optimizer.state.values():
+        for value in values.values():
+            if not isinstance(value, (int, float)):
+                value.read()
+
+
+def _resumed(said: str) -> int:
+    marks = [line.split()[3] for line in said.splitlines() if line.startswith("resuming at step ")]
+    return int(marks[0]) if marks else 0
+
+
+def _one_error(said: str) -> bool:
+    return sum(line.startswith("error: ") for line in said.splitlines()) == 1 and "Traceback" not in said
+
+
+def plan(dice: random.Random, engines: Sequence[str], kills: int, *, disk: bool) -> Iterator[tuple[str, str]]:
+    """Engine and blow of every leg; each blow meets each engine before one meets it again."""
+    decks: dict[str, list[str]] = {engine: [] for engine in engines}
+    for number in range(kills):
+        engine = engines[number % len(engines)]
+        if not decks[engine]:
+            decks[engine] = [kind for kind in KINDS if disk or kind not in WITH_DISK]
+            dice.shuffle(decks[engine])
+        yield engine, decks[engine].pop()
+
+
+def chaos(
+    name: str,
+    engines: Sequence[str],
+    kills: int,
+    scratch: Path,
+    disk: SmallDisk | None,
+    dice: random.Random,
+    bar: tqdm[Any],
+) -> Outcome:
+    """A run that is struck ``kills`` times and then goes on to its end, beside one that nothing disturbs."""
+    steps = (kills + 1) * STEPS_A_KILL
+    outcome = Outcome(name)
+    whole = Run(scratch, scratch / f"{name}-whole", steps)
+    whole.start(engines[0])
+    code, said = whole.wait()
+    if code:
+        raise RuntimeError(f"the undisturbed run ended with {code}\n{said}")
+    run = Run(scratch, (disk.path if disk is not None else scratch) / name, steps)
+    struck = Chaos(run, disk, dice)
+    for engine, kind in plan(dice, engines, kills, disk=disk is not None):
+        for _ in range(3):
+            if struck.leg(engine, kind, outcome):
+                break
+        else:
+            outcome.broken.append(f"{engine}, {KINDS[kind]}: the leg ended three times before it was struck")
+        bar.set_postfix_str(f"{engine}, {kind}, step {run.step()}, broken {len(outcome.broken)}")
+        bar.update()
+    run.start(engines[0])
+    code, said = run.wait()
+    if code:
+        outcome.broken.append(f"the last leg ended with {code}\n{said[-3000:]}")
+        return outcome
+    compare(outcome, run, whole, exact=len(engines) == 1)
+    return outcome
+
+
+def compare(outcome: Outcome, run: Run, whole: Run, *, exact: bool) -> None:
+    """Hold a run to the one that nothing disturbed."""
+    ours, theirs = run.losses(), whole.losses()
+    if list(ours) != list(theirs):
+        outcome.broken.append(f"the metrics have steps {list(ours)[:5]}... and not each once")
+        return
+    outcome.loss_difference = max(abs(ours[step] - loss) / abs(loss) for step, loss in theirs.items())
+    weights, others = _weights(run), _weights(whole)
+    outcome.weight_difference = max(
+        float(np.abs(weights[name] - other).max() / np.abs(other).max()) for name, other in others.items()
+    )
+    outcome.equal = run.model() == whole.model() and ours == theirs
+    if exact and not outcome.equal:
+        outcome.broken.append("losses or final weights are not those of the undisturbed run, byte for byte")
+    if outcome.loss_difference > LOSSES or outcome.weight_difference > WEIGHTS:
+        outcome.broken.append(
+            f"losses differ by {outcome.loss_difference:.1e}, weights by {outcome.weight_difference:.1e}"
+        )
+
+
+def _weights(run: Run) -> Mapping[str, Any]:
+    tensors = open_checkpoint(run.folder / "final").tensors
+    return {name: tensor.read().astype("f8") for name, tensor in tensors.items()}
+
+
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """Two Markdown tables: blows by kind, and what became of each run."""
+    legs = [leg for outcome in outcomes for leg in outcome.legs]
+    aimed = Counter(leg.kind for leg in legs)
+    hit = Counter(leg.moment for leg in legs if leg.kind in MOMENTS)
+    lines = [
+        "| blow | times | of these in that very moment | steps lost, at most |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for kind, words in KINDS.items():
+        if not aimed[kind]:
+            continue
+        lost = max(leg.reached - leg.kept for leg in legs if leg.kind == kind)
+        exactly = sum(leg.moment == kind for leg in legs if leg.kind == kind) if kind in MOMENTS else ""
+        lines.append(f"| {words} | {aimed[kind]} | {exactly} | {lost} |")
+    lines.append(f"| **together** | **{len(legs)}** | | **{max(o.lost for o in outcomes)}** |")
+    found = ", ".join(f"{moment}: {times}" for moment, times in sorted(hit.items()))
+    lines += ["", f"What the kills aimed at a moment found the folder doing: {found}.", ""]
+    lines += [
+        "| run | legs ended by a blow | resumed | starts on a full disk | steps lost, at most "
+        "| losses differ by | weights differ by |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for outcome in outcomes:
+        resumed = sum(leg.resumed > 0 for leg in outcome.legs) + 1
+        figures = (
+            "0, byte for byte | 0, byte for byte"
+            if outcome.equal
+            else f"{outcome.loss_difference:.1e} | {outcome.weight_difference:.1e}"
+        )
+        lines.append(
+            f"| {outcome.name} | {len(outcome.legs)} | {resumed} | {outcome.refused_starts} | {outcome.lost} "
+            f"| {figures} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=100, help="in the run that moves")
+    parser.add_argument("--each", type=int, default=10, help="in the run of each engine alone")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the tables into this page")
+    given = parser.parse_args(argv)
+    command = shlex.join(["python", "-m", "benchmarks.chaos", *(sys.argv[1:] if argv is None else argv)])
+    machine = describe_machine(torch.device("cpu"), "deepspeed", "torch_xla")
+    dice = random.Random(given.seed)
+    begun = time.monotonic()
+    outcomes: list[Outcome] = []
+    runs = [("moving", tuple(given.engines), given.kills)] if given.kills else []
+    runs += [(engine, (engine,), given.each) for engine in given.engines if given.each]
+    bar: tqdm[Any] = tqdm(total=sum(kills for _, _, kills in runs), unit="kill", dynamic_ncols=True)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch, small_disk(Path(scratch)) as disk, bar:
+        if disk is None:
+            print("no file system may be mounted here: no full disks", file=sys.stderr)
+        for name, engines, kills in runs:
+            outcomes.append(chaos(name, engines, kills, Path(scratch), disk, dice, bar))
+            if given.json is not None:
+                values = {"command": command, "machine": machine, "runs": [asdict(o) for o in outcomes]}
+                given.json.write_text(json.dumps(values, indent=1) + "\n", "utf-8")
+            for line in outcomes[-1].broken:
+                tqdm.write(f"BROKEN: {name}: {line}")
+    told = (
+        f"{time.strftime('%Y-%m-%d')}, `{command}`, {(time.monotonic() - begun) / 60:.0f} minutes; "
+        + ", ".join(f"{key} {value}" for key, value in machine.items())
+    )
+    print(f"{tables(outcomes)}\n\n{told}")
+    broken = [f"{outcome.name}: {line}" for outcome in outcomes for line in outcome.broken]
+    checkpoints_lost = sum("are gone" in line or "is not whole" in line for line in broken)
+    print(f"checkpoints lost: {checkpoints_lost}; promises broken: {len(broken)}")
+    print("\n".join(broken))
+    if given.docs is not None and not broken:
+        put_into(given.docs, f"\n{tables(outcomes)}\n\n{told}\n", BEGIN, END)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Being told by the kernel, at once, when a file or folder appears or gets its name (Linux; inotify(7))."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import struct
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+CREATED, RENAMED = 0x100, 0x80  # IN_CREATE, IN_MOVED_TO
+_EVENT = struct.Struct("iIII")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Watch:
+    """Events in some folders, as a context."""
+
+    def __init__(self) -> None:
+        self._fd = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "inotify_init1")
+        self._folders: dict[int, Path] = {}
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def add(self, folder: Path) -> None:
+        """Look at ``folder`` as well; nothing happens where it has gone by now."""
+        number = _libc.inotify_add_watch(self._fd, os.fsencode(folder), CREATED | RENAMED)
+        if number >= 0:
+            self._folders[number] = folder
+
+    def events(self, going_on: Callable[[], bool], seconds: float) -> Iterator[tuple[int, Path]]:
+        """What happens to which path, until ``going_on`` says no or the time is over."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and going_on():
+            if not select.select([self._fd], [], [], 0.05)[0]:
+                continue
+            data = os.read(self._fd, 1 << 16)
+            at = 0
+            while at < len(data):
+                number, mask, _, length = _EVENT.unpack_from(data, at)
+                at += _EVENT.size
+                name = data[at : at + length].rstrip(b"\0")
+                at += length
+                if number in self._folders:
+                    yield mask & (CREATED | RENAMED), self._folders[number] / os.fsdecode(name)
