@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("USE_TORCH_XLA", "0")
 
+from benchmarks.pages import put_into
 from portable.backend import backend_room
 from portable.checkpointing import CheckpointFolder
 from portable.config import load_config
@@ -34,7 +35,7 @@ from portable.loop import Progress, train_step
 from portable.run import Prepared, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from portable.config import RunConfig
 
@@ -77,33 +78,39 @@ class Usage:
 
 
 class Sampler:
-    """The largest anonymous memory of this process, looked at every few milliseconds."""
+    """The most memory of one kind that this process has, looked at every few milliseconds."""
 
-    def __init__(self) -> None:
-        self.peak = anonymous()
+    def __init__(self, memory: Callable[[], int] | None = None) -> None:
+        self._memory = memory or anonymous
+        self.peak = self._memory()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         while not self._over.wait(0.005):
-            self.peak = max(self.peak, anonymous())
+            self.peak = max(self.peak, self._memory())
 
     def restart(self) -> int:
         """The peak so far; the next one is counted from now."""
-        peak, self.peak = max(self.peak, anonymous()), anonymous()
+        peak, self.peak = max(self.peak, self._memory()), self._memory()
         return peak
 
     def stop(self) -> int:
         self._over.set()
         self._thread.join()
-        return max(self.peak, anonymous())
+        return max(self.peak, self._memory())
 
 
 def anonymous() -> int:
     """Resident bytes of this process that no file stands behind."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * resource.getpagesize()
+
+
+def file_backed() -> int:
+    """Resident bytes of this process that lie in files, or are shared."""
+    return int(Path("/proc/self/statm").read_text().split()[2]) * resource.getpagesize()
 
 
 def trim() -> None:
@@ -229,17 +236,6 @@ def table(measured: Sequence[tuple[Case, Usage]]) -> str:
     return "\n".join(lines)
 
 
-def put_into(page: Path, text: str) -> None:
-    """Replace what stands between the marks of ``page``.
-
-    Raises:
-        ValueError: if it has no such marks.
-    """
-    whole = page.read_text("utf-8")
-    start, end = whole.index(BEGIN) + len(BEGIN), whole.index(END)
-    page.write_text(f"{whole[:start]}\n{text}\n{whole[end:]}", "utf-8")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zero_memory", description=__doc__)
     parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES)
@@ -261,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{case} {measured[-1][1]} {time.monotonic() - start:.0f} s", file=sys.stderr)
     print(f"$ {command}\n\n{table(measured)}")
     if given.docs is not None:
-        put_into(given.docs, f"\n{table(measured)}\n\n`{command}`\n")
+        put_into(given.docs, f"\n{table(measured)}\n\n`{command}`\n", BEGIN, END)
     return 0
 
 

@@ -26,7 +26,7 @@ from portable.optim import build_optimizer, set_rates
 from portable.quirks import one_sequence_a_row
 from portable.resume import stored_state
 from portable.shards import local
-from portable.weights import to_torch
+from portable.weights import fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -242,14 +242,13 @@ def _fill_state(target: Tensor, value: StoredTensor | float | bool | None, name:
         raise CheckpointError(f"{name} is missing, or not of shape {list(target.shape)}")
 
 
-@torch.no_grad()
 def _fill(target: Tensor, source: ReadableTensor) -> None:
     """Copy into ``target`` what it holds of ``source``: everything, or a DTensor's local shard."""
     if not isinstance(target, DTensor):
-        target.copy_(to_torch(source.read()))
+        fill(target, source)
         return
     shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     local = target.to_local()
     if local.numel():
         index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-        local.copy_(to_torch(source.read(index)))
+        fill(local, source, index)

@@ -25,7 +25,7 @@ from portable.plan import parameter_count, plan_batches
 from portable.quiet import native_stdout_closed
 from portable.recompute import checkpoint_activations
 from portable.resume import stored_state
-from portable.weights import to_torch
+from portable.weights import fill
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -258,7 +258,7 @@ class ZeroEngine:
                 if isinstance(self._partitions, ShardedPartitions) and hasattr(tensor, "ds_tensor"):
                     self._partitions.load_frozen(tensor, weights[name])
                 else:
-                    tensor.copy_(to_torch(weights[name].read()))
+                    fill(tensor, weights[name])
 
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)

@@ -17,13 +17,11 @@ import torch
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
-from portable.weights import to_torch
+from portable.weights import fill, to_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from portable.weights import ReadableTensor
@@ -49,11 +47,17 @@ class Fragment:
         return flat[self.offset : self.offset + self.stop - self.start]
 
 
-def read_run(source: ReadableTensor, start: int, stop: int) -> NDArray[Any]:
-    """Elements ``start`` to ``stop`` of ``source`` in row-major order; reads the rows that they lie in."""
-    shape, chosen = source.shape, []
+@torch.no_grad()
+def fill_run(target: Tensor, source: ReadableTensor, start: int, stop: int) -> None:
+    """Copy elements ``start`` to ``stop`` of ``source`` in row-major order; reads the rows that they lie in.
+
+    Args:
+        target: flat, of ``stop - start`` elements.
+    """
+    shape, chosen = source.shape, list[slice]()
     if not shape:
-        return source.read().reshape(1)[start:stop]
+        target.copy_(to_torch(source.read().reshape(1)[start:stop]))
+        return
     for dim in range(len(shape)):
         row = math.prod(shape[dim + 1 :])
         first, last = start // row, (stop - 1) // row
@@ -61,9 +65,12 @@ def read_run(source: ReadableTensor, start: int, stop: int) -> NDArray[Any]:
         start, stop = start - first * row, stop - first * row
         if first != last:
             break
-    rest = [slice(0, size) for size in shape[len(chosen) :]]
-    run: np.ndarray[Any, Any] = source.read((*chosen, *rest)).reshape(-1)[start:stop]
-    return run
+    index = (*chosen, *(slice(0, size) for size in shape[len(chosen) :]))
+    sizes = [part.stop - part.start for part in index]
+    if math.prod(sizes) == target.numel():
+        fill(target.view(sizes), source, index)
+    else:
+        target.copy_(to_torch(source.read(index).reshape(-1)[start:stop]))
 
 
 class FlatPartitions:
@@ -140,7 +147,7 @@ class ShardedPartitions:
         start = min(self._rank * share.ds_numel, parameter.ds_numel)
         stop = min(start + share.ds_numel, parameter.ds_numel)
         if stop > start:
-            share.data[: stop - start].copy_(to_torch(read_run(source, start, stop)))
+            fill_run(share.data[: stop - start], source, start, stop)
 
 
 class _SwappedIn:
@@ -181,8 +188,7 @@ def _fragments_of(
 def _fill_weights(flat: Tensor, fragments: list[Fragment], weights: Mapping[str, ReadableTensor]) -> None:
     for fragment in fragments:
         if fragment.name in weights and fragment.stop > fragment.start:
-            run = read_run(weights[fragment.name], fragment.start, fragment.stop)
-            fragment.of(flat).copy_(to_torch(run))
+            fill_run(fragment.of(flat), weights[fragment.name], fragment.start, fragment.stop)
 
 
 @torch.no_grad()
@@ -203,8 +209,7 @@ def _optimizer_state(flat: Tensor, fragments: list[Fragment], state: Mapping[str
             if key not in made:
                 made[key] = torch.zeros_like(flat)
             if fragment.stop > fragment.start:
-                run = read_run(value, fragment.start, fragment.stop)
-                fragment.of(made[key]).copy_(to_torch(run))
+                fill_run(fragment.of(made[key]), value, fragment.start, fragment.stop)
     for key, values in numbers.items():
         if len(values) > 1:
             raise CheckpointError(

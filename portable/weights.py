@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from converters import Tensor as StoredTensor
+from converters.dtypes import numpy_dtype
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -36,6 +39,20 @@ class InMemoryTensor:
     def read(self, index: Index | None = None) -> NDArray[Any]:
         tensor = self._tensor if index is None else self._tensor[index]
         return to_numpy(tensor.detach())
+
+
+@torch.no_grad()
+def fill(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
+    """Copy the elements in ``index`` of ``source``, or all of them, into ``target``, which has their shape.
+
+    What comes from a file in the target's own type is read to where it belongs, through no other memory.
+    """
+    if isinstance(source, StoredTensor) and target.device.type == "cpu" and target.is_contiguous():
+        room = to_numpy(target.detach())
+        if room.dtype == numpy_dtype(source.dtype):
+            source.read(index, out=room)
+            return
+    target.copy_(to_torch(source.read(index)))
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:

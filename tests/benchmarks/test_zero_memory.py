@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from benchmarks import zero_memory
+from benchmarks.pages import put_into
 from benchmarks.zero_memory import BEGIN, END, Case, Usage
 
 if TYPE_CHECKING:
@@ -33,6 +34,6 @@ def test_the_table_goes_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     table = zero_memory.table([(Case("zero1", True, 2), Usage(8.26, 9.0, 12.0))])
-    zero_memory.put_into(page, table)
+    put_into(page, table, BEGIN, END)
     assert page.read_text() == f"before\n{BEGIN}\n{table}\n{END}\nafter\n"
     assert table.endswith("| zero1 with offload to cpu | 2 | 10.0 | 8.3 | 9.0 | 12.0 |")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.errors import RunError, UserError
-from portable.launch import launch
+from portable.launch import failing, launch
 from portable.lock import locked
 from portable.metrics import read_metrics
 from portable.run import train_leg
@@ -156,6 +157,19 @@ def _rank_function(how: str) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for(lambda: note.exists() and note.read_text() != "" and not alive(int(note.read_text())))
         raise RuntimeError("connection closed by peer")
+    if how == "slow to end":
+        # Rank 0 fails, and has much to tear down before it says so; the other fails in its wake meanwhile.
+        if rank == 0:
+            failing()
+            time.sleep(2)
+            raise RunError("the disk is full")
+        time.sleep(0.3)
+        failing()
+        raise RuntimeError("connection closed by peer")
+    if how == "asked twice":
+        signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        Path(os.environ["NOTES"], str(rank)).touch()
+        time.sleep(60)
     if how == "returns":
         return 75
     time.sleep(60)
@@ -168,13 +182,32 @@ def _rank_function(how: str) -> int:
         ("refuses", UserError, "data.source: nothing there"),
         ("breaks", RunError, "rank 1 failed first: ValueError: a bug of ours"),
         ("exits", RunError, "rank 1 failed first: it ended with exit code 9"),
+        ("slow to end", RunError, "rank 0 failed first: the disk is full"),
     ],
 )
-def test_the_first_rank_that_fails_is_reported(how: str, kind: type[Exception], message: str) -> None:
+def test_the_first_rank_that_fails_is_reported(
+    how: str, kind: type[Exception], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     begin = time.monotonic()
     with pytest.raises(kind, match=message):
         launch(_rank_function, (how,), ranks=2)
     assert time.monotonic() - begin < 50  # the other rank was ended, not waited for
+    # A traceback is for our bugs only, and not for what they led to on other ranks.
+    assert capfd.readouterr().err.count("Traceback (most recent") == (how == "breaks")
+
+
+def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTES", str(tmp_path))
+
+    def ask_twice() -> None:
+        wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+
+    threading.Thread(target=ask_twice).start()
+    with pytest.raises(RunError, match="stopped at once by a second signal"):
+        launch(_rank_function, ("asked twice",), ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""The run under attack still runs, and sees what is broken. What came of it, the page tells."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks import chaos
+from benchmarks.chaos import KEEP, Chaos, Leg, Outcome, Run
+from benchmarks.inotify import CREATED, RENAMED, Watch
+from benchmarks.small_disk import small_disk
+from portable.checkpointing import STATE_FILE, CheckpointFolder
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.slow
+def test_a_few_kills_of_every_sort(tmp_path: Path) -> None:
+    """Real launchers on two ranks, one blow of each sort that fits, to the end."""
+    report = tmp_path / "report.json"
+    arguments = ["--kills", "4", "--each", "2", "--engines", "no_shard", "--seed", "1", "--json", str(report)]
+    assert chaos.main(arguments) == 0
+    outcomes = json.loads(report.read_text())["runs"]
+    assert [len(outcome["legs"]) for outcome in outcomes] == [4, 2]
+    assert all(outcome["equal"] and not outcome["broken"] for outcome in outcomes)
+
+
+@pytest.fixture
+def run(tmp_path: Path, corpus: Path) -> Run:
+    """A run of which two checkpoints are kept."""
+    from portable.run import train_leg
+
+    settings: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": KEEP}
+    assert train_leg("cpu", configured(tmp_path / "run", corpus, **settings)) == 0
+    return Run(tmp_path, tmp_path / "run", 8)
+
+
+def look(run: Run, leg: Leg, before: list[int], said: str = "") -> list[str]:
+    """What is found broken in the folder that a leg left."""
+    looking, outcome = Chaos(run, None, random.Random(0)), Outcome("tried")
+    looking._complete = before
+    looking._look(leg, said, outcome)
+    return outcome.broken
+
+
+def test_what_is_broken_is_seen(run: Run) -> None:
+    killed = Leg("no_shard", "launcher", reached=9, code=-9)
+    assert look(run, killed, [4, 6]) == []
+    assert "steps [7] are gone" in look(run, killed, [6, 7])[0]
+    assert "lost the steps since 8" in look(run, Leg("no_shard", "launcher", reached=13, code=-9), [6, 8])[0]
+    stopped = Leg("no_shard", "term", reached=9, code=75)
+    assert "exit code 75" in look(run, stopped, [6, 8])[0]
+    full = Leg("no_shard", "full", reached=9, code=1)
+    assert look(run, full, [6, 8], "error: no space\n") == []
+    assert "no one line" in look(run, full, [6, 8], "Traceback ...\nerror: no space\n")[0]
+    assert "exit code 0" not in "".join(look(run, Leg("no_shard", "term", reached=8, code=0), [6, 8]))
+    shard = next((run.checkpoints.path / "step-000008").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    assert "step 8 is not whole" in look(run, killed, [6, 8])[0]
+
+
+def test_the_moment_of_a_kill_is_told(run: Run) -> None:
+    looking, path = Chaos(run, None, random.Random(0)), run.checkpoints.path
+    complete = run.checkpoints.complete()
+    assert looking._moment(complete) == "between saves"
+    partial = path / ".step-000010.partial"
+    partial.mkdir()
+    assert looking._moment(complete) == "saving"
+    (partial / STATE_FILE).touch()
+    assert looking._moment(complete) == "before rename"
+    shutil.rmtree(partial)
+    assert looking._moment([*complete, (10, path / "step-000010")]) == "after rename"
+    (path / ".step-000006.old.partial").mkdir()
+    assert looking._moment(complete) == "removing"
+
+
+def test_the_kernel_tells_of_names(tmp_path: Path) -> None:
+    with Watch() as watch:
+        watch.add(tmp_path)
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a").rename(tmp_path / "b")
+        found = list(watch.events(lambda: True, 0.2))
+    assert found == [(CREATED, tmp_path / "a"), (RENAMED, tmp_path / "b")]
+
+
+def test_a_small_disk_fills_and_frees(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as disk:
+        if disk is None:
+            pytest.skip("this user may not mount a file system")
+        disk.fill(leave=50_000)
+        (disk.path / "little").write_bytes(b"x" * 20_000)
+        with pytest.raises(OSError, match="No space left"):
+            (disk.path / "much").write_bytes(b"x" * 100_000)
+        disk.free()
+        (disk.path / "much").write_bytes(b"x" * 10_000_000)
+        assert CheckpointFolder(disk.path, keep=None).complete() == []
+    assert not (tmp_path / "disk.img").exists()
+
+
+def test_each_blow_meets_each_engine() -> None:
+    met = list(chaos.plan(random.Random(0), ["a", "b"], 2 * len(chaos.KINDS), disk=True))
+    assert sorted(set(met)) == sorted((engine, kind) for engine in "ab" for kind in chaos.KINDS)
+    assert not {kind for _, kind in chaos.plan(random.Random(0), ["a"], 30, disk=False)} & set(
+        chaos.WITH_DISK
+    )

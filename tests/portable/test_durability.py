@@ -1,0 +1,261 @@
+"""What a power loss leaves: everything below a checkpoint is on disk before it gets its name, and stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from converters import open_checkpoint, write_dcp, write_safetensors
+from portable import checkpointing
+from portable.checkpointing import CheckpointFolder, TrainerState
+from portable.errors import RunError
+from portable.run import train_leg
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.ranks import RankPool
+    from tests.xla import XlaPool
+
+Synced = dict[str, list[int]]
+
+
+def synced_while(function: Callable[[], object], patch: pytest.MonkeyPatch) -> Synced:
+    """When this process synced each file and folder, in ns since the epoch, by the path it had then."""
+    real, when = os.fsync, dict[str, list[int]]()
+
+    def fsync(file: Any) -> None:
+        number = file if isinstance(file, int) else file.fileno()
+        real(number)
+        path = str(Path(f"/proc/self/fd/{number}").readlink())
+        when.setdefault(path, []).append(time.time_ns())
+
+    patch.setattr(os, "fsync", fsync)
+    function()
+    return when
+
+
+def leg_watched(folder: Path, corpus: Path, backend: str, settings: dict[str, Any], log: Path) -> int:
+    """Train, and write down what this rank syncs and when rank 0 renames checkpoints."""
+    renames: Synced = {}
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        renames.setdefault(str(target), []).append(time.time_ns())
+        return rename(self, target)
+
+    codes: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", renamed)
+        config = configured(folder, corpus, backend=backend, **settings)
+        synced = synced_while(lambda: codes.append(train_leg(backend, config)), patch)
+    rank = os.environ.get("RANK", "0")
+    (log / f"{rank}.json").write_text(json.dumps({"synced": synced, "renames": renames}))
+    return codes[0]
+
+
+SETTINGS: dict[str, Any] = {"train__steps": 4, "checkpoint__every_steps": 4, "data__eval_fraction": 0}
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "zero2", "zero3", "xla"])
+@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+def test_all_is_synced_before_the_name(
+    strategy: str,
+    background: bool,
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
+    request: pytest.FixtureRequest,
+) -> None:
+    settings = SETTINGS | {"checkpoint__async": background}
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    if strategy == "xla":
+        xla: XlaPool = request.getfixturevalue("xla")
+        assert xla.run(2, leg_watched, tmp_path / "run", corpus, "xla", settings, tmp_path) == 0
+    else:
+        settings |= {"strategy": strategy, "train__micro_batch_size": 1}
+        assert ranks.run(2, leg_watched, tmp_path / "run", corpus, "cpu", settings, tmp_path) == 0
+    logs = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    final = tmp_path / "run" / "checkpoints" / "step-000004"
+    (named,) = logs[0]["renames"][str(final)]
+    partial = final.with_name(f".{final.name}.partial")
+    files = [path for path in final.rglob("*") if path.is_file()]
+    assert len(files) > 6
+    for path in [*files, *(path for path in final.rglob("*") if path.is_dir()), final]:
+        then = str(partial / path.relative_to(final))
+        if path.name == checkpointing.STATE_FILE:  # written under another name, then replaced
+            then = next(name for log in logs for name in log["synced"] if path.name in name)
+        last = max(moment for log in logs for moment in log["synced"].get(then, [0]))
+        # A folder's own time also tells of its new name; that of its files is what was written last.
+        written = path.stat().st_mtime_ns if path.is_file() else 0
+        assert written <= last <= named, path
+    # And each rank its own shards: on several nodes, no other could.
+    for rank, log in enumerate(logs):
+        own = [
+            path for path in files if path.name.startswith(f"__{rank}_") or f"pp_rank_{rank}_" in path.name
+        ]
+        assert own
+        assert all(str(partial / path.relative_to(final)) in log["synced"] for path in own)
+    assert any(moment >= named for moment in logs[0]["synced"][str(final.parent)])  # and then the name
+    exported = {Path(name).name for name in logs[0]["synced"] if "/.final.tmp-" in name}
+    assert {path.name for path in (tmp_path / "run" / "final").iterdir()} <= exported
+
+
+@pytest.mark.parametrize("write", [write_safetensors, write_dcp])
+def test_a_conversion_is_synced(
+    write: Callable[..., Any], tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train_leg("cpu", configured(tmp_path / "run", corpus, **SETTINGS)) == 0
+    source = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-000004")
+    out = tmp_path / "out"
+    synced = synced_while(lambda: write(source, out, optimizer=True, max_shard_size=100_000), monkeypatch)
+    names = {Path(name).name for name in synced if f"/.{out.name}.tmp-" in name}
+    assert {path.name for path in out.iterdir()} <= names
+    assert len(names) > 4
+    assert str(tmp_path) in synced
+
+
+class _Alone:
+    """A backend of one rank, as far as checkpoint folders go."""
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+
+class _Written:
+    """Shards on their way until ``go`` is set, which cannot be written where there is a ``failure``."""
+
+    def __init__(self, go: threading.Event | None = None, failure: Exception | None = None) -> None:
+        self._go = go
+        self._failure = failure
+
+    def done(self) -> bool:
+        return self._go is None or self._go.is_set()
+
+    def wait(self) -> None:
+        if self._go is not None:
+            assert self._go.wait(60)
+        if self._failure is not None:
+            raise self._failure
+
+
+def begin(checkpoints: CheckpointFolder, step: int, written: _Written) -> None:
+    state = TrainerState(step, 6 * step, 0, {}, {}, "", "cpu", "no_shard", 1)
+
+    def shards(folder: Path) -> _Written:
+        for number in range(20):
+            (folder / f"shard-{number}").write_bytes(b"x" * 1000)
+        return written
+
+    checkpoints.begin(_Alone(), state, shards, lambda folder: None)  # type: ignore[arg-type]
+
+
+def save(checkpoints: CheckpointFolder, step: int) -> None:
+    begin(checkpoints, step, _Written())
+    checkpoints.finish()
+
+
+def test_never_two_saves_at_once(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path, keep=None)
+    go = threading.Event()
+    begin(checkpoints, 1, _Written(go))
+    second = threading.Thread(target=begin, args=(checkpoints, 2, _Written()))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()  # it waits
+    assert [path.name for path in tmp_path.iterdir()] == [".step-000001.partial"]
+    go.set()
+    second.join(60)
+    assert (tmp_path / "step-000001").is_dir()
+    checkpoints.finish()
+    assert [step for step, _ in checkpoints.complete()] == [1, 2]
+
+
+def test_a_failed_write_is_an_error_at_the_next_step(tmp_path: Path) -> None:
+    """As soon as it is known, that is: the loop asks after every step, and does not wait."""
+    checkpoints = CheckpointFolder(tmp_path, keep=None)
+    save(checkpoints, 1)
+    go = threading.Event()
+    begin(checkpoints, 2, _Written(go, OSError(28, "No space left on device")))
+    checkpoints.finish_if_written()
+    go.set()
+    with pytest.raises(RunError, match=r"step-000002: could not be written .*No space.*step-000001"):
+        while True:
+            checkpoints.finish_if_written()
+            time.sleep(0.01)
+    assert [step for step, _ in checkpoints.complete()] == [1]
+    save(checkpoints, 3)
+    assert [step for step, _ in checkpoints.complete()] == [1, 3]
+
+
+@pytest.mark.parametrize("removed", range(0, 21, 4))
+def test_half_a_checkpoint_never_passes_for_one(
+    removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while an older one is being removed, which is emulated: nothing more happens from then on."""
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    save(checkpoints, 1)
+    unlink, left = os.unlink, removed
+
+    def dies(*arguments: Any, **options: Any) -> None:
+        nonlocal left
+        if not left:
+            raise MemoryError("killed")
+        left -= 1
+        unlink(*arguments, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(RunError):
+        patch.setattr(os, "unlink", dies)
+        patch.setattr(os, "remove", dies)
+        save(checkpoints, 2)
+    found = CheckpointFolder(tmp_path, keep=1).complete()
+    assert [step for step, _ in found] == [2]
+    assert all(len(list(folder.iterdir())) == 21 for _, folder in found)
+    checkpoints.remove_partial()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002"]
+
+
+def test_the_last_good_one_stays(tmp_path: Path, corpus: Path) -> None:
+    """Of one kept checkpoint the next is complete first; one that was damaged counts as none."""
+    seen: list[list[int]] = []
+    checkpoints = CheckpointFolder(tmp_path / "alone", keep=1)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+        seen.append([step for step, _ in checkpoints.complete()])
+    assert seen == [[1], [2], [3]]
+
+    folder = tmp_path / "run"
+    kept: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": 2, "train__steps": 12}
+    assert train_leg("cpu", configured(folder, corpus, **kept, train__stop_after=6)) == 0
+    newest = folder / "checkpoints" / "step-000006"
+    shard = next(newest.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    assert train_leg("cpu", configured(folder, corpus, **kept, train__stop_after=7)) == 0
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step-000006", "step-000006.damaged", "step-000007"]
+    good = [step for step, _ in CheckpointFolder(folder / "checkpoints", keep=None).complete()]
+    assert good == [6, 7]  # 6 was made once more, from 4
+
+
+def test_a_disk_that_is_full_is_one_line(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is emulated: the device that is always full stands in for the metrics."""
+    folder = tmp_path / "run"
+    assert train_leg("cpu", configured(folder, corpus, train__stop_after=4)) == 0
+    from portable import metrics
+
+    monkeypatch.setattr(metrics, "METRICS_FILE", "full")
+    (folder / "full").symlink_to("/dev/full")
+    monkeypatch.setattr(metrics, "read_metrics", lambda _: [])
+    monkeypatch.setattr(Path, "read_bytes", lambda _: b"\n")
+    with pytest.raises(RunError, match=r"cannot be written to: No space left.*free some.*step-000004"):
+        train_leg("cpu", configured(folder, corpus))
