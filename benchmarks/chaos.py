@@ -392,9 +392,9 @@ class Chaos:
             return "removing"
         if any((path / name / STATE_FILE).exists() for name in partial):
             return "before rename"
-        if len(complete) > KEEP:
-            return "after rename"
-        return "saving" if partial else "between saves"
+        if partial:
+            return "saving"
+        return "after rename" if len(complete) > KEEP else "between saves"
 
 
 def _renamed(path: Path) -> str:

@@ -153,7 +153,7 @@ def _peers(
     if writer == strategy and strategy.startswith("zero") and same_ranks:
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-        from gpu.quiet import native_stdout_closed
+        from portable.quiet import native_stdout_closed
 
         peer = TorchCheckpointEngine()
 

@@ -148,7 +148,7 @@ def _peers(engine: Any, strategy: str, folder: Path) -> dict[str, Callable[[], o
     if strategy.startswith("zero"):
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-        from gpu.quiet import native_stdout_closed
+        from portable.quiet import native_stdout_closed
 
         peer = TorchCheckpointEngine()
 

@@ -97,7 +97,7 @@ class FlatPartitions:
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Fill the optimizer state, by parameter name."""
         for flat, fragments in zip(self._flats, self._fragments, strict=True):
-            self._base.state[flat] = _optimizer_state(flat, fragments, state)
+            self._base.state[flat] = _optimizer_state(flat, fragments, state, self._base.state[flat])
 
     def refresh(self) -> None:
         """Give all ranks the compute copies of the master weights; a collective, once after loading."""
@@ -135,7 +135,10 @@ class ShardedPartitions:
         """Fill the optimizer state, by parameter name."""
         for index, fragments in enumerate(self._fragments):
             with _SwappedIn(self._zero, index) as flat:
-                self._zero.optimizer.state[flat] = _optimizer_state(flat, fragments, state)
+                kept = self._zero.optimizer.state
+                # What was swapped in lies in buffers that belong to the swapping.
+                before = {} if self._zero._swappable_optimizer_subgroup(index) else kept[flat]
+                kept[flat] = _optimizer_state(flat, fragments, state, before)
 
     def refresh(self) -> None:
         """Nothing: every rank's compute copy is its own."""
@@ -192,8 +195,13 @@ def _fill_weights(flat: Tensor, fragments: list[Fragment], weights: Mapping[str,
 
 
 @torch.no_grad()
-def _optimizer_state(flat: Tensor, fragments: list[Fragment], state: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer_state(
+    flat: Tensor, fragments: list[Fragment], state: Mapping[str, Any], before: Mapping[str, Any]
+) -> dict[str, Any]:
     """The state of one flat partition, put together from that of its parameters.
+
+    Args:
+        before: its state so far, of which the memory is used again.
 
     Raises:
         CheckpointError: for state that has no place in a flat partition: of another shape than its
@@ -207,7 +215,10 @@ def _optimizer_state(flat: Tensor, fragments: list[Fragment], state: Mapping[str
                 numbers[key].add(float(value.read() if isinstance(value, StoredTensor) else value))
                 continue
             if key not in made:
-                made[key] = torch.zeros_like(flat)
+                room = before.get(key)
+                if not isinstance(room, torch.Tensor) or room.shape != flat.shape:
+                    room = torch.empty_like(flat)
+                made[key] = room.zero_()
             if fragment.stop > fragment.start:
                 fill_run(fragment.of(made[key]), value, fragment.start, fragment.stop)
     for key, values in numbers.items():
