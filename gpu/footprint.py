@@ -84,7 +84,13 @@ def _replicated(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footpr
     )
     on_host = config.memory.offload_optimizer == "cpu"
     share = (cluster.devices - 1) / cluster.devices
+    micro = config.train.micro_batch_size
+    several = micro == "auto" or config.train.global_batch_size > micro * cluster.devices
+    # DDP's buckets stay; micro-batches before the last, which it does not sum, have gradients beside them.
+    beside = gradients if cluster.devices > 1 and several else 0
     return Footprint(
+        gathered=beside,
+        in_layers=beside,
         parameters=MASTER * everything,
         gradients=gradients,
         optimizer=0 if on_host else moments,
@@ -124,7 +130,7 @@ def _fully_sharded(model: nn.Module, config: RunConfig, cluster: Cluster) -> Foo
             gradients += size
             moments += moment_bytes(config.train, shape, rows, exact=id(p) in tables)
     whole = sum(p.numel() for p in model.parameters())
-    passes, end = _gathered(model, config, group, compute)
+    before, layers, end = _gathered(model, config, group, compute)
     offload_params = config.memory.offload_params == "cpu"
     offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
     host, moved, update = 0, Traffic(), 0
@@ -146,7 +152,8 @@ def _fully_sharded(model: nn.Module, config: RunConfig, cluster: Cluster) -> Foo
         gradients=0 if offload_params else gradients,
         optimizer=0 if offload_params or offload_optimizer else moments,
         compute="cast",
-        gathered=passes,
+        gathered=before,
+        in_layers=layers,
         at_end=end,
         host=host,
         links=Traffic(per_pass=per_pass),
@@ -156,11 +163,12 @@ def _fully_sharded(model: nn.Module, config: RunConfig, cluster: Cluster) -> Foo
     )
 
 
-def _gathered(model: nn.Module, config: RunConfig, group: int, compute: int) -> tuple[int, int]:
-    """Bytes of gathered parameters and of gradients on their way: in the passes, and at the end of them.
+def _gathered(model: nn.Module, config: RunConfig, group: int, compute: int) -> tuple[int, int, int]:
+    """Bytes of gathered parameters and of gradients on their way: before the backward pass comes to a unit,
+    in the units, and at the end.
 
-    In the backward pass of a unit, which has its own parameters and already those of the next; its whole
-    gradients; and these once more in fp32 to be summed, of which a share remains. What lies outside the units
+    A unit at work has its own parameters and already those of the next; in the backward pass its whole
+    gradients, and these once more in fp32 to be summed, of which a share remains. What lies outside the units
     is there all the time; of its gradients, the head's come first and wait for the others.
     """
     inner = units(model, config)
@@ -170,14 +178,15 @@ def _gathered(model: nn.Module, config: RunConfig, group: int, compute: int) -> 
         own = {id(p): p.numel() for p in unit.parameters() if id(p) not in inside}
         inside |= own.keys()
         largest = max(largest, sum(own.values()))
+    whole = sum(p.numel() for p in model.parameters())
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     head: Any = cast("Any", model).get_output_embeddings()
     waiting = head.weight.numel() if head is not None and id(head.weight) not in inside else 0
     reduced = MASTER + MASTER / group
-    kept = (sum(p.numel() for p in model.parameters()) - outside) if _keeps(config) else 2 * largest
-    passes = compute * (outside + waiting + kept + largest) + reduced * largest
+    there = compute * (outside + (whole - outside if _keeps(config) else 2 * largest))
+    layers = there + compute * (waiting + largest) + reduced * largest
     end = 2 * compute * outside + reduced * outside
-    return int(passes), int(end)
+    return int(there), int(layers), int(end)
 
 
 def _keeps(config: RunConfig) -> bool:
@@ -199,6 +208,7 @@ class _Zero:
         self._trained = [p for p in self._parameters if p.requires_grad]
         self._whole = sum(p.numel() for p in self._parameters)
         self._largest = max(p.numel() for p in self._parameters)
+        self._tables = {id(p) for p in embeddings(model)}
         text: Any = cast("Any", model).config.get_text_config()
         self._hidden = int(getattr(text, "hidden_size", 1024))
         self._optimizer_on_host = config.memory.offload_optimizer != "none"
@@ -225,7 +235,7 @@ class _Zero:
             moved = Traffic(per_pass=MASTER * share, per_step=compute * share)
         if self._parameters_on_host:
             moved = Traffic(moved.per_pass + 2 * compute * share, moved.per_step)
-        passes, at_end = self._in_passes()
+        passes, layers, at_end = self._in_passes()
         network = Traffic(_across(traffic.per_pass, self._cluster), _across(traffic.per_step, self._cluster))
         return Footprint(
             parameters=0 if self._parameters_on_host else resident,
@@ -233,6 +243,7 @@ class _Zero:
             optimizer=0 if on_host else master + moments,
             compute="cast",
             gathered=passes,
+            in_layers=layers,
             at_end=at_end,
             in_update=self._in_update(),
             # Stages 1 and 2 save the compute copy as well.
@@ -324,28 +335,37 @@ class _Zero:
 
     # -- what comes and goes -------------------------------------------------------------------------------
 
-    def _in_passes(self) -> tuple[int, int]:
-        """Bytes of buffers, gathered parameters and gradients on their way; and at the end of the passes."""
+    def _in_passes(self) -> tuple[int, int, int]:
+        """Bytes of buffers, gathered parameters and gradients on their way: before the backward pass comes to
+        the layers, in them, and when few activations are there."""
         bucket = self._size("reduce_bucket_size")
         compute = self._compute
-        # A gradient larger than the bucket is summed by itself, in a copy in fp32.
-        alone = self._largest if self._largest > bucket else 0
         cast = 0 if compute == MASTER else MASTER
+        layer = max(p.numel() for p in self._parameters if id(p) not in self._tables)
         if self._stage < 3:
-            buffer = compute * bucket + cast * min(bucket, self._whole) + (compute + cast) * alone
+            buffer = compute * bucket
             if self._optimizer_on_host:
                 buffer += compute * self._largest
+            # A gradient larger than the bucket is summed by itself, in a copy in fp32.
+            layers = buffer + cast * min(bucket, self._whole) + (compute + cast) * self._alone(layer)
             own = compute * self._shard  # a copy of this rank's part of them, once it is summed
-            return buffer, buffer + own
+            return buffer, layers, buffer + own + (compute + cast) * self._alone(self._largest)
         threshold = self._size("stage3_param_persistence_threshold")
         persistent = sum(p.numel() for p in self._parameters if p.numel() <= threshold)
         coming = self._whole - persistent
         live = min(coming, max(self._size("stage3_max_live_parameters"), self._largest))
-        # Gathered in one row, and copied out of it into each parameter.
+        # Gathered in one row ahead of the layers, and copied out of it into each parameter.
         row = min(coming, max(self._size("stage3_prefetch_bucket_size"), self._largest))
-        buffer = MASTER * bucket + (compute + 2 * MASTER) * alone
-        passes = buffer + compute * (persistent + live + row)
-        return passes, passes
+        there = MASTER * bucket + compute * (persistent + live)
+        layers = there + (compute + 2 * MASTER) * self._alone(layer)
+        if coming > live:  # it goes on being gathered
+            there, layers = there + compute * row, layers + compute * row
+        end = (compute + 2 * MASTER) * self._alone(self._largest)
+        return there, layers, MASTER * bucket + compute * (persistent + live) + max(compute * row, end)
+
+    def _alone(self, elements: int) -> int:
+        """Of a parameter, if its gradient is too large for a bucket."""
+        return elements if elements > self._size("reduce_bucket_size") else 0
 
     def _in_update(self) -> int:
         """Bytes: gradients are laid out once more, in fp32, for the optimizer."""

@@ -88,6 +88,7 @@ def footprint(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprin
         optimizer=moments,
         compute="cast",
         gathered=gathered + copied,
+        in_layers=gathered + copied,
         links=Traffic(per_pass=per_pass + summed),
         network=Traffic(per_pass=between),
     )

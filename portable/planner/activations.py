@@ -42,8 +42,8 @@ _MODEL, _GRADIENT, _COPY, _WORK = range(4)
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Bytes on one device at the peak of forward and backward."""
+class Peak:
+    """Bytes on one device when they are the most."""
 
     work: int
     """Kept for the backward pass, and what it works with; logits and loss included."""
@@ -53,6 +53,20 @@ class Activations:
     @property
     def total(self) -> int:
         return self.work + self.copies
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The peaks of the parts of a pass."""
+
+    before: Peak
+    """In the forward pass, and in the backward pass until the first layer has gradients."""
+    in_layers: Peak
+    """From there on."""
+
+    @property
+    def total(self) -> int:
+        return max(self.before.total, self.in_layers.total)
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,8 @@ def activations(model: nn.Module, config: RunConfig, request: Request) -> Activa
         for phase, was, now in zip(found, first, deeper, strict=True):
             for i in range(len(phase)):
                 phase[i] += more * (now[i] - was[i])
-    return max((Activations(work, copies) for work, copies in found), key=lambda phase: phase.total)
+    forward, head, layers = (Peak(work, copies) for work, copies in found)
+    return Activations(max(forward, head, key=lambda peak: peak.total), layers)
 
 
 Kinds = dict[tuple[Any, ...], list[str]]
@@ -131,11 +146,11 @@ def _kinds(model: nn.Module) -> Kinds:
 def _passes(
     model: nn.Module, config: RunConfig, request: Request, kinds: Kinds, counts: dict[Any, int]
 ) -> list[tuple[int, int]]:
-    """Peaks of the forward and of the backward pass, as (work, copies)."""
+    """Peaks as (work, copies): forward, then backward until a layer has gradients, and from there on."""
     kept = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
     small = _cut(model, kept)
     # Ahead of the fake tensors: it tries the model out on the meta device.
-    head = chunked_head(small, config) if request.chunked else None
+    chunked = chunked_head(small, config) if request.chunked else None
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of what is fake about the tensors
@@ -150,12 +165,23 @@ def _passes(
                 if request.on_gpu:
                     stack.enter_context(_CudaAutocast(request.dtype))
                 with torch.autocast("cpu", request.dtype):
-                    loss = token_loss(small, batch, head)
+                    loss = token_loss(small, batch, chunked)
             else:
-                loss = token_loss(small, batch, head)
+                loss = token_loss(small, batch, chunked)
             forward = watch.take_peak()
+            inside = [p for _, layer in transformer_layers(small) for p in layer.parameters()]
+            head: list[tuple[int, int]] = []
+
+            def reached(_: torch.Tensor) -> None:
+                if not head:
+                    head.append(watch.take_peak())
+
+            for parameter in inside:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(reached)
             loss.backward()
-        return [forward, watch.take_peak()]
+        rest = watch.take_peak()
+        return [forward, head[0] if head else rest, rest]
 
 
 def _cut(model: nn.Module, kept: set[str]) -> nn.Module:

@@ -91,7 +91,9 @@ class Footprint:
     compute: Compute
     """How parameters come to the compute type."""
     gathered: int = 0
-    """Gathered parameters, whole gradients on their way and communication buffers, during the passes."""
+    """Gathered parameters and communication buffers, until the backward pass has come to a layer."""
+    in_layers: int = 0
+    """The same from there on, with whole gradients on their way."""
     at_end: int = 0
     """The same at the end of the backward pass, when no activation is left."""
     in_update: int = 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from portable.config.rules import largest_divisor
 from portable.errors import UserError, one_line
 from portable.plan import checkpoint_bytes, flops_per_token, parameter_count
-from portable.planner.activations import Activations, Request, activations
+from portable.planner.activations import Activations, Peak, Request, activations
 from portable.planner.footprint import Cluster, Footprint, Setting, footprint_room
 from portable.planner.speed import StepTime, step_time
 
@@ -161,7 +161,7 @@ class Planner:
             UserError: where it does not go with the rest of the config.
         """
         micro_batch = micro_batch or self.micro_batch
-        config = setting.into(self.config)
+        config = setting.into(self.config).replaced({"train.micro_batch_size": micro_batch})
         if recompute is not None:
             config = config.replaced({"memory.activation_checkpointing": recompute})
         recompute = config.memory.activation_checkpointing
@@ -289,38 +289,35 @@ class Planner:
 
     # -- micro-batches -------------------------------------------------------------------------------------
 
-    def largest_micro_batch(self, sizes: list[int], setting: Setting | None = None) -> int | None:
-        """The largest of ``sizes`` (ascending) that fits under the config's own setting, or None.
-
-        Activations grow in proportion: the smallest and the next one tell the rest.
-        """
-        device = self.target.device
-        if device is None or not sizes:
+    def largest_micro_batch(self, sizes: list[int]) -> int | None:
+        """The largest of ``sizes`` (ascending) that fits under the config's own setting, or None."""
+        if self.target.device is None:
             return None
-        own = setting or Setting.of(self.config)
-        usable = device.usable(self.target.cluster.devices)
-        first = self.option(own, micro_batch=sizes[0]).device_bytes.total
-        if first > usable:
-            return None
-        if len(sizes) == 1:
-            return sizes[0]
-        second = self.option(own, micro_batch=sizes[1]).device_bytes.total
-        each = max(1.0, (second - first) / (sizes[1] - sizes[0]))
-        return max(size for size in sizes if size == sizes[0] or first + each * (size - sizes[0]) <= usable)
+        own = Setting.of(self.config)
+        good, bad = -1, len(sizes)  # what is known to fit, and not to fit
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            if self.option(own, micro_batch=sizes[middle]).fits:
+                good = middle
+            else:
+                bad = middle
+        return None if good < 0 else sizes[good]
 
 
 def _device_bytes(footprint: Footprint, working: Activations) -> DeviceBytes:
-    """At the peak: in the passes, at the end of them, or in the update, whichever takes the most.
+    """At the peak: before the backward pass comes to the layers, in them, at their end, or in the update.
 
     Gradients count as complete, as they are from the second micro-batch of a step on; with a single one they
     come as activations go.
     """
-    passes = footprint.gathered + working.copies + working.work
-    gathered = footprint.gathered + working.copies
-    later = max(footprint.at_end, footprint.in_update)
-    if later > passes:
-        gathered += later - passes
-    return DeviceBytes(footprint.parameters, gathered, footprint.gradients, footprint.optimizer, working.work)
+    before, layers = working.before, working.in_layers
+    moments = [
+        (footprint.gathered + before.copies, before.work),
+        (footprint.in_layers + layers.copies, layers.work),
+        (max(footprint.at_end, footprint.in_update), 0),
+    ]
+    gathered, work = max(moments, key=sum)
+    return DeviceBytes(footprint.parameters, gathered, footprint.gradients, footprint.optimizer, work)
 
 
 def _guess(model: PreTrainedModel, config: PretrainedConfig, request: Request) -> Activations:
@@ -338,4 +335,5 @@ def _guess(model: PreTrainedModel, config: PretrainedConfig, request: Request) -
     kept = layers * (2 * tokens * hidden * width if request.recompute == "full" else a_layer)
     logits = 12 * tokens * int(getattr(text, "vocab_size", 0))
     copies = 2 * parameter_count(model) if request.compute == "autocast" else 0
-    return Activations(kept + a_layer + logits, copies)
+    peak = Peak(kept + a_layer + logits, copies)
+    return Activations(peak, peak)

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from portable import model as models
 from portable.config import load_config
 from portable.planner import devices
 from portable.planner.cli import main
+from portable.planner.footprint import Cluster, Setting
+from portable.planner.plan import Planner, Target
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,6 +118,25 @@ def test_a_large_model_gives_up_one_thing_after_another(capsys: pytest.CaptureFi
     none = plan(capsys, "--device", "t4", "--devices", "1", model=LARGE)
     assert none["best"] is None
     assert not any(option["fits"] for option in none["options"])
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
+    config = load_config(None, {"precision": "bf16", "strategy": "full_shard", "data.seq_len": 64})
+    config = config.replaced({"model.config": SMALL, "train.global_batch_size": 64})
+    model_config = models.model_config(config.model)
+    model = models.build_model(model_config, config.model)
+
+    def planner(memory: int) -> Planner:
+        device = devices.unnamed("cuda").with_memory(memory)
+        return Planner(config, model, model_config, Target("cuda", Cluster(1, 8), device, None))
+
+    own, sizes = Setting.of(config), [1, 2, 4, 8, 16, 32, 64]
+    needs = [planner(1).option(own, micro_batch=size).device_bytes.total for size in sizes]
+    assert needs == sorted(needs)
+    for size, need in zip(sizes, needs, strict=True):
+        room = int(need / (1 - devices.SHARE_KEPT_FREE)) + 2
+        assert planner(room).largest_micro_batch(sizes) == size
+    assert planner(needs[0] // 2).largest_micro_batch(sizes) is None
 
 
 def test_host_memory_bounds_offloading(capsys: pytest.CaptureFixture[str]) -> None:
