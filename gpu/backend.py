@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+# NCCL's flight recorder: on unless the user says otherwise. Two names for one thing, by version of torch.
+_FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_COLLECTIVES_KEPT = "2000"
 _ALLOCATIONS_KEPT = 200_000  # for a memory snapshot: a few steps of a large model
 
 
@@ -108,6 +111,8 @@ class TorchBackend:
     def start(self) -> None:
         if self.name == "cuda":
             torch.cuda.set_device(self.device)
+            for variable in _FLIGHT_RECORDER:
+                os.environ.setdefault(variable, _COLLECTIVES_KEPT)
         if self.world_size > 1:
             with native_stdout_closed():
                 dist.init_process_group(transport(self.device), timeout=COLLECTIVE_TIMEOUT)
@@ -159,6 +164,11 @@ class TorchBackend:
 
     def dump_memory(self, path: Path) -> None:
         torch.cuda.memory._dump_snapshot(str(path))
+
+    def dump_collectives(self, folder: Path) -> None:
+        if self.name == "cuda" and self.world_size > 1:
+            # The name that torchfrtrace looks for.
+            (folder / f"nccl_trace_rank_{self.rank}").write_bytes(_dump_nccl_trace())
 
     def seed(self, value: int) -> None:
         # torch.manual_seed would also look at every other kind of device, at a cost of 0.2 ms a call.
@@ -224,6 +234,13 @@ class TorchBackend:
 
     def figures(self) -> dict[str, float]:
         return {} if self._engine is None else self._engine.figures()
+
+
+def _dump_nccl_trace() -> bytes:
+    """What NCCL's flight recorder holds: a pickle, as ``torchfrtrace`` reads it."""
+    from torch._C import _distributed_c10d
+
+    return bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
 
 
 def _installed(package: str) -> bool:

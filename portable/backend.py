@@ -190,6 +190,9 @@ class Backend(Protocol):
     def dump_memory(self, path: Path) -> None:
         """Write the history of allocations, and what is allocated now, as the device's own tools read it."""
 
+    def dump_collectives(self, folder: Path) -> None:
+        """Write what collectives this rank's device took part in last, if it keeps a record of them."""
+
     def seed(self, value: int) -> None:
         """Seed the randomness (dropout) of this rank's device, without waiting for it."""
 

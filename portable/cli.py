@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.errors import RunError, UserError, one_line
+from portable.errors import RunError, ToldElsewhereError, UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
+    except ToldElsewhereError as error:
+        return error.exit_code
     except RunError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1

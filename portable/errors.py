@@ -1,6 +1,9 @@
-"""The one exception for what a person can put right."""
+"""What ends a run without being a bug: input that a person can put right, and what no input shows."""
 
 from __future__ import annotations
+
+USER_ERROR, RUN_ERROR = 2, 1
+"""Exit codes."""
 
 
 class UserError(Exception):
@@ -9,6 +12,14 @@ class UserError(Exception):
     The command line prints it as a single ``error: ...`` line and exits with code 2. Anything else that
     escapes is a bug of ours and keeps its traceback.
     """
+
+
+class ToldElsewhereError(Exception):
+    """What ends this rank was told, or will be, by another rank: end quietly, with its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class DamagedError(UserError):

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable import watchdog
-from portable.errors import RunError, UserError, one_line
+from portable.errors import RUN_ERROR, USER_ERROR, RunError, ToldElsewhereError, UserError, one_line
 from portable.oom import killed_since, oom_kills
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-USER_ERROR, RUN_ERROR = 2, 1
 STOP_REQUESTED = "stop-requested"
 _scratch: Path | None = None
 """Where this process, a rank that :func:`launch` started, leaves word for the launcher."""
@@ -163,6 +162,9 @@ def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch
         os.kill(os.getpid(), signal.SIGTERM)
     try:
         return function(*arguments)
+    except ToldElsewhereError as error:
+        time.sleep(5 * POLL)  # the rank that tells shall end first
+        os._exit(error.exit_code)
     except (UserError, RunError) as error:
         code = USER_ERROR if isinstance(error, UserError) else RUN_ERROR
         _report(Path(scratch), code, one_line(error))

@@ -91,6 +91,7 @@ def replay_step(run: Prepared, step: int) -> int:
     finally:
         batches.close()
     everything = [MicroBatch(**one) for one in _of_all_ranks(backend, [asdict(one) for one in found])]
+    backend.barrier()
     if backend.rank == 0:
         print("\n".join(_report(run, engine, step, everything, set(gradients), norm)))
     return 0

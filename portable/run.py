@@ -6,7 +6,7 @@ import errno
 import gc
 import shutil
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -22,9 +22,10 @@ from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import CheckpointFolder, TrainerState, write_durably
 from portable.config import difference, dump_yaml
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data
-from portable.errors import DamagedError, RunError, UserError, one_line
+from portable.errors import DamagedError, RunError, ToldElsewhereError, UserError, one_line
 from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_of_all
 from portable.foreign import open_foreign, own_state
+from portable.hosts import leave_word, refuse_together, word_left
 from portable.html_report import REPORT_FILE, write_report
 from portable.lock import locked
 from portable.loop import Cadence, Progress, evaluate, train
@@ -82,16 +83,21 @@ def train_leg(
     backend = backend_room(backend_name).create(backend_name)
     if replay is not None:
         config = config.replaced({"compile": False})  # what is compiled cannot be looked into
-    config = resolve(config, backend)
     folder = Path(config.output_dir)
-    check_same_run(folder, config)
-    check_trackers(config.log.trackers)
-    prepared = Prepared(config, backend)
+    prepared, refusal = None, None
+    try:
+        prepared = _prepared(config, backend)
+    except UserError as error:
+        if backend.world_size == 1:
+            raise
+        refusal = error
     try:
         backend.start()
+        refuse_together(refusal)
+        assert prepared is not None
         text = {"the text of data.source (its fingerprint)": prepared.data.fingerprint}
-        agree(backend, settings_and_versions(config) | text)
-        if config.log.memory_snapshot:
+        agree(backend, settings_and_versions(prepared.config) | text)
+        if prepared.config.log.memory_snapshot:
             backend.record_memory()
         prepared.settle_batches()
         if eval_only:
@@ -99,12 +105,21 @@ def train_leg(
         if replay is not None:
             return replay_step(prepared, replay)
         return _train_locked(prepared, folder, profile=profile)
+    except ToldElsewhereError:
+        raise
+    except (UserError, RunError) as error:
+        leave_word(error)
+        raise
     except Exception as error:
         launch.failing()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise out_of_disk(error, folder) from error
+            leave_word(full := out_of_disk(error, folder))
+            raise full from error
         if not backend.ran_out_of_memory(error):
+            if (told := word_left()) is not None:
+                raise told from None
             raise
+        assert prepared is not None
         prepared.dump_memory(folder)
         backend.leave()
     finally:
@@ -122,11 +137,24 @@ def out_of_disk(error: OSError, folder: Path) -> RunError:
     )
 
 
+def _prepared(config: RunConfig, backend: Backend) -> Prepared:
+    config = resolve(config, backend)
+    check_same_run(Path(config.output_dir), config)
+    check_trackers(config.log.trackers)
+    return Prepared(config, backend)
+
+
 def _train_locked(prepared: Prepared, folder: Path, *, profile: bool) -> int:
     backend = prepared.backend
     new = not folder.exists()
-    with locked(folder) if backend.rank == 0 else nullcontext():
-        backend.barrier()
+    with ExitStack() as stack:
+        refusal = None
+        try:
+            if backend.rank == 0:
+                stack.enter_context(locked(folder))
+        except UserError as error:
+            refusal = error
+        refuse_together(refusal)
         try:
             return prepared.train(folder, profile=profile)
         except UserError:
@@ -308,6 +336,7 @@ class Prepared:
             seconds=config.log.hang_timeout,
             folder=folder / "hang",
             report=launch.report_hang,
+            record=backend.dump_collectives,
         )
 
         def save(at: Progress) -> None:

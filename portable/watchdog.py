@@ -37,15 +37,23 @@ class Watchdog:
         seconds: without a new batch after which the rank is given up. None: for ever.
         folder: where the stacks of all threads go, as ``rank-<r>.txt``; made when it is needed.
         report: is told one line on where the rank stood.
+        record: writes what the device's collectives did last into a folder, where there is a record of it.
     """
 
     def __init__(
-        self, *, rank: int, seconds: float | None, folder: Path, report: Callable[[str], None]
+        self,
+        *,
+        rank: int,
+        seconds: float | None,
+        folder: Path,
+        report: Callable[[str], None],
+        record: Callable[[Path], None] = lambda _: None,
     ) -> None:
         self._rank = rank
         self._seconds = seconds
         self._folder = folder
         self._report = report
+        self._record = record
         self._main = threading.get_ident()
         self._limit = float("inf")
         self._moved = time.monotonic()
@@ -107,6 +115,7 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             line += f" (stacks: {path})"
+            self._record(self._folder)
         finally:
             self._report(line)
             time.sleep(GRACE)

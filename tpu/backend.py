@@ -134,6 +134,9 @@ class XlaBackend:
     def dump_memory(self, path: Path) -> None:
         """Nothing: :meth:`check` has refused it."""
 
+    def dump_collectives(self, folder: Path) -> None:
+        """Nothing: they are operations of a compiled program."""
+
     def seed(self, value: int) -> None:
         xla._xla_set_rng_seed(value, str(self.device))
 

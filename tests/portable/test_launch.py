@@ -141,6 +141,81 @@ def test_torchrun_is_joined(tmp_path: Path, corpus: Path) -> None:
     assert state["world_size"] == 2
 
 
+def torchrun(settings: dict[str, Any]) -> subprocess.Popen[str]:
+    """Two ranks under torch's own launcher."""
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "portable.cli"]
+    return subprocess.Popen(
+        [*command, *flags(settings)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def assert_told_once(errors: str, message: str) -> None:
+    """``message`` on one line, and no rank with a traceback of its own; torchrun prints one of its own."""
+    told = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1, errors
+    assert message in told[0]
+    assert f"{Path(__file__).parents[2] / 'portable'}/" not in errors, errors
+    assert "onnection" not in errors.split("torch.distributed.elastic")[0], errors
+
+
+def test_a_refusal_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: Path) -> None:
+    settings = tiny(tmp_path, corpus, train__micro_batch_size=1)
+    with locked(tmp_path):  # which rank 0 alone asks for
+        begin = time.monotonic()
+        _, errors = torchrun(settings).communicate(timeout=120)
+    assert_told_once(errors, "in use")
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.slow
+def test_a_failure_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "checkpoints").touch()  # a file, where rank 0 makes a folder
+    _, errors = torchrun(tiny(tmp_path, corpus, train__micro_batch_size=1)).communicate(timeout=120)
+    assert_told_once(errors, "could not be written")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "seconds"), [(signal.SIGKILL, 45), (signal.SIGSTOP, 75)], ids=["killed", "stopped"]
+)
+def test_all_end_within_a_set_time_under_torchrun(
+    number: signal.Signals, seconds: float, tmp_path: Path, corpus: Path
+) -> None:
+    settings = tiny(
+        tmp_path,
+        corpus,
+        train__steps=100_000,
+        train__micro_batch_size=1,
+        log__hang_timeout=4,
+        checkpoint__every_steps=None,
+    )
+    run = torchrun(settings)
+    wait_for(lambda: steps_logged(tmp_path) > 3 or run.poll() is not None)
+    workers = ranks_under(run.pid)
+    assert sorted(workers) == [0, 1]
+    os.kill(workers[1], number)
+    begin = time.monotonic()
+    _, errors = run.communicate(timeout=120)
+    assert time.monotonic() - begin < seconds
+    assert run.returncode != 0
+    assert not any(alive(pid) for pid in workers.values())
+    if number == signal.SIGSTOP:
+        assert "error: nothing has moved for " in errors
+        assert "train_step" in (tmp_path / "hang" / "rank-0.txt").read_text()
+
+
+def ranks_under(launcher: int) -> dict[int, int]:
+    """The process id of each rank that ``launcher`` has started."""
+    found = {}
+    for task in Path(f"/proc/{launcher}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+            if b"RANK" in variables:
+                found[int(variables[b"RANK"])] = int(pid)
+    return found
+
+
 def _rank_function(how: str) -> int:
     rank = int(os.environ["RANK"])
     if rank == 1 and how == "refuses":
