@@ -70,8 +70,12 @@ class DeviceScaler:
 
     @property
     def overflows(self) -> int:
-        """Updates left out since the start; waits for the device."""
+        """Updates left out since the start of the run; waits for the device."""
         return int(self._overflows)
+
+    @overflows.setter
+    def overflows(self, count: int) -> None:
+        self._overflows.fill_(count)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _STATE:
@@ -128,7 +132,7 @@ class LossScale:
     def save(self, folder: Path) -> None:
         """Write where the search stands; on the first rank."""
         if self.dynamic:
-            state = {name: getattr(self._scaler, name) for name in _STATE}
+            state = {name: getattr(self._scaler, name) for name in (*_STATE, "overflows")}
             write_durably(folder / _FILE, json.dumps(state) + "\n")
 
     def load(self, folder: Path) -> None:
@@ -137,7 +141,8 @@ class LossScale:
         if not self.dynamic or not path.exists():
             return
         try:
-            state = {name: float(json.loads(path.read_text("utf-8"))[name]) for name in _STATE}
+            stored = {"overflows": 0, **json.loads(path.read_text("utf-8"))}  # which older ones do not count
+            state = {name: float(stored[name]) for name in (*_STATE, "overflows")}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{path}: damaged ({one_line(error)}); use an older checkpoint") from error
         for name, value in state.items():

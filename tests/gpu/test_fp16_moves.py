@@ -1,0 +1,110 @@
+"""The search for a loss scale goes along when a run in fp16 moves to another strategy or number of ranks.
+
+DeepSpeed trains in fp16 on GPUs only; torch multiplies it on CPUs as well, so the accelerator is said to
+support it and the precision is set past the rule that knows better. Engines, scalers and files are real.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
+
+STEPS = 3  # of a leg
+# Each strategy is moved to and from, ZeRO from and to each of the others' kind.
+LEGS = (
+    ("no_shard", 2),
+    ("full_shard", 3),
+    ("zero2", 2),
+    ("shard_grad_op", 2),
+    ("zero3", 3),
+    ("zero1", 2),
+    ("no_shard", 1),
+)
+
+
+def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
+    """Where the search stands once the newest checkpoint is loaded, and after the leg, which saves."""
+    from deepspeed.accelerator import get_accelerator
+
+    from gpu.zero_runtime import import_deepspeed
+    from portable.backend import backend_room
+    from portable.checkpointing import CheckpointFolder
+    from portable.loop import Progress, train_step
+    from portable.run import Prepared, resolve
+
+    import_deepspeed("cpu")
+    get_accelerator().is_fp16_supported = lambda: True
+    backend = backend_room("cpu").create("cpu")
+    config = resolve(config, backend)
+    config.__dict__["precision"] = "fp16"
+    backend.start()
+    try:
+        run = Prepared(config, backend)
+        checkpoints = CheckpointFolder(Path(config.output_dir) / "checkpoints", keep=None, rank=backend.rank)
+        engine: Any
+        engine, progress = run.engine(checkpoints.latest())
+        probe = Path(config.output_dir) / f"probe-{backend.rank}"
+        probe.mkdir(parents=True, exist_ok=True)
+        engine._scaling.save(probe)
+        loaded = json.loads((probe / "loss_scale.json").read_text())
+        batches = iter(run.train_loader(progress.samples))
+        for step in range(progress.step, progress.step + STEPS):
+            train_step(
+                backend,
+                engine,
+                batches,
+                plan=run.plan,
+                first_sample=step * run.plan.global_batch_size,
+                learning_rate=run.schedule(step),
+                max_grad_norm=1.0,
+            )
+        batches.close()
+        after = Progress(progress.step + STEPS, progress.samples + STEPS * run.plan.global_batch_size)
+        run.save(checkpoints, engine, after)
+        checkpoints.finish()
+        backend.barrier()
+        return loaded, backend.figures()
+    finally:
+        backend.stop()
+        del get_accelerator().is_fp16_supported
+
+
+def test_the_scale_and_its_counters_go_along(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    saved: dict[str, Any] | None = None
+    scales = []
+    for number, (strategy, world_size) in enumerate(LEGS):
+        config = configured(
+            tmp_path,
+            corpus,
+            strategy=strategy,
+            precision="bf16",
+            train__micro_batch_size=1,
+            train__steps=STEPS * len(LEGS),
+            # Too high to begin with, and doubled after every second update that does not overflow.
+            fp16__initial_scale_power=19,
+            fp16__hysteresis=1,
+            fp16__loss_scale_window=2,
+        )
+        loaded, figures = ranks.run(world_size, leg, config)
+        if saved is not None:
+            assert loaded == saved, f"moved to {strategy} on {world_size}"
+        step = STEPS * (number + 1)
+        path = tmp_path / "checkpoints" / f"step-{step:06d}" / "loss_scale.json"
+        saved = json.loads(path.read_text())
+        assert saved["cur_iter"] == step
+        assert (saved["cur_scale"], saved["overflows"]) == (figures["loss_scale"], figures["overflows"])
+        scales.append(saved["cur_scale"])
+    assert saved is not None
+    assert saved["overflows"] >= 2
+    assert len(set(scales)) > 1
