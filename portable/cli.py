@@ -63,7 +63,7 @@ def run(invocation: Invocation) -> int:
             "--replay: takes one step once more and trains nothing; remove --profile or --eval-only"
         )
     if invocation.resume_info is not None:
-        return describe_checkpoint(Path(invocation.resume_info))
+        return describe_checkpoint(Path(invocation.resume_info), config.backend)
     name = resolve_backend(config.backend)
     room = backend_room(name)
     leg = (name, config, invocation.eval_only, invocation.profile, invocation.replay)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from converters import CheckpointError
 from portable import model as models
 from portable.backend import backend_room
-from portable.checkpointing import CheckpointFolder, TrainerState
+from portable.checkpointing import CheckpointFolder
 from portable.config import dump_yaml
 from portable.data import inspect_data
 from portable.errors import UserError
@@ -16,6 +16,7 @@ from portable.foreign import open_foreign
 from portable.metrics import human_bytes, table
 from portable.plan import checkpoint_bytes, parameter_count, total_steps
 from portable.planner.here import memory_rows, planner_here
+from portable.resume_info import describe
 from portable.run import plan_for, ranks_in_words, resolve, tokenizer_hints
 from portable.run_folder import check_same_run, checkpoint_of, resume_source
 from portable.schedule import build_schedule
@@ -98,23 +99,13 @@ def _foreign_rows(
     return [*taken.rows, *(("warning", warning) for warning in taken.warnings)]
 
 
-def describe_checkpoint(path: Path) -> int:
-    """Print what a checkpoint (or the newest of a run) holds, whoever wrote it."""
+def describe_checkpoint(path: Path, backend_name: str) -> int:
+    """Print what a checkpoint (or the newest of a run) holds, whoever wrote it, and what can take it on."""
     if (foreign := open_foreign(path)) is not None:
         try:
             print(table(foreign.rows()))
         except CheckpointError as error:
             raise UserError(f"--resume-info: {error}") from error
         return 0
-    folder = checkpoint_of(path)
-    state = TrainerState.read(folder)
-    rows = [
-        ("checkpoint", str(folder)),
-        ("step", f"{state.step} of {state.schedule['total_steps']}"),
-        ("samples", f"{state.samples:,}"),
-        ("written by", f"{state.world_size} ranks, {state.backend}, {state.strategy}"),
-        ("precision", str(state.run["precision"])),
-        ("seed", str(state.seed)),
-    ]
-    print(table(rows))
+    print(describe(checkpoint_of(path), backend_name))
     return 0

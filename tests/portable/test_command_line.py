@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.cli import main
+from portable.metrics import human_bytes
 from tests.runs import TINY_MODEL, flags, tiny
 
 if TYPE_CHECKING:
@@ -190,6 +191,34 @@ def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.Capt
     assert "2 of 2" in capsys.readouterr().out
     assert snapshot(tmp_path) == before
     assert "missing" in refusal(capsys, ["--resume-info", str(tmp_path / "nowhere")])
+
+
+def test_what_can_take_a_checkpoint_on(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = flags(tiny(tmp_path, corpus, train__steps=2, train__optimizer="adafactor"))
+    assert main(settings) == 0
+    capsys.readouterr()
+    assert main(["--resume-info", str(tmp_path), "--backend", "cpu"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    rows = dict(line.strip().split("  ", 1) for line in told if line.startswith("  "))
+    rows = {name: value.strip() for name, value in rows.items()}
+    folder = tmp_path / "checkpoints" / "step-000002"
+    assert (rows["step"], rows["samples"], rows["tokens"]) == ("2 of 2", "12", "384")
+    assert (rows["optimizer"], rows["precision"], rows["written by"]) == (
+        "adafactor",
+        "fp32",
+        "1 ranks, cpu, full_shard",
+    )
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert rows["size on disk"].startswith(f"{human_bytes(size)} in ")
+    # What it says of a strategy is what a run under it says.
+    assert rows["full_shard"] == "on 1, 2, 3, 6 ranks"
+    assert main([*settings, "--strategy", "full_shard", "--dry-run"]) == 0
+    capsys.readouterr()
+    refused = refusal(capsys, [*settings, "--strategy", "zero1", "--dry-run"])
+    assert rows["zero1"] == "no: " + refused.removeprefix("error: --").strip()  # the flag's name
+    assert told[-1].startswith(f"to go on: portable-train --config {tmp_path}/config.yaml --backend cpu ")
 
 
 def test_the_log_lines_and_the_summary(
