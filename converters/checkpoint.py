@@ -9,8 +9,8 @@ from converters.ties import resolve_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
+    from converters.places import Place
     from converters.tensor import Tensor
 
 Scalar = int | float | bool
@@ -62,18 +62,18 @@ class Checkpoint:
         self,
         *,
         format: str,
-        root: Path,
+        root: Place,
         tensors: Mapping[str, Tensor],
         aliases: Mapping[str, str] | None = None,
         optimizer: OptimizerState | Callable[[], OptimizerState | None] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        companions: Mapping[str, Path] | None = None,
+        companions: Mapping[str, Place] | None = None,
         counters: Callable[[], Mapping[str, Scalar]] | None = None,
     ) -> None:
         self.format = format
         self.root = root
         self.metadata: Mapping[str, Any] = dict(metadata or {})
-        self.companions: Mapping[str, Path] = dict(companions or {})
+        self.companions: Mapping[str, Place] = dict(companions or {})
         self._stored = tensors
         self._known_aliases = dict(aliases or {})
         self._optimizer = optimizer

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from converters.errors import CheckpointError
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from converters.checkpoint import Checkpoint
+    from converters.places import Place
     from converters.writing import Plan
 
 _UNITS = {
@@ -36,13 +36,15 @@ Turn a training checkpoint into a folder that from_pretrained loads.
 
 SRC may be a run folder (the newest complete step is taken), one step, a folder of shards, or one
 file. The format is found out by looking. Nothing is loaded whole: memory stays flat whatever the
-model's size. SRC is never changed, and OUT appears complete or not at all.
+model's size. SRC is never changed, and OUT appears complete or not at all. Both may be URLs of an object
+store (s3://, gs://).
 """
 
 _EXAMPLES = """\
 examples:
   portable-convert runs/quickstart out/                    newest step, every value as it was trained
   portable-convert runs/quickstart out/ --tag step-000100  a certain step
+  portable-convert s3://bucket/run s3://bucket/model       from and to an object store, without a disk
   portable-convert ckpt/ out/ --dtype bfloat16             half the size, for inference
   portable-convert ckpt/ out/ --optimizer                  the optimizer's moments too
   portable-convert ckpt/ out/ --to dcp --optimizer         for torch.distributed.checkpoint
@@ -129,10 +131,12 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    source, out = Path(options.src), Path(options.out)
     # Imported here, so that help and a mistyped option answer at once.
     from converters.opening import open_checkpoint
     from converters.output import check_output
+    from converters.places import place
+
+    source, out = place(options.src), place(options.out)
 
     writer = import_module(f"converters.{options.to}_writer")
     make_plan: Callable[..., Plan] = getattr(writer, f"plan_{options.to}")
@@ -165,7 +169,7 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(checkpoint: Checkpoint, plan: Plan, out: Path) -> str:
+def _describe(checkpoint: Checkpoint, plan: Plan, out: Place) -> str:
     lines = [f"{checkpoint.root} ({checkpoint.format})"]
     if "step" in checkpoint.metadata:
         lines[0] += f", step {checkpoint.metadata['step']}"

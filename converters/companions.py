@@ -6,8 +6,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from converters.remote_errors import AccessDeniedError
+
 if TYPE_CHECKING:
-    from pathlib import Path
+    from converters.places import Place
 
 _NAMES = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
@@ -20,7 +22,7 @@ _RUN_CHECKPOINTS = "checkpoints"
 _MAX_BYTES = 1 << 30
 
 
-def find_companions(root: Path) -> dict[str, Path]:
+def find_companions(root: Place) -> dict[str, Place]:
     """Files to copy beside converted weights: name -> path.
 
     Looked for in `root` (or the folder of a file), in its `model/`, then upwards to its parent, and on to the
@@ -33,20 +35,20 @@ def find_companions(root: Path) -> dict[str, Path]:
         upwards.append(folder.parent.parent)
     elif folder.parent.parent.name == _RUN_CHECKPOINTS:
         upwards += [folder.parent.parent, folder.parent.parent.parent]
-    found: dict[str, Path] = {}
+    found: dict[str, Place] = {}
     for place in upwards:
         for where in (place, *(place / name for name in _SUBFOLDERS)):
             try:
-                entries = sorted(where.iterdir())
-            except OSError:
+                entries: list[Place] = list(where.iterdir())
+            except (OSError, AccessDeniedError):  # credentials often reach no higher than the checkpoint
                 continue
-            for entry in entries:
+            for entry in sorted(entries, key=_name):
                 if entry.name not in found and _NAMES.fullmatch(entry.name) and _usable(entry):
                     found[entry.name] = entry
     return found
 
 
-def trainer_metadata(folder: Path) -> dict[str, Any]:
+def trainer_metadata(folder: Place) -> dict[str, Any]:
     """What a `trainer_state.json` in `folder` tells (ours, or the Trainer's): its content and the step."""
     try:
         state = json.loads((folder / "trainer_state.json").read_text("utf-8"))
@@ -58,7 +60,11 @@ def trainer_metadata(folder: Path) -> dict[str, Any]:
     return {"trainer_state": state, **({"step": step} if isinstance(step, int) else {})}
 
 
-def _usable(path: Path) -> bool:
+def _name(path: Place) -> str:
+    return path.name
+
+
+def _usable(path: Place) -> bool:
     try:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return False

@@ -8,13 +8,13 @@ Source: torch/distributed/checkpoint/metadata.py, filesystem.py.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import TO_TORCH
 from converters.errors import CheckpointError
 from converters.formats.dcp import read_tensors
 from converters.pickles import plain
+from converters.places import place
 from converters.torchzip_writer import Call, Made, Name, pickle, tensor_parts, value_bytes
 from converters.writing import (
     Entry,
@@ -29,6 +29,7 @@ from converters.writing import (
 
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint
+    from converters.places import Place
 
 Key = tuple[str | int, ...]
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -87,7 +88,7 @@ def plan_dcp(
 
 def write_dcp(
     checkpoint: Checkpoint,
-    out: str | Path,
+    out: str | Place,
     *,
     dtype: str = "keep",
     max_shard_size: int = 5_000_000_000,
@@ -110,13 +111,14 @@ def write_dcp(
         The plan that was carried out.
 
     Raises:
-        CheckpointError: `out` refused, the source damaged, or the disk full. `out` is then as it was.
+        CheckpointError: `out` refused, the source damaged, the disk full, or the object store out of reach.
+            `out` is then as it was.
     """
 
     def make_plan() -> Plan:
         return plan_dcp(checkpoint, dtype=dtype, max_shard_size=max_shard_size, optimizer=optimizer)
 
-    return carry_out(checkpoint, make_plan, Path(out), overwrite=overwrite, progress=progress, verify=verify)
+    return carry_out(checkpoint, make_plan, place(out), overwrite=overwrite, progress=progress, verify=verify)
 
 
 def _metadata(entries: list[Entry], paths: dict[str, Key], places: dict[str, tuple[str, int, int]]) -> Made:

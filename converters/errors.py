@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 class CheckpointError(Exception):
@@ -18,7 +17,7 @@ class CheckpointError(Exception):
 
 
 @contextmanager
-def blame(path: Path) -> Iterator[None]:
+def blame(path: object) -> Iterator[None]:
     """Put `path` before the message of a `CheckpointError` raised within, where it says nothing of files."""
     try:
         yield

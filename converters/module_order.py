@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
+
+    from converters.places import Place
 
 _DECODER = (
     "model embed_tokens layers self_attn q_proj k_proj v_proj o_proj q_norm k_norm mlp gate_proj up_proj "
@@ -49,7 +50,7 @@ _ORDERS = {
 MODEL_TYPES = tuple(_ORDERS)
 
 
-def module_order(names: Iterable[str], config: Path | None) -> list[str] | None:
+def module_order(names: Iterable[str], config: Place | None) -> list[str] | None:
     """`names` as the model's modules define them, or None where that is not known.
 
     Args:

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.completion import INCOMPLETE, is_unfinished
 from converters.errors import CheckpointError
 from converters.formats import Format, Source, detect, formats
+from converters.places import place
+from converters.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from converters.checkpoint import Checkpoint
+    from converters.places import Place
 
 # step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100 ...
 _STEP = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[-_]?(\d+)")
 
 
 def open_checkpoint(
-    path: str | Path, tag: str | None = None, *, verify: bool = True, order: Sequence[str] = ()
+    path: str | Place, tag: str | None = None, *, verify: bool = True, order: Sequence[str] = ()
 ) -> Checkpoint:
     """Open a checkpoint of any supported format.
 
     Args:
-        path: a run folder (its newest complete step), a step folder, a folder of shards, or one file.
+        path: a run folder (its newest complete step), a step folder, a folder of shards, or one file; on this
+            machine or as a URL (`s3://bucket/run`), of which only the ranges that are needed are fetched.
         tag: the step to take from a folder of several: its folder's name (`step-000100`) or number (`100`).
         verify: check the CRCs that the format stores on everything read. Turn off only where something else
             has checked the same files just now.
@@ -36,9 +40,10 @@ def open_checkpoint(
         A `Checkpoint`; only headers have been read.
 
     Raises:
-        CheckpointError: nothing there, not a known format, or damaged. One line, naming the file.
+        CheckpointError: nothing there, not a known format, damaged, or in an object store and not complete.
+            One line, naming the file.
     """
-    root = Path(path)
+    root = place(path)
     if not root.exists():
         raise CheckpointError(f"{root}: no such file or folder")
     found, source = _locate(root, tag, verify)
@@ -50,7 +55,7 @@ def open_checkpoint(
         raise CheckpointError(f"{source.path}: nested too deeply to be a checkpoint") from None
 
 
-def read_pickled(path: str | Path) -> Any:
+def read_pickled(path: str | Place) -> Any:
     """What `torch.save` wrote into one small file, as dicts, lists, strings and numbers; nothing is run.
 
     Tensors and objects come as the names of their classes.
@@ -62,14 +67,16 @@ def read_pickled(path: str | Path) -> Any:
     from converters.storage import Folder
     from converters.torchzip import TorchZip
 
-    path = Path(path)
+    path = place(path)
     try:
         return plain(TorchZip(Folder(path.parent).file(path.name)).load())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
 
 
-def _locate(root: Path, tag: str | None, verify: bool) -> tuple[Format, Source]:
+def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]:
+    if not _whole(root):
+        raise CheckpointError(_unfinished(root))
     source = Source(root, tag, verify)
     steps = _steps(root)
     if tag is not None and steps:
@@ -78,7 +85,7 @@ def _locate(root: Path, tag: str | None, verify: bool) -> tuple[Format, Source]:
         ]
         if matching:
             source = Source(matching[0], None, verify)
-            found = detect(source)
+            found = detect(source) if _whole(source.path) else None
             if found is None:
                 raise CheckpointError(_why_not(source))
             return found, source
@@ -90,13 +97,27 @@ def _locate(root: Path, tag: str | None, verify: bool) -> tuple[Format, Source]:
         raise CheckpointError(f"{root}: no checkpoint is tagged {tag!r}; there are: {known}")
     for _, step in steps:
         candidate = Source(step, None, verify)
-        found = detect(candidate)
+        found = detect(candidate) if _whole(step) else None
         if found is not None:
             return found, candidate
     raise CheckpointError(_why_not(Source(steps[0][1], None, verify) if steps else source))
 
 
-def _steps(root: Path) -> list[tuple[int, Path]]:
+def _whole(path: Place) -> bool:
+    """Whether nobody has begun to write here and not come to the end: on a disk the rename sees to that."""
+    if not isinstance(path, RemotePath):
+        return True
+    return not is_unfinished(path.parent if path.is_file() else path)
+
+
+def _unfinished(path: Place) -> str:
+    return (
+        f"{path}: holds {INCOMPLETE} and no marker of completion, so its writer is at work or was stopped; "
+        "take another one"
+    )
+
+
+def _steps(root: Place) -> list[tuple[int, Place]]:
     """Step folders in `root` and in its `checkpoints/` (torchtitan: `checkpoint/`), newest first."""
     steps = []
     for folder in (root / "checkpoints", root / "checkpoint", root):
@@ -112,6 +133,8 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def _why_not(source: Source) -> str:
+    if not _whole(source.path):
+        return _unfinished(source.path)
     for known in formats():
         reason = known.incomplete(source)
         if reason:

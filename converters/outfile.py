@@ -1,4 +1,4 @@
-"""Files being written: at the page cache's pace, with the disk kept busy while they grow."""
+"""Files being written to a disk: at the page cache's pace, with the disk kept busy while they grow."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import shutil
 import threading
 from typing import TYPE_CHECKING
 
+from converters.remote import RemotePath
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from converters.places import Place
     from converters.storage import FileSpan
 
 # Linux gives a larger write larger folios, which it must find or make first: writes of 1 MiB were seen to
@@ -81,7 +84,9 @@ class Piece:
         """
         if not hasattr(os, "copy_file_range"):
             return False
-        descriptor = span.file.folder.descriptor(span.file)
+        descriptor = span.file.descriptor()
+        if descriptor is None:
+            return False
         start, done = self._at, 0
         while done < span.nbytes:
             want = min(span.nbytes - done, _KERNEL_COPY)
@@ -119,16 +124,22 @@ class Piece:
         self._flushed = self._at
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Place, data: bytes) -> None:
     """Write a small new file, durably; OSError where it cannot be done."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
     piece = OutputFile(path).piece(0)
     piece.write(data)
     piece.finish()
 
 
-def copy_file(source: Path, target: Path) -> None:
+def copy_file(source: Place, target: Path) -> None:
     """Copy a small file into a new one, durably and in little memory; OSError where it cannot be done."""
-    shutil.copyfile(source, target)
+    if isinstance(source, RemotePath):
+        source.download(target)
+    else:
+        shutil.copyfile(source, target)
     fd = os.open(target, os.O_RDONLY)
     try:
         os.fsync(fd)

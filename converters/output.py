@@ -1,20 +1,98 @@
-"""An output folder that appears whole or not at all."""
+"""An output folder that appears whole or not at all: on a disk by its name, elsewhere by a marker."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from converters.errors import CheckpointError
+from converters.outfile import FLUSH_BYTES, OutputFile, copy_file, write_file
+from converters.remote import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from converters.places import Place
+    from converters.storage import FileSpan
 
 
-def check_output(out: Path, sources: list[Path], *, overwrite: bool) -> Path:
+class OutPiece(Protocol):
+    """A run of bytes of a file, written from its start to its end by one thread."""
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append `data`."""
+        ...
+
+    def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
+        """Append the bytes of `span` unread; False, and nothing done, where that is not possible."""
+        ...
+
+    def finish(self) -> None:
+        """Tell the file that this piece is done."""
+        ...
+
+
+class OutFile(Protocol):
+    """A file being written in pieces, which may come from any thread in any order."""
+
+    def piece(self, number: int) -> OutPiece:
+        """Piece `number` of the lengths that the file was made with."""
+        ...
+
+
+class Draft(Protocol):
+    """An output folder before it is there."""
+
+    @property
+    def folder(self) -> Place:
+        """Where to read back what has been written, once `settle` has been called."""
+        ...
+
+    @property
+    def threads(self) -> int | None:
+        """How many to write with, None for as many as the processors."""
+        ...
+
+    def run_bytes(self, nbytes: int) -> int:
+        """About how long the pieces of a file of `nbytes` should be."""
+        ...
+
+    def file(self, name: str, lengths: Sequence[int]) -> OutFile:
+        """A new file of pieces of these lengths."""
+        ...
+
+    def settle(self) -> None:
+        """All pieces of all files are done; small files may follow."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """A small new file."""
+        ...
+
+    def copy(self, path: Place, name: str) -> None:
+        """A small file as it is elsewhere."""
+        ...
+
+
+def new_output(target: Place, *, needed: int, overwrite: bool) -> AbstractContextManager[Draft]:
+    """A draft that becomes `target` when the block ends well, and vanishes otherwise.
+
+    Args:
+        needed: bytes that will be written.
+    """
+    if isinstance(target, RemotePath):
+        from converters.remote_output import new_prefix
+
+        return new_prefix(target, overwrite=overwrite)
+    return _new_local(target, needed=needed, overwrite=overwrite)
+
+
+def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Place:
     """The absolute output folder, or CheckpointError if writing there could harm what is there.
 
     Args:
@@ -23,13 +101,19 @@ def check_output(out: Path, sources: list[Path], *, overwrite: bool) -> Path:
     target = out.resolve()
     for source in sources:
         origin = source.resolve()
+        if isinstance(target, RemotePath) != isinstance(origin, RemotePath):
+            continue
         if target == origin:
             raise CheckpointError(f"{out}: is the checkpoint itself; give another output folder")
-        if target.is_relative_to(origin):
+        if target.is_relative_to(origin):  # type: ignore[arg-type]
             raise CheckpointError(f"{out}: lies inside {source}; give an output folder outside it")
-        if origin.is_relative_to(target):
+        if origin.is_relative_to(target):  # type: ignore[arg-type]
             raise CheckpointError(f"{out}: holds {source}; give another output folder")
-    if os.path.lexists(out):
+    if isinstance(target, RemotePath):
+        from converters.remote_output import check_prefix
+
+        check_prefix(target, overwrite=overwrite)
+    elif os.path.lexists(str(out)):
         if not overwrite:
             raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
         if not target.is_dir():
@@ -37,6 +121,45 @@ def check_output(out: Path, sources: list[Path], *, overwrite: bool) -> Path:
         if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
             raise CheckpointError(f"{out}: holds the current or the home folder and will not be replaced")
     return target
+
+
+class _LocalDraft:
+    """A folder under another name."""
+
+    threads = None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run_bytes(self, nbytes: int) -> int:
+        return FLUSH_BYTES
+
+    def file(self, name: str, lengths: Sequence[int]) -> OutFile:
+        return _LocalFile(self.folder / name, lengths)
+
+    def settle(self) -> None:
+        pass
+
+    def write(self, name: str, data: bytes) -> None:
+        write_file(self.folder / name, data)
+
+    def copy(self, path: Place, name: str) -> None:
+        copy_file(path, self.folder / name)
+
+
+class _LocalFile:
+    def __init__(self, path: Path, lengths: Sequence[int]) -> None:
+        self._file = OutputFile(path, pieces=len(lengths))
+        self._starts = [0, *accumulate(lengths)]
+
+    def piece(self, number: int) -> OutPiece:
+        return self._file.piece(self._starts[number])
+
+
+@contextmanager
+def _new_local(target: Path, *, needed: int, overwrite: bool) -> Iterator[Draft]:
+    with new_folder(target, needed=needed, overwrite=overwrite) as folder:
+        yield _LocalDraft(folder)
 
 
 @contextmanager

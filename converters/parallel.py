@@ -26,7 +26,7 @@ def threads() -> int:
     return min(_MAX_THREADS, allowed)
 
 
-def in_parallel(jobs: Iterator[Job], progress: Progress) -> None:
+def in_parallel(jobs: Iterator[Job], progress: Progress, workers: int | None = None) -> None:
     """Run every job once, started in order; the first error, or Ctrl-C, ends them all and is raised.
 
     Args:
@@ -34,6 +34,7 @@ def in_parallel(jobs: Iterator[Job], progress: Progress) -> None:
             that it calls in turn with the bytes it has dealt with, every few milliseconds: this is where
             a job ends early.
         progress: gets these bytes, from one thread at a time.
+        workers: how many threads; None for as many as `threads` says.
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed  # not at the top: slow to import
 
@@ -53,9 +54,10 @@ def in_parallel(jobs: Iterator[Job], progress: Progress) -> None:
                 return
             job(advance)
 
-    with ThreadPoolExecutor(threads()) as pool:
+    workers = workers or threads()
+    with ThreadPoolExecutor(workers) as pool:
         try:
-            for ended in as_completed([pool.submit(work) for _ in range(threads())]):
+            for ended in as_completed([pool.submit(work) for _ in range(workers)]):
                 ended.result()
         finally:
             stop.set()

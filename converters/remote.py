@@ -354,6 +354,13 @@ class RemotePath:
             for start in range(0, size, PART_BYTES):
                 file.write(self.read_range(start, min(size, start + PART_BYTES)))
 
+    def copy_to(self, other: RemotePath) -> None:
+        """Copy the object to another place, in pieces of `PART_BYTES`."""
+        size = self.stat().st_size
+        with other.create() as out:
+            for start in range(0, size, PART_BYTES):
+                out.write(self.read_range(start, min(size, start + PART_BYTES)))
+
     def write_bytes(self, data: bytes) -> int:
         """Write a small object in one request; it appears whole, in place of any other of the name."""
         with_retries(str(self), "write", lambda: self._store.fs.pipe_file(self._key, data))
@@ -406,8 +413,11 @@ class RemotePath:
             (self / INCOMPLETE).unlink(missing_ok=True)
         self.refresh()
 
-    def abort_uploads(self) -> int:
+    def abort_uploads(self, *, deep: bool = True) -> int:
         """Abort the uploads below that nobody will finish: a killed process leaves its own behind.
+
+        Args:
+            deep: also those of objects in folders below; else only of those right here.
 
         Returns:
             How many there were. 0 where the store keeps no list of them (Google's expire after a week).
@@ -424,6 +434,8 @@ class RemotePath:
         while True:
             page = with_retries(str(self), "list uploads", listed)
             for upload in page.get("Uploads", []):
+                if not deep and "/" in upload["Key"][len(where["Prefix"]) :]:
+                    continue
                 _abort(self, bucket, upload["Key"], upload["UploadId"])
                 count += 1
             if not page.get("IsTruncated"):

@@ -6,13 +6,13 @@ Source: https://github.com/huggingface/safetensors ("Format"); the index is tran
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
 from converters.formats.safetensors import GROUPS, MAX_HEADER, OPTIMIZER, read_file
 from converters.pickles import plain
+from converters.places import place
 from converters.storage import Folder
 from converters.writing import Entry, Plan, PlannedFile, carry_out, model_entries, optimizer_entries, shards
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from converters.checkpoint import Checkpoint
+    from converters.places import Place
     from converters.tensor import Tensor
 
 
@@ -50,7 +51,7 @@ def plan_safetensors(
         documents[GROUPS] = _document({"param_groups": groups})
     names_written = [file.name for file in files]
 
-    def reopen(folder: Path) -> dict[str, Tensor]:
+    def reopen(folder: Place) -> dict[str, Tensor]:
         written = Folder(folder)
         found: dict[str, Tensor] = {}
         for name in names_written:
@@ -62,7 +63,7 @@ def plan_safetensors(
 
 def write_safetensors(
     checkpoint: Checkpoint,
-    out: str | Path,
+    out: str | Place,
     *,
     dtype: str = "keep",
     max_shard_size: int = 5_000_000_000,
@@ -85,13 +86,14 @@ def write_safetensors(
         The plan that was carried out.
 
     Raises:
-        CheckpointError: `out` refused, the source damaged, or the disk full. `out` is then as it was.
+        CheckpointError: `out` refused, the source damaged, the disk full, or the object store out of reach.
+            `out` is then as it was.
     """
 
     def make_plan() -> Plan:
         return plan_safetensors(checkpoint, dtype=dtype, max_shard_size=max_shard_size, optimizer=optimizer)
 
-    return carry_out(checkpoint, make_plan, Path(out), overwrite=overwrite, progress=progress, verify=verify)
+    return carry_out(checkpoint, make_plan, place(out), overwrite=overwrite, progress=progress, verify=verify)
 
 
 def _file(name: str, entries: Iterable[Entry]) -> PlannedFile:

@@ -1,4 +1,4 @@
-"""Bytes on disk: files, spans of files with their CRC, and spans joined end to end.
+"""Bytes at rest: files, spans of files with their CRC, and spans joined end to end.
 
 Everything above this module asks a `Source` for bytes; nothing above it opens a shard file.
 """
@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Protocol
 from isal import isal_zlib
 
 from converters.errors import CheckpointError
+from converters.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from converters.places import Place
 
 Touched = set["FileSpan"]
 
@@ -49,7 +52,7 @@ class Source(Protocol):
         ...
 
 
-class _Descriptor:
+class Descriptor:
     """An open file that closes with its last user, so that eviction never closes it under a reader."""
 
     def __init__(self, path: Path) -> None:
@@ -61,15 +64,38 @@ class _Descriptor:
             os.close(self.fd)
 
 
-class Folder:
-    """The files of one checkpoint folder: names that stay inside it, and a bounded set of open files."""
+class _Descriptors:
+    """A bounded set of open files."""
 
-    def __init__(self, path: Path, *, verify: bool = True) -> None:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: OrderedDict[Path, Descriptor] = OrderedDict()
+
+    def get(self, path: Path) -> Descriptor:
+        with self._lock:
+            descriptor = self._open.get(path)
+            if descriptor is None:
+                try:
+                    descriptor = Descriptor(path)
+                except OSError as error:
+                    raise CheckpointError(f"{path}: {error.strerror or error}") from None
+                self._open[path] = descriptor
+                if len(self._open) > _MAX_OPEN_FILES:
+                    self._open.popitem(last=False)
+            else:
+                self._open.move_to_end(path)
+            return descriptor
+
+
+class Folder:
+    """The files of one checkpoint folder, on a disk or in an object store, by names that stay inside it."""
+
+    def __init__(self, path: Place, *, verify: bool = True) -> None:
         self.path = path
         self.verify = verify
         self.lock = threading.Lock()
+        self.descriptors = _Descriptors()
         self._files: dict[str, SourceFile] = {}
-        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
     def file(self, name: str) -> SourceFile:
         """The file `name`, a relative path; CheckpointError if it leaves the folder or is no plain file."""
@@ -85,46 +111,31 @@ class Folder:
                 raise CheckpointError(f"{path}: {error.strerror or error}") from None
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path}: not a regular file")
-            known = self._files[name] = SourceFile(self, name, path, status.st_size)
+            known = self._files[name] = _source_file(self, name, path, status.st_size)
         return known
-
-    def descriptor(self, file: SourceFile) -> _Descriptor:
-        with self.lock:
-            descriptor = self._open.get(file.name)
-            if descriptor is None:
-                try:
-                    descriptor = _Descriptor(file.path)
-                except OSError as error:
-                    raise CheckpointError(f"{file.path}: {error.strerror or error}") from None
-                self._open[file.name] = descriptor
-                if len(self._open) > _MAX_OPEN_FILES:
-                    self._open.popitem(last=False)
-            else:
-                self._open.move_to_end(file.name)
-            return descriptor
 
 
 class SourceFile:
-    """One file of a checkpoint, opened when it is first read."""
+    """One file of a checkpoint, opened when it is first read. What differs by place is in its kinds."""
 
-    def __init__(self, folder: Folder, name: str, path: Path, nbytes: int) -> None:
+    def __init__(self, folder: Folder, name: str, path: Place, nbytes: int) -> None:
         self.folder = folder
         self.name = name
         self.path = path
         self.nbytes = nbytes
 
-    def read_into(self, buffer: memoryview, at: int) -> None:
-        """Fill `buffer` from byte `at` of the file; CheckpointError where the file ends early."""
-        descriptor = self.folder.descriptor(self)
-        done = 0
-        while done < len(buffer):
-            try:
-                count = os.preadv(descriptor.fd, [buffer[done:]], at + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: {error.strerror or error}") from None
-            if count == 0:
-                raise CheckpointError(f"{self.path}: the file ends early, at byte {at + done}")
-            done += count
+    def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
+        """Fill `buffer` from byte `at` of the file; CheckpointError where the file ends early.
+
+        Args:
+            wanted: up to which byte the caller will go on reading; 0 where it does not say.
+            end: up to which byte it may go on, in order; 0 where it does not say.
+        """
+        raise NotImplementedError
+
+    def descriptor(self) -> Descriptor | None:
+        """The open file for the kernel to copy from, None where the kernel knows no such file."""
+        return None
 
     def read(self, at: int, count: int) -> bytes:
         """`count` bytes from `at`; refused before allocating when the file is shorter."""
@@ -144,6 +155,35 @@ class SourceFile:
                 f"of {self.nbytes}"
             )
         return FileSpan(self, offset, nbytes, crc32, what)
+
+
+class _LocalFile(SourceFile):
+    """A file on a disk; the kernel reads ahead by itself."""
+
+    path: Path
+
+    def descriptor(self) -> Descriptor:
+        return self.folder.descriptors.get(self.path)
+
+    def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
+        descriptor = self.descriptor()
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(descriptor.fd, [buffer[done:]], at + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {error.strerror or error}") from None
+            if count == 0:
+                raise CheckpointError(f"{self.path}: the file ends early, at byte {at + done}")
+            done += count
+
+
+def _source_file(folder: Folder, name: str, path: Place, nbytes: int) -> SourceFile:
+    if isinstance(path, RemotePath):
+        from converters.remote_file import RemoteFile  # not at the top: it builds on this module
+
+        return RemoteFile(folder, name, path, nbytes)
+    return _LocalFile(folder, name, path, nbytes)
 
 
 class FileSpan:
@@ -169,13 +209,14 @@ class FileSpan:
         """Fill `buffer` from byte `at` of the span; adds itself to `touched` while its CRC is unchecked."""
         if at < 0 or at + len(buffer) > self.nbytes:
             raise CheckpointError(f"{self.file.path}: {self.what or 'data'} is shorter than its tensor")
+        wanted, end = self.offset + at + len(buffer), self.offset + self.nbytes
         if self.settled:
-            self.file.read_into(buffer, self.offset + at)
+            self.file.read_into(buffer, self.offset + at, wanted, end)
             return
         touched.add(self)
         for start in range(0, len(buffer), CHUNK):
             part = buffer[start : start + CHUNK]
-            self.file.read_into(part, self.offset + at + start)
+            self.file.read_into(part, self.offset + at + start, wanted, end)
             self._record(at + start, part)
 
     @property
@@ -190,7 +231,7 @@ class FileSpan:
             start, stop = gap
             scratch = scratch or memoryview(bytearray(min(CHUNK, self.nbytes)))
             part = scratch[: min(len(scratch), stop - start)]
-            self.file.read_into(part, self.offset + start)
+            self.file.read_into(part, self.offset + start, self.offset + stop, self.offset + stop)
             self._record(start, part)
         with self.file.folder.lock:
             if not self.settled and (self._parts[0][2] if self._parts else 0) != self.crc32:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
+    from converters.places import Place
     from converters.storage import Touched
     from converters.tensor import Tensor
 
@@ -43,7 +43,7 @@ _BLOCK = 1 << 20
 
 
 def resolve_ties(
-    stored: Mapping[str, Tensor], known: Mapping[str, str], config: Path | None
+    stored: Mapping[str, Tensor], known: Mapping[str, str], config: Place | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Split the stored tensors into owners and aliases.
 
@@ -88,7 +88,7 @@ def same_values(left: Tensor, right: Tensor) -> bool:
     return equal
 
 
-def _tied(config: Path | None) -> bool | None:
+def _tied(config: Place | None) -> bool | None:
     if config is None:
         return None
     try:

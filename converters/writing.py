@@ -17,20 +17,24 @@ from isal import isal_zlib
 from converters.casting import BLOCK_BYTES, cast_blocks, cast_dtype, parse_dtype
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
-from converters.outfile import FLUSH_BYTES, OutputFile, copy_file, write_file
-from converters.output import check_output, new_folder
+from converters.output import check_output, new_output
 from converters.parallel import in_parallel, threads
+from converters.remote import RemotePath
 from converters.storage import Memory
 from converters.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
 
     from converters.checkpoint import Checkpoint, Scalar
-    from converters.outfile import Piece
+    from converters.output import Draft, OutPiece
     from converters.parallel import Job, Progress
+    from converters.places import Place
     from converters.storage import Touched
+
+
+# A thread that reads from an object store waits most of the time.
+_REMOTE_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,8 @@ class Plan:
 
     files: tuple[PlannedFile, ...]
     documents: Mapping[str, bytes]
-    companions: Mapping[str, Path]
-    reopen: Callable[[Path], Mapping[str, Tensor]]
+    companions: Mapping[str, Place]
+    reopen: Callable[[Place], Mapping[str, Tensor]]
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +149,7 @@ def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
 def carry_out(
     checkpoint: Checkpoint,
     make_plan: Callable[[], Plan],
-    out: Path,
+    out: Place,
     *,
     overwrite: bool,
     progress: bool,
@@ -163,17 +167,19 @@ def carry_out(
     # disable=None: no bar where stderr is no terminal
     total = plan.nbytes * (2 if verify else 1)
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=target.name, disable=None if progress else True)
-    with bar, new_folder(target, needed=plan.nbytes, overwrite=overwrite) as folder:
+    with bar, new_output(target, needed=plan.nbytes, overwrite=overwrite) as draft:
+        workers = draft.threads or (_REMOTE_THREADS if isinstance(checkpoint.root, RemotePath) else None)
         touched: Touched = set()
-        in_parallel(_write_jobs(folder, plan, touched), bar.update)
+        in_parallel(_write_jobs(draft, plan, touched), bar.update, workers)
         for span in touched:
             span.verify()
+        draft.settle()
         for name, data in plan.documents.items():
-            write_file(folder / name, data)
+            draft.write(name, data)
         for name, path in plan.companions.items():
-            copy_file(path, folder / name)
+            draft.copy(path, name)
         if verify:
-            in_parallel(_verify_jobs(folder, plan), bar.update)
+            in_parallel(_verify_jobs(draft.folder, plan), bar.update, workers)
     return plan
 
 
@@ -185,23 +191,21 @@ def _scalar(name: str, value: Scalar) -> Tensor:
     return Tensor.contiguous(name, "F64", (), Memory(struct.pack("<d", value)))
 
 
-def _write_jobs(folder: Path, plan: Plan, touched: Touched) -> Iterator[Job]:
-    """The plan in runs of about `FLUSH_BYTES`, in order; each file is made when its first run is drawn."""
+def _write_jobs(draft: Draft, plan: Plan, touched: Touched) -> Iterator[Job]:
+    """The plan in runs of parts, in order; each file is made when its first run is drawn."""
     for file in plan.files:
-        runs = list(_runs(file.parts))
-        out = OutputFile(folder / file.name, pieces=len(runs))
-        at = 0
-        for nbytes, run in runs:
-            yield partial(_write_run, out.piece(at), run, touched)
-            at += nbytes
+        runs = list(_runs(file.parts, draft.run_bytes(file.nbytes)))
+        out = draft.file(file.name, [nbytes for nbytes, _ in runs])
+        for number, (_, run) in enumerate(runs):
+            yield partial(_write_run, out.piece(number), run, touched)
 
 
-def _runs(parts: Iterable[Part]) -> Iterator[tuple[int, list[Part]]]:
-    """(bytes, parts) of each run; a trailer stays with its tensor."""
+def _runs(parts: Iterable[Part], least: int) -> Iterator[tuple[int, list[Part]]]:
+    """(bytes, parts) of each run, of at least `least` but for the last; a trailer stays with its tensor."""
     run: list[Part] = []
     size = 0
     for part in parts:
-        if size >= FLUSH_BYTES and not isinstance(part, Trailer):
+        if size >= least and not isinstance(part, Trailer):
             yield size, run
             run, size = [], 0
         run.append(part)
@@ -209,7 +213,7 @@ def _runs(parts: Iterable[Part]) -> Iterator[tuple[int, list[Part]]]:
     yield size, run
 
 
-def _write_run(piece: Piece, run: list[Part], touched: Touched, progress: Progress) -> None:
+def _write_run(piece: OutPiece, run: list[Part], touched: Touched, progress: Progress) -> None:
     crc = 0
     for i, part in enumerate(run):
         if isinstance(part, Entry):
@@ -222,7 +226,7 @@ def _write_run(piece: Piece, run: list[Part], touched: Touched, progress: Progre
     piece.finish()
 
 
-def _write_entry(piece: Piece, entry: Entry, touched: Touched, progress: Progress, *, summed: bool) -> int:
+def _write_entry(piece: OutPiece, entry: Entry, touched: Touched, progress: Progress, *, summed: bool) -> int:
     """Stream one tensor; its CRC32 where `summed`."""
     if not summed and entry.dtype == entry.tensor.dtype:
         span = entry.tensor.whole_span()
@@ -247,7 +251,7 @@ def _write_entry(piece: Piece, entry: Entry, touched: Touched, progress: Progres
     return crc
 
 
-def _verify_jobs(folder: Path, plan: Plan) -> Iterator[Job]:
+def _verify_jobs(folder: Place, plan: Plan) -> Iterator[Job]:
     """Compare the written files with the source, tensor by tensor."""
     copies = plan.reopen(folder)
     for file in plan.files:

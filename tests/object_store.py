@@ -131,6 +131,7 @@ class ObjectStore:
     def renew(self) -> None:
         """An empty bucket, no faults, nothing counted."""
         self.faults.clear()
+        self._ask("POST", "/moto-api/reset")  # it holds what it was sent in memory
         self._buckets += 1
         self.bucket = f"test-{self._buckets}"
         self._ask("PUT", f"/{self.bucket}")

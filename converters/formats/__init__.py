@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from converters.checkpoint import Checkpoint
+    from converters.places import Place
 
 _MODULES = ("dcp", "universal", "deepspeed", "xla_fsdp", "torch_save", "safetensors")
 
@@ -33,7 +33,7 @@ class Source:
         order: the names of the model's parameters in the order of its modules, where the caller knows them.
     """
 
-    path: Path
+    path: Place
     tag: str | None = None
     verify: bool = True
     order: tuple[str, ...] = ()

@@ -35,17 +35,17 @@ from converters.torchzip import StoredTensor, TorchZip
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from converters.checkpoint import OptimizerState
     from converters.naming import Path as KeyPath
+    from converters.places import Place
 
 # accelerate and the Trainer: one folder for the model, one for the optimizer, numbered.
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
 _COUNTED = ("train_state", "lr_scheduler")
 
 
-def _folders(path: Path) -> list[Path]:
+def _folders(path: Place) -> list[Place]:
     """The DCP folders that make up the checkpoint at `path`: itself, or accelerate's pair below it."""
     if metadata_files(path):
         return [path]
@@ -108,12 +108,12 @@ def _open(source: Source) -> Checkpoint:
     return checkpoint
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Place) -> dict[str, Tensor]:
     """Every tensor of one DCP folder under its own key, containers and all."""
     return {key: _tensor(entry, key) for key, entry in read_metadata(Folder(folder)).items() if entry.dtype}
 
 
-def _metadata(path: Path) -> dict[str, Any]:
+def _metadata(path: Place) -> dict[str, Any]:
     """The number of writers, and what this project's trainer says beside the shards."""
     names = [entry.name for folder in _folders(path) for entry in folder.iterdir()]
     ranks = {found[1] for name in names if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}

@@ -21,10 +21,9 @@ from converters.pickles import Global, Instance, unpickle
 from converters.torchzip import TORCH_STANDINS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from converters.formats.dcp_seal import Seal
     from converters.naming import Path as KeyPath
+    from converters.places import Place
     from converters.storage import Folder
 
 Dims = tuple[int, ...]
@@ -68,7 +67,7 @@ class Entry:
     items: dict[Dims | None, Item] = field(default_factory=dict)
 
 
-def metadata_files(folder: Path) -> list[str]:
+def metadata_files(folder: Place) -> list[str]:
     """The names of the metadata files in `folder`; empty where it is no (complete) DCP folder."""
     try:
         names = [entry.name for entry in folder.iterdir() if _FILE.fullmatch(entry.name)]
@@ -77,7 +76,7 @@ def metadata_files(folder: Path) -> list[str]:
     return [".metadata"] if ".metadata" in names else sorted(names)
 
 
-def is_metadata_file(path: Path) -> bool:
+def is_metadata_file(path: Place) -> bool:
     """Whether `path` is named like DCP metadata."""
     return _FILE.fullmatch(path.name) is not None
 

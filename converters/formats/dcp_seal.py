@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
 from converters.errors import CheckpointError
 from converters.outfile import write_file
+from converters.places import place
 from converters.shard_index import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from converters.places import Place
     from converters.storage import Folder
 
 SEAL = "shard_checksums.json"
@@ -35,7 +36,7 @@ _VERSION = 1
 class Seal:
     """A seal as read: metadata file -> CRC32, and shard file -> offset of an item -> CRC32."""
 
-    path: Path
+    path: Place
     metadata: dict[str, Any]
     items: dict[str, dict[str, Any]]
 
@@ -71,7 +72,7 @@ def read_seal(folder: Folder) -> Seal | None:
     return Seal(file.path, metadata, items)
 
 
-def item_checksums(folder: str | Path, items: Iterable[tuple[str, int, int]]) -> list[int]:
+def item_checksums(folder: str | Place, items: Iterable[tuple[str, int, int]]) -> list[int]:
     """What a seal keeps of items: the CRC32 of the zip directory of each.
 
     Reads the directories, a few kilobytes each, and none of the tensors.
@@ -86,11 +87,11 @@ def item_checksums(folder: str | Path, items: Iterable[tuple[str, int, int]]) ->
     from converters.storage import Folder
     from converters.torchzip import TorchZip
 
-    opened = Folder(Path(folder))
+    opened = Folder(place(folder))
     return [TorchZip(opened.file(name), offset, length).checksum for name, offset, length in items]
 
 
-def write_seal(folder: str | Path, items: Mapping[str, Mapping[str, int]]) -> None:
+def write_seal(folder: str | Place, items: Mapping[str, Mapping[str, int]]) -> None:
     """Seal a DCP save, when every rank has written its shards and before they are published.
 
     Args:
@@ -103,7 +104,7 @@ def write_seal(folder: str | Path, items: Mapping[str, Mapping[str, int]]) -> No
     """
     from converters.formats.dcp_metadata import metadata_files
 
-    folder = Path(folder)
+    folder = place(folder)
     metadata = {name: isal_zlib.crc32((folder / name).read_bytes()) for name in metadata_files(folder)}
     if not metadata:
         raise CheckpointError(f"{folder}: holds no DCP metadata to seal")

@@ -47,14 +47,14 @@ from converters.tensor import Box, Tensor, View
 from converters.torchzip import StoredTensor
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from converters.places import Place
 
 LATEST = "latest"
 _FP32_SLICES, _FP32_GROUPS = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _ACCELERATE_MODEL = "pytorch_model"
 
 
-def _latest(path: Path) -> str | None:
+def _latest(path: Place) -> str | None:
     """What `latest` says, printable; None where there is no such file."""
     try:
         with (path / LATEST).open("rb") as file:
@@ -63,14 +63,14 @@ def _latest(path: Path) -> str | None:
         return None
 
 
-def _below(path: Path, tag: str) -> Path | None:
+def _below(path: Place, tag: str) -> Place | None:
     """The folder that a tag names, if it is a name and rank files are there."""
     if tag in ("", ".", "..") or any(mark in tag for mark in "/\\\0"):
         return None
     return path / tag if _holds(path / tag) else None
 
 
-def _shard_folder(source: Source) -> Path | None:
+def _shard_folder(source: Source) -> Place | None:
     """The folder of rank files that `source` means."""
     path = source.path
     if path.is_file():
@@ -89,7 +89,7 @@ def _shard_folder(source: Source) -> Path | None:
     return children[0] if len(children) == 1 else None
 
 
-def _holds(path: Path) -> bool:
+def _holds(path: Place) -> bool:
     """Whether rank files lie in `path`. A universal checkpoint has model files too, beside its `zero/`."""
     names = find_names(path)
     return names is not None and bool(names.optim or not (path / "zero").is_dir())
@@ -106,7 +106,7 @@ def _incomplete(source: Source) -> str | None:
     return None
 
 
-def _refuse_several_models(given: Path, found: Path) -> None:
+def _refuse_several_models(given: Place, found: Place) -> None:
     """Accelerate saves each of several models into a folder beside the other, and `latest` names the last."""
     if given == found or not found.name.startswith(_ACCELERATE_MODEL):
         return
@@ -313,7 +313,7 @@ class _Run:
                     f"{self.world} has it"
                 )
 
-    def checkpoint(self, root: Path) -> Checkpoint:
+    def checkpoint(self, root: Place) -> Checkpoint:
         masters: dict[str, Tensor] = {}
         for layout, flat_ in zip(self.layouts, self.flats, strict=True):
             for name, tensor in layout.tensors(flat_).items():

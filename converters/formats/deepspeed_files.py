@@ -16,9 +16,9 @@ from converters.torchzip import StoredTensor, TorchZip
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from converters.pickles import Standin
+    from converters.places import Place
     from converters.storage import Folder
 
 Shapes = dict[str, tuple[int, ...]]
@@ -60,7 +60,7 @@ class Names:
     per_rank_model: bool
 
 
-def find_names(path: Path) -> Names | None:
+def find_names(path: Place) -> Names | None:
     """The rank files in `path`; None if it holds none.
 
     Raises:
@@ -98,7 +98,7 @@ def find_names(path: Path) -> Names | None:
     )
 
 
-def _by_rank(path: Path, files: list[tuple[re.Match[str], str]]) -> dict[int, str]:
+def _by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, str]:
     ranks: dict[int, str] = {}
     for found, name in files:
         rank = int(found["rank"] or 0)
@@ -108,7 +108,7 @@ def _by_rank(path: Path, files: list[tuple[re.Match[str], str]]) -> dict[int, st
     return dict(sorted(ranks.items()))
 
 
-def check_ranks(path: Path, ranks: Mapping[int, str], world: int, what: str) -> None:
+def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) -> None:
     """CheckpointError unless there is one file for every rank of `world` and no other."""
     missing = world - sum(rank < world for rank in ranks)
     if missing:

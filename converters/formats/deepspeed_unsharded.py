@@ -26,8 +26,7 @@ from converters.naming import plain_names
 from converters.torchzip import StoredTensor
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from converters.places import Place
     from converters.storage import Folder
     from converters.tensor import Tensor
 
@@ -41,7 +40,7 @@ class _Masters:
     flat: list[EqualSlices] | None = None
 
 
-def open_unsharded(folder: Folder, name: str, root: Path) -> Checkpoint:
+def open_unsharded(folder: Folder, name: str, root: Place) -> Checkpoint:
     """The checkpoint in the single file `name`.
 
     Raises:

@@ -25,7 +25,7 @@ from converters.storage import Folder, SourceFile
 from converters.tensor import Tensor
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from converters.places import Place
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
@@ -33,7 +33,7 @@ OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
 MAX_HEADER = 100_000_000
 
 
-def _names(path: Path) -> list[str]:
+def _names(path: Place) -> list[str]:
     """The file to start from: the index if there is one, the single file, or a lone .safetensors file."""
     if path.is_file():
         named = path.name.endswith((".safetensors", ".safetensors.index.json"))

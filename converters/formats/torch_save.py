@@ -27,9 +27,9 @@ from converters.torchzip import StoredTensor, TorchZip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
 
     from converters.naming import Path as KeyPath
+    from converters.places import Place
     from converters.tensor import Tensor
 
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -53,7 +53,7 @@ _MAX_VALUES = 5_000_000
 _MAX_DEPTH = 16
 
 
-def _names(path: Path) -> list[str]:
+def _names(path: Place) -> list[str]:
     """The file to start from: the one given, one of a known name, or the only one that may be a model."""
     if path.is_file():
         part = _PARTS.fullmatch(path.name)

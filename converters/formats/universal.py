@@ -38,7 +38,7 @@ from converters.tensor import Tensor
 from converters.torchzip import StoredTensor, TorchZip
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from converters.places import Place
 
 LATEST = "latest_universal"
 _DEEPSPEED_LATEST = "latest"
@@ -48,11 +48,11 @@ _SAMPLE = 64
 _MAX_RANKS = 1 << 20
 
 
-def _is_universal(path: Path) -> bool:
+def _is_universal(path: Place) -> bool:
     return (path / _COMMON).is_file()
 
 
-def _latest(path: Path) -> str | None:
+def _latest(path: Place) -> str | None:
     """The folder that `latest_universal` names; None where there is none such."""
     try:
         with (path / LATEST).open("rb") as file:
@@ -62,7 +62,7 @@ def _latest(path: Path) -> str | None:
     return tag if tag not in ("", ".", "..") and not any(mark in tag for mark in "/\\\0") else None
 
 
-def _folder(source: Source) -> Path | None:
+def _folder(source: Source) -> Place | None:
     path = source.path
     if path.is_file():
         inside = path.name.endswith("_model_states.pt") and _is_universal(path.parent)
@@ -168,7 +168,8 @@ class _Universal:
         """Parameter -> the files it has; a folder for a name that the model states lack is refused."""
         root = self.folder.path / _ZERO
         found: dict[str, list[str]] = {}
-        for child in sorted(root.iterdir()):
+        children: list[Place] = list(root.iterdir())
+        for child in sorted(children, key=lambda child: child.name):
             if child.is_dir():
                 files = sorted(entry.name for entry in child.iterdir())
                 strange = [name for name in files if not name.endswith(_SUFFIX)]
@@ -249,7 +250,7 @@ class _Universal:
                     f"{where}: other values than {other}; a file of another parameter or step"
                 )
 
-    def checkpoint(self, root: Path) -> Checkpoint:
+    def checkpoint(self, root: Place) -> Checkpoint:
         tensors = {name: self._parameter(name, _MASTER) for name in self.shapes}
         tensors |= self._frozen(tensors)
         aliases = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
@@ -22,11 +21,13 @@ from converters.formats import Format, Source
 from converters.formats.xla_fsdp_optimizer import read_optimizer
 from converters.formats.xla_fsdp_shards import Layout, join, read_layouts, whole
 from converters.naming import plain_names
+from converters.remote_errors import RemoteError
 from converters.storage import Folder
 from converters.torchzip import StoredTensor, TorchZip
 
 if TYPE_CHECKING:
     from converters.checkpoint import OptimizerState
+    from converters.places import Place
     from converters.tensor import Tensor
 
 _SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
@@ -57,11 +58,13 @@ def _marked(folder: Folder, name: str) -> bool:
     """Whether a file of any name is one rank's."""
     try:
         return name.endswith(_SUFFIXES) and _MARK in TorchZip(folder.file(name)).read("data.pkl")
+    except RemoteError:  # not a matter of what the file is
+        raise
     except CheckpointError:
         return False
 
 
-def _entries(path: Path) -> list[str]:
+def _entries(path: Place) -> list[str]:
     try:
         return sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_SUFFIXES))
     except OSError:
@@ -127,7 +130,7 @@ def _load(folder: Folder, name: str) -> RankFile:
     return RankFile(archive.where, content, metadata, rank, world)
 
 
-def _by_rank(files: list[RankFile], kind: str, root: Path) -> list[RankFile]:
+def _by_rank(files: list[RankFile], kind: str, root: Place) -> list[RankFile]:
     """The files that hold `kind`, in the order of their ranks: all of them, and each once."""
     found: dict[int, RankFile] = {}
     for file in files:
@@ -221,7 +224,7 @@ def _tensors(key: Any, value: Any, layout: Layout | None, shards: list[tuple[str
     for where, other in shards:
         if not isinstance(other, StoredTensor) or (other.dtype, other.shape) != (value.dtype, value.shape):
             raise CheckpointError(f"{where}: {str(key)!r} is another tensor than on rank 0")
-    with blame(Path(shards[0][0])):
+    with blame(shards[0][0]):
         return {str(key): whole(value, str(key))}
 
 

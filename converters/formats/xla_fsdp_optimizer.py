@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
@@ -202,7 +201,7 @@ def _value(value: Any, where: str) -> Any:
     """A small value, comparable."""
     if not isinstance(value, StoredTensor):
         return plain(value)
-    with blame(Path(where)):
+    with blame(where):
         tensor = whole(value, "a step")
         if tensor.numel > _MAX_GROUP_TENSOR:
             raise CheckpointError("a tensor where a number should be")

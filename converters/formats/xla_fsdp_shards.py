@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import itemsize
@@ -172,7 +171,7 @@ def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str) -> dict[st
                 f"on rank 0 {first.dtype} {list(first.shape)}"
             )
         stored.append(value)
-    with blame(Path(where)):
+    with blame(where):
         if len(first.shape) == 1:
             return _join_flat(layout, stored, key)
         return {layout.parts[0][0]: _join_rows(layout, stored, key)}

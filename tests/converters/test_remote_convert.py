@@ -1,0 +1,373 @@
+"""`portable-convert` from and to an object store: a real S3 server, the real client, real failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from converters import open_checkpoint, remote_file, write_safetensors
+from converters.cli import main
+from converters.completion import COMPLETE, INCOMPLETE
+from converters.remote import PART_BYTES, RemotePath
+from tests.converters.samples import Sample, all_samples
+from tests.object_store import SECRET_KEY, ObjectStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SAMPLES = {sample.name: sample for sample in all_samples()}
+# One of each way of lying: several rank files, items within files, flat shards, an index, one zip.
+NAMES = ["dcp", "dcp-accelerate", "deepspeed-zero2-bf16-2", "deepspeed-zero3-fp32-2", "xla-flat3"]
+NAMES += [name for name, sample in SAMPLES.items() if sample.make is not None]
+NAMES = [name for name in NAMES if name in SAMPLES]
+MB = 1_000_000
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def convert(*argv: object) -> int:
+    return main(["--quiet", *map(str, argv)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert main([str(arg) for arg in argv]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert SECRET_KEY not in said.err
+    return said.err
+
+
+def written(sample: Sample, request: pytest.FixtureRequest, folder: Path) -> Path:
+    if sample.make is not None:
+        folder.mkdir()
+        sample.make(folder)
+        return folder
+    assert sample.fixture is not None
+    base: Path = request.getfixturevalue(sample.fixture)
+    return base / sample.folder
+
+
+def published(s3: ObjectStore, name: str) -> dict[str, bytes]:
+    """The objects of a completed conversion, its marker left out."""
+    found = s3.tree(name)
+    assert COMPLETE in found and INCOMPLETE not in found and s3.open_uploads() == []
+    del found[COMPLETE]
+    return found
+
+
+@pytest.fixture
+def large(s3: ObjectStore, tmp_path: Path) -> Path:
+    """Two safetensors shards of 20 MB, in the bucket as `src` too; three tensors large, many small."""
+    random = np.random.default_rng(0)
+    state = {f"layer.{i}.weight": random.standard_normal((1000, 3000), np.float32) for i in range(3)}
+    state |= {f"norm.{i}": random.standard_normal(500, np.float32) for i in range(200)}
+    folder = tmp_path / "large"
+    folder.mkdir()
+    safetensors.numpy.save_file(state, folder / "all.safetensors")
+    write_safetensors(open_checkpoint(folder), tmp_path / "src", max_shard_size=25 * MB, progress=False)
+    s3.put_tree(tmp_path / "src", "src")
+    s3.forget()
+    return tmp_path / "src"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_from_store_to_store(
+    name: str, request: pytest.FixtureRequest, s3: ObjectStore, tmp_path: Path
+) -> None:
+    source = written(SAMPLES[name], request, tmp_path / "sample")
+    s3.put_tree(source, "src")
+    optimizer = ["--optimizer"] if open_checkpoint(source).optimizer is not None else []
+    for to in ("safetensors", "dcp"):
+        options = ["--to", to, "--max-shard-size", "20KB", "--verify", *optimizer]
+        assert convert(source, tmp_path / f"local-{to}", *options) == 0
+        assert convert(s3.url("src"), s3.url(f"out-{to}"), *options) == 0
+        assert published(s3, f"out-{to}") == tree(tmp_path / f"local-{to}")
+    assert convert(s3.url("out-dcp"), tmp_path / "back") == 0  # ours is read again
+    assert convert(tmp_path / "local-dcp", tmp_path / "back-local") == 0
+    assert tree(tmp_path / "back") == tree(tmp_path / "back-local")
+
+
+def test_a_run_folder_gives_its_newest_whole_step(
+    written: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        s3.put_tree(written / "fsdp3-ours", f"run/checkpoints/step-00000{step}")
+        s3.put(f"run/checkpoints/step-00000{step}/trainer_state.json", f'{{"step": {step}}}'.encode())
+    s3.put("run/final/config.json", b'{"model_type": "odd"}')
+    s3.put("run/checkpoints/step-000003/_INCOMPLETE", b"{}")
+    assert open_checkpoint(s3.url("run")).metadata["step"] == 2
+    assert open_checkpoint(s3.url("run"), "1").metadata["step"] == 1
+    for source in ("run/checkpoints/step-000003", "run/checkpoints/step-000003/.metadata"):
+        assert "_INCOMPLETE and no marker of completion" in refused(capsys, s3.url(source), tmp_path / "out")
+    assert "_INCOMPLETE" in refused(capsys, s3.url("run"), tmp_path / "out", "--tag", "3")
+    s3.put("run/checkpoints/step-000003/_COMPLETE", b"{}")
+    assert open_checkpoint(s3.url("run")).metadata["step"] == 3
+
+
+def test_one_file_and_a_disk_on_the_other_side(large: Path, s3: ObjectStore, tmp_path: Path) -> None:
+    one = sorted(path.name for path in large.glob("*.safetensors"))[0]
+    assert convert(s3.url(f"src/{one}"), tmp_path / "down") == 0
+    assert convert(large / one, s3.url("up")) == 0
+    assert published(s3, "up") == tree(tmp_path / "down")
+
+
+def test_opening_fetches_headers_only(
+    large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([s3.url("src"), s3.url("out"), "--dry-run"]) == 0
+    assert "peak buffer" in capsys.readouterr().out
+    files = len(list(large.iterdir()))
+    assert s3.bytes_out(".safetensors") < 300_000
+    assert s3.count() < 20 + 4 * files and s3.count("PUT") == 0
+
+
+def test_converting_fetches_and_sends_each_byte_once(large: Path, s3: ObjectStore, tmp_path: Path) -> None:
+    total = sum(path.stat().st_size for path in large.glob("*.safetensors"))
+    assert convert(s3.url("src"), s3.url("out"), "--max-shard-size", "15MB") == 0
+    assert total <= s3.bytes_out(".safetensors") < 1.02 * total
+    assert total <= s3.bytes_in("out/") < 1.02 * total
+    # A few requests for each 8 MiB, not one for each tensor.
+    assert s3.count("GET", ".safetensors") < 40
+    assert s3.count("PUT", "out/") < total / PART_BYTES + 20
+
+
+def test_checksums_do_not_cost_a_second_fetch(s3: ObjectStore, tmp_path: Path) -> None:
+    state = {f"w{i}": torch.randn(1000, 3000) for i in range(3)} | {
+        f"n{i}": torch.randn(99) for i in range(99)
+    }
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    total = (tmp_path / "pytorch_model.bin").stat().st_size
+    s3.put("src/pytorch_model.bin", (tmp_path / "pytorch_model.bin").read_bytes())
+    s3.forget()
+    assert convert(s3.url("src"), tmp_path / "out") == 0
+    assert s3.bytes_out(".bin") < 1.03 * total
+    damaged = bytearray((tmp_path / "pytorch_model.bin").read_bytes())
+    damaged[total // 2] ^= 1
+    s3.put("src/pytorch_model.bin", bytes(damaged))
+    assert convert(s3.url("src"), s3.url("out")) == 2
+    assert s3.names("out/") == [] and s3.open_uploads() == []
+
+
+def test_a_slice_fetches_little_more_than_itself(large: Path, s3: ObjectStore) -> None:
+    tensor = open_checkpoint(s3.url("src")).tensors["layer.1.weight"]
+    local = open_checkpoint(large).tensors["layer.1.weight"]
+    s3.forget()
+    rows = slice(400, 600)  # 2.4 MB
+    assert tensor.read(rows).tobytes() == local.read(rows).tobytes()
+    assert s3.bytes_out() < 3.5 * MB
+
+
+def test_runs_are_kept_within_bounds(
+    large: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(remote_file, "KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(remote_file, "RUN_BYTES", 1 << 20)
+    assert convert(s3.url("src"), tmp_path / "out") == 0
+    assert convert(large, tmp_path / "local") == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "local")
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [{"status": 503, "every": 5}],
+        [{"drop": True, "every": 7}],
+        [{"cut": True, "method": "GET", "every": 4}],
+        [
+            {"status": 500, "method": "PUT", "every": 2},
+            {"after": True, "drop": True, "method": "POST", "every": 3},
+        ],
+    ],
+    ids=["throttled", "dropped", "broken off", "writes"],
+)
+def test_failures_on_the_way_change_nothing(
+    large: Path, s3: ObjectStore, tmp_path: Path, faults: list[dict[str, bool | int | str]]
+) -> None:
+    for fault in faults:
+        s3.fail(**fault)
+    assert convert(s3.url("src"), s3.url("out"), "--verify", "--max-shard-size", "25MB") == 0
+    assert sum(fault.done for fault in s3.faults) >= 3
+    s3.heal()
+    assert published(s3, "out") == tree(large)
+
+
+def test_a_store_that_stays_away_ends_it(
+    large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTABLE_STORAGE_ATTEMPTS", "3")
+    fault = s3.fail(status=503, method="GET", key=".safetensors", times=1 << 30)
+    fault.seen, fault.every = 0, 1
+    started = time.monotonic()
+    said = refused(capsys, s3.url("src"), s3.url("out"))
+    assert "cannot read, 3 attempts failed" in said and ".safetensors" in said
+    s3.heal()
+    s3.fail(status=503, method="PUT", key="out/")
+    assert "cannot upload, 3 attempts failed" in refused(capsys, s3.url("src"), s3.url("out"))
+    assert time.monotonic() - started < 60
+    s3.heal()
+    assert s3.names("out") == [] and s3.open_uploads() == []
+    assert convert(s3.url("src"), s3.url("out")) == 0
+
+
+def test_refusals(large: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert "no such bucket" in refused(capsys, "s3://nowhere-at-all/x", out)
+    assert "no such bucket" in refused(capsys, s3.url("src"), "s3://nowhere-at-all/x")
+    assert "no such file or folder" in refused(capsys, s3.url("nothing"), out)
+    assert "no checkpoint of a known format" in refused(capsys, s3.url(), out)
+    assert "is the checkpoint itself" in refused(capsys, s3.url("src"), s3.url("src"))
+    assert "lies inside" in refused(capsys, s3.url("src"), s3.url("src/out"))
+    assert "holds" in refused(capsys, s3.url("src"), s3.url())
+    assert "one process only" in refused(capsys, s3.url("src"), "memory://out")
+    assert "credentials do not belong" in refused(capsys, f"s3://me:{SECRET_KEY}@bucket/x", out)
+    s3.fail(status=403, method="GET", key=".safetensors")
+    assert "access denied" in refused(capsys, s3.url("src"), out)
+    s3.heal()
+    s3.fail(status=403, method="POST")
+    assert "access denied" in refused(capsys, s3.url("src"), s3.url("out"))
+    s3.heal()
+    s3.fail(status=403)
+    assert "access denied" in refused(capsys, s3.url("src"), out)
+    s3.heal()
+    assert not out.exists() and s3.names("out") == []
+
+
+def test_credentials_that_reach_the_checkpoint_alone_do(s3: ObjectStore, large: Path, tmp_path: Path) -> None:
+    """Companions are looked for in the folders above, which a policy often hides."""
+    s3.put_tree(large, "hidden/src")
+    s3.fail(status=403, method="GET", query="prefix=hidden%2F&")
+    s3.fail(status=403, method="GET", query="prefix=hidden/&")
+    s3.fail(status=403, method="GET", query="prefix=&")
+    assert convert(s3.url("hidden/src"), tmp_path / "out", "--max-shard-size", "25MB") == 0
+    assert tree(tmp_path / "out") == tree(large)
+
+
+def test_overwrite(large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+    s3.put("out/model-00001-of-00009.safetensors", b"old")
+    s3.put("out/tokenizer.json", b"old")
+    s3.put("out-2/stays", b"")
+    before = s3.tree("out")
+    assert "exists already" in refused(capsys, s3.url("src"), s3.url("out"))
+    s3.fail(status=403, method="GET", key="src/model-00002")
+    assert convert(s3.url("src"), s3.url("out"), "--overwrite") == 2
+    s3.heal()
+    assert s3.tree("out") == before  # a conversion that fails on the way leaves what was there
+    for _ in range(2):
+        assert convert(s3.url("src"), s3.url("out"), "--overwrite", "--max-shard-size", "25MB") == 0
+        assert published(s3, "out") == tree(large)
+    assert s3.names("out-2/") == ["stays"]
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(
+    large: Path, s3: ObjectStore, tmp_path: Path, kill: signal.Signals
+) -> None:
+    s3.fail(delay=0.5, method="PUT")
+    argv = [sys.executable, "-m", "converters.cli", s3.url("src"), s3.url("out"), "--quiet"]
+    running = subprocess.Popen(argv, env={**os.environ, **s3.environment}, stderr=subprocess.PIPE)
+    wait_for(lambda: s3.count("PUT", "out/") >= 2)
+    running.send_signal(kill)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode != 0 and SECRET_KEY.encode() not in said
+    s3.heal()
+    assert s3.names("out/") == []
+    assert bool(s3.open_uploads()) == (kill == signal.SIGKILL)
+    assert convert(s3.url("src"), s3.url("out"), "--max-shard-size", "25MB") == 0
+    assert published(s3, "out") == tree(large)
+
+
+def test_killed_while_it_was_made_visible(
+    large: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s3.fail(delay=30, method="PUT", key="index.json")
+    argv = [sys.executable, "-m", "converters.cli", s3.url("src"), s3.url("out"), "--max-shard-size", "25MB"]
+    running = subprocess.Popen(argv, env={**os.environ, **s3.environment}, stderr=subprocess.DEVNULL)
+    wait_for(lambda: len(s3.names("out/model-")) == 2)
+    time.sleep(0.3)
+    running.kill()
+    running.wait()
+    s3.heal()
+    assert INCOMPLETE in s3.names("out/") and COMPLETE not in s3.names("out/")
+    assert "_INCOMPLETE" in refused(capsys, s3.url("out"), tmp_path / "copy")
+    assert "left unfinished" in refused(capsys, s3.url("src"), s3.url("out"))
+    assert convert(s3.url("src"), s3.url("out"), "--max-shard-size", "25MB", "--overwrite") == 0
+    assert published(s3, "out") == tree(large)
+
+
+def test_verify_reads_what_the_store_holds(
+    large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = RemotePath.upload
+
+    def damaging(path: RemotePath, nbytes: int) -> object:
+        upload = real(path, nbytes)
+        send = upload.part
+        upload.part = lambda number, data: send(number, bytes(data)[:-1] + b"?")  # type: ignore[method-assign]
+        return upload
+
+    monkeypatch.setattr(RemotePath, "upload", damaging)
+    said = refused(capsys, s3.url("src"), s3.url("out"), "--verify")
+    assert "is not what was written" in said and s3.names("out/") == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_stays_flat(s3: ObjectStore, tmp_path: Path) -> None:
+    """Twice the bytes, the same peak, and well below either."""
+    peaks = {}
+    for count in (4, 8):
+        state = {f"w{i}": np.full((2000, 5000), i, np.float32) for i in range(count)}  # 40 MB each
+        safetensors.numpy.save_file(state, tmp_path / "model.safetensors")
+        s3.put(f"src-{count}/model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+        code = (
+            "import sys\nfrom converters.cli import main\n"
+            "assert main(sys.argv[1:]) == 0\n"
+            "print(*(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+        )
+        argv = [sys.executable, "-c", code, "--quiet", s3.url(f"src-{count}"), s3.url(f"out-{count}")]
+        made = subprocess.run(
+            argv, env={**os.environ, **s3.environment}, capture_output=True, text=True, check=True
+        )
+        peaks[count] = int(made.stdout) * 1024
+    assert peaks[8] < peaks[4] + 40 * MB, peaks
+    assert peaks[8] < 400 * MB, peaks
+
+
+def test_nothing_secret_is_printed(s3: ObjectStore, large: Path) -> None:
+    s3.fail(status=503, every=3)
+    code = (
+        "import logging, sys\nlogging.basicConfig(level=logging.INFO)\n"
+        "logging.getLogger('converters').setLevel(logging.DEBUG)\n"
+        "from converters.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    for source, code_expected in ((s3.url("src"), 0), (s3.url("missing"), 2), ("s3://nowhere-at-all/x", 2)):
+        argv = [sys.executable, "-c", code, source, s3.url(f"out-{code_expected}"), "--overwrite"]
+        made = subprocess.run(
+            argv, env={**os.environ, **s3.environment}, capture_output=True, text=True, check=False
+        )
+        assert made.returncode == code_expected, made.stderr[-2000:]
+        assert SECRET_KEY not in made.stdout + made.stderr
+        assert "converters.remote" in made.stderr or code_expected
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
