@@ -411,6 +411,8 @@ class RemotePath:
                 with_retries(str(self), "delete", lambda: self._store.fs.rm(keys))
         if INCOMPLETE in names:
             (self / INCOMPLETE).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # empty folders, where the store has such
+            with_retries(str(self), "delete", lambda: self._store.fs.rm(self._key, recursive=True))
         self.refresh()
 
     def abort_uploads(self, *, deep: bool = True) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.config import Fp16Config
+    from portable.places import Place
 
 _FILE = "loss_scale.json"
 _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -135,7 +136,7 @@ class LossScale:
             state = {name: getattr(self._scaler, name) for name in (*_STATE, "overflows")}
             write_durably(folder / _FILE, json.dumps(state) + "\n")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Place) -> None:
         """Go on with the search where ``folder`` left it, if it was written in fp16."""
         path = folder / _FILE
         if not self.dynamic or not path.exists():

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from portable.backend import Backend, SaveHandle
+    from portable.places import Place
 
 FORMAT_VERSION = 1
 STATE_FILE = "trainer_state.json"
@@ -73,7 +74,7 @@ class TrainerState:
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def read(cls, folder: Path) -> TrainerState:
+    def read(cls, folder: Place) -> TrainerState:
         """Read ``folder/trainer_state.json``.
 
         Raises:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters import Checkpoint, OptimizerState
+    from portable.places import Place
 
 # The names that this program gives a checkpoint, also one that is unfinished or was set aside.
 _OUR_FOLDERS = re.compile(r"\.?step-\d{6,}(\.partial|\.damaged)?")
@@ -59,11 +60,11 @@ class Foreign:
     """
 
     checkpoint: Checkpoint
-    folder: Path
+    folder: Place
     trainer: Mapping[str, Any] | None
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Place:
         return self.checkpoint.root
 
     @property
@@ -210,7 +211,7 @@ def open_foreign(path: Path, order: Sequence[str] = ()) -> Foreign | None:
     return Foreign(checkpoint, folder, _trainer_state(folder))
 
 
-def written_by_us(folder: Path) -> bool:
+def written_by_us(folder: Place) -> bool:
     """Whether a checkpoint's folder is one of this program's, whole or not.
 
     A ``trainer_state.json`` that is not the Trainer's counts as ours, also a damaged one; without that file,
@@ -229,7 +230,7 @@ def own_state(path: Path) -> TrainerState | None:
     return TrainerState.read(folder) if written_by_us(folder) else None
 
 
-def _trainer_state(folder: Path) -> dict[str, Any] | None:
+def _trainer_state(folder: Place) -> dict[str, Any] | None:
     """The Hugging Face Trainer's ``trainer_state.json`` in ``folder``, told apart from ours by its keys."""
     try:
         values = json.loads((folder / STATE_FILE).read_text("utf-8"))
