@@ -12,6 +12,7 @@ from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
+    from portable.places import Place
 
 CONFIG_FILE = "config.yaml"
 
@@ -75,7 +76,7 @@ def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | No
     return latest  # the path is where the run began, and may be gone: it has come further since
 
 
-def exists(path: Path) -> bool:
+def exists(path: Place) -> bool:
     """Whether there is a ``path``; there is none of a name that cannot be."""
     try:
         return path.exists()
