@@ -20,10 +20,10 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from portable.checkpointing import CheckpointFolder
 from portable.loop import Cadence, Events, train
 from portable.model import Blueprint
 from portable.optim import parameter_groups
+from portable.output import LocalOutput
 from portable.weights import to_torch
 
 if TYPE_CHECKING:
@@ -222,8 +222,9 @@ class PortableLoop:
         self._clock = StepClock(prepared.backend.device, now)
         folder.mkdir()
         with _quiet():
-            checkpoints = CheckpointFolder(folder / "checkpoints", keep=None, rank=prepared.backend.rank)
-            self._reporter = prepared.reporter(folder, self._progress, checkpoints, lambda _: None)
+            output = LocalOutput(folder, prepared.backend.rank)
+            checkpoints = output.checkpoints(keep=None)
+            self._reporter = prepared.reporter(output, self._progress, checkpoints, lambda _: None)
         self._events = _Timed(self._reporter, self._clock)
 
     def turn(self, steps: int) -> Turn:

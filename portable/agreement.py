@@ -24,6 +24,7 @@ _LOCAL = (
     "data.source",
     "data.cache_dir",
     "data.num_workers",
+    "checkpoint.staging_dir",
     "memory.nvme_path",
     "log.trackers",
 )

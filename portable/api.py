@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.checkpointing import CheckpointFolder
 from portable.errors import RunError
 from portable.metrics import read_metrics
+from portable.places import place_of
+from portable.run_folder import checkpoints_of
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
+    from portable.places import Place
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,12 @@ class Result:
     """What a leg of a run left behind. A notebook shows it as the loss curve.
 
     Attributes:
-        folder: of the run.
+        folder: of the run, or its URL.
         stopped: whether a signal (Ctrl-C, the notebook's stop button) ended it early; its checkpoint is
             saved, and the same call goes on from it.
     """
 
-    folder: Path
+    folder: Place
     stopped: bool
 
     @property
@@ -33,12 +34,13 @@ class Result:
         return read_metrics(self.folder)
 
     @property
-    def checkpoint(self) -> Path | None:
+    def checkpoint(self) -> Place | None:
         """The newest complete checkpoint."""
-        return CheckpointFolder(self.folder / "checkpoints", keep=None).latest()
+        newest: Place | None = checkpoints_of(self.folder).latest()
+        return newest
 
     @property
-    def final(self) -> Path | None:
+    def final(self) -> Place | None:
         """The folder for ``from_pretrained``; None where the schedule has not come to its end."""
         folder = self.folder / "final"
         return folder if folder.is_dir() else None
@@ -66,4 +68,4 @@ def train(config: RunConfig, *, nproc: int | None = None) -> Result:
     code = run(Invocation(config, nproc=nproc))
     if code not in (EXIT_DONE, EXIT_STOPPED):
         raise RunError(f"{config.output_dir}: the run ended with exit code {code}")
-    return Result(Path(config.output_dir), stopped=code == EXIT_STOPPED)
+    return Result(place_of("output_dir", config.output_dir), stopped=code == EXIT_STOPPED)

@@ -1,8 +1,7 @@
-"""Checkpoint folders: when they are complete, which one is the last, how many are kept.
+"""Checkpoints: when they are complete, which one is the last, how many are kept.
 
 A checkpoint is ``<run>/checkpoints/step-000100/``: the shards in the strategy's native format, the model's
-config and tokenizer, and ``trainer_state.json``. It is written as ``.step-000100.partial`` and appears by
-rename, so that a folder with a step's name is complete, whenever the run was killed.
+config and tokenizer, and ``trainer_state.json``.
 """
 
 from __future__ import annotations
@@ -11,11 +10,13 @@ import json
 import os
 import re
 import shutil
+from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from converters.remote import RemotePath
 from portable.background import in_background
 from portable.errors import DamagedError, RunError, UserError, one_line
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend, SaveHandle
     from portable.places import Place
+
+P = TypeVar("P", Path, RemotePath)
+"""The kind of place where checkpoints are kept."""
 
 FORMAT_VERSION = 1
 STATE_FILE = "trainer_state.json"
@@ -118,47 +122,79 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _Pending(Generic[P]):
     """A save under way: the folder it is to become, and its end."""
 
-    final: Path
+    final: P
     completion: Future[None]
 
 
-class CheckpointFolder:
-    """``<run>/checkpoints``. Rank 0 gives folders their names; saves never overlap."""
+class Checkpoints(ABC, Generic[P]):
+    """The checkpoints of a run, wherever they are kept. Rank 0 makes them complete; saves never overlap.
 
-    def __init__(self, path: Path, *, keep: int | None, rank: int = 0) -> None:
-        self.path = path
+    Args:
+        path: the folder or URL that holds them.
+        keep: how many of the newest stay; None: all.
+        rank: of this process.
+    """
+
+    def __init__(self, path: P, *, keep: int | None = None, rank: int = 0) -> None:
+        self.path: P = path
         self._keep = keep
         self._rank = rank
-        self._pending: _Pending | None = None
+        self._pending: _Pending[P] | None = None
+        self._last: P | None = None  # as far as this rank knows
 
-    def complete(self) -> list[tuple[int, Path]]:
-        """The complete checkpoints as (step, folder), oldest first."""
-        found = []
-        for entry in self.path.iterdir() if self.path.is_dir() else ():
-            match = _STEP_FOLDER.fullmatch(entry.name)
-            if match and (entry / STATE_FILE).is_file():
-                found.append((int(match[1]), entry))
-        return sorted(found)
+    # -- what depends on where they are kept -------------------------------------------------------------
 
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return next((folder for _, folder in reversed(self.complete())), None)
+    @abstractmethod
+    def _complete_ones(self) -> Iterator[P]:
+        """The complete checkpoints, in any order."""
 
-    def set_aside(self, folder: Path) -> Path:
-        """Rename a damaged checkpoint, so that it no longer counts as one; returns its new path."""
-        aside = folder.with_name(f"{folder.name}{_DAMAGED_SUFFIX}")
-        _remove(aside)
-        folder.rename(aside)
-        sync_folder(self.path)
-        return aside
+    @abstractmethod
+    def _set_aside(self, folder: P) -> P:
+        """As :meth:`set_aside`."""
 
+    @abstractmethod
     def remove_partial(self) -> None:
-        """Delete what interrupted saves left behind. The caller holds the run's lock."""
-        for entry in self.path.glob(f".*{_PARTIAL_SUFFIX}") if self.path.is_dir() else ():
-            shutil.rmtree(entry, ignore_errors=True)
+        """Delete what interrupted saves left behind. Called on rank 0, which holds the run's lock."""
+
+    @abstractmethod
+    def _open(self, final: P) -> Path:
+        """An empty folder for this rank's files of ``final``; there on all ranks after a barrier."""
+
+    @abstractmethod
+    def _complete(self, handle: SaveHandle, written: Path, final: P, add_files: Callable[[], None]) -> None:
+        """Wait for the shards and make the checkpoint complete; every rank, in a thread of its own.
+
+        Args:
+            handle: of the shards.
+            written: this rank's folder.
+            final: where they are to be.
+            add_files: puts the small files that go along into ``written``; for rank 0.
+        """
+
+    @abstractmethod
+    def _remove(self, folder: P) -> None:
+        """Delete a checkpoint; it must count as none from the first file on that is gone."""
+
+    # -- the same everywhere -----------------------------------------------------------------------------
+
+    def complete(self) -> list[tuple[int, P]]:
+        """The complete checkpoints as (step, folder), oldest first."""
+        steps = [(step_of(folder.name), folder) for folder in self._complete_ones()]
+        return sorted(((step, folder) for step, folder in steps if step is not None), key=lambda one: one[0])
+
+    def latest(self) -> P | None:
+        """The newest complete checkpoint."""
+        self._last = next((folder for _, folder in reversed(self.complete())), None)
+        return self._last
+
+    def set_aside(self, folder: P) -> P:
+        """Have a damaged checkpoint count as none any more, and keep it; returns where it is now."""
+        aside = self._set_aside(folder)
+        self.latest()
+        return aside
 
     def begin(
         self,
@@ -177,24 +213,22 @@ class CheckpointFolder:
         """
         self.finish()
         final = self.path / f"step-{state.step:06d}"
-        partial = self.path / f".{final.name}{_PARTIAL_SUFFIX}"
-        if self._rank == 0:
-            with self._failure(final):
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                sync_folder(self.path.parent)
+        with self._failure(final):
+            written = self._open(final)
         backend.barrier()
         with self._failure(final):
-            handle = save(partial)
+            handle = save(written)
 
+        def add() -> None:
+            add_files(written)
+            state.write(written)
+
+        # What comes after the shards takes its time, too: syncing or sending, removing an older checkpoint.
         def complete() -> None:
-            handle.wait()
+            self._complete(handle, written, final, add)
             if self._rank == 0:
-                add_files(partial)
-                state.write(partial)
-                self._publish(partial, final)
+                self._prune()
 
-        # What comes after the shards takes its time, too: syncing, removing an older checkpoint of any size.
         self._pending = _Pending(final, in_background(complete, name="checkpoint"))
 
     def finish_if_written(self) -> None:
@@ -213,9 +247,10 @@ class CheckpointFolder:
         pending, self._pending = self._pending, None
         with self._failure(pending.final):
             pending.completion.result()
+        self._last = pending.final
 
     @contextmanager
-    def _failure(self, folder: Path) -> Iterator[None]:
+    def _failure(self, folder: P) -> Iterator[None]:
         try:
             yield
         except BaseException as error:  # torch's CheckpointException is no Exception
@@ -224,31 +259,73 @@ class CheckpointFolder:
             reason = one_line(_cause(error))
             reason = reason if len(reason) <= 300 else f"... {reason[-300:]}"
             raise RunError(
-                f"{folder}: could not be written ({reason}); last good checkpoint: {self.latest() or 'none'}"
+                f"{folder}: could not be written ({reason}); last good checkpoint: {self._last or 'none'}"
             ) from error
-
-    def _publish(self, partial: Path, final: Path) -> None:
-        """Have all of ``partial`` on disk, then give it its name, then make room."""
-        sync_tree(partial)
-        _remove(final)  # the same step again, after a resume from an earlier one
-        partial.rename(final)
-        sync_folder(self.path)
-        self._prune()
 
     def _prune(self) -> None:
         if self._keep is None:
             return
         for _, folder in self.complete()[: -self._keep]:
-            _remove(folder)
+            self._remove(folder)
 
 
-def _remove(folder: Path) -> None:
-    """Delete a folder, which loses its name first: half a checkpoint must not pass for one."""
-    doomed = folder.with_name(f".{folder.name}.old{_PARTIAL_SUFFIX}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    with suppress(FileNotFoundError):
-        folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+class CheckpointFolder(Checkpoints[Path]):
+    """``<run>/checkpoints`` in a file system that all ranks see.
+
+    A checkpoint is written as ``.step-000100.partial`` and appears by rename, so that a folder with a step's
+    name is complete, whenever the run was killed.
+    """
+
+    def _complete_ones(self) -> Iterator[Path]:
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            if (entry / STATE_FILE).is_file():
+                yield entry
+
+    def _set_aside(self, folder: Path) -> Path:
+        """Rename it."""
+        aside = folder.with_name(f"{folder.name}{_DAMAGED_SUFFIX}")
+        self._remove(aside)
+        folder.rename(aside)
+        sync_folder(self.path)
+        return aside
+
+    def remove_partial(self) -> None:
+        for entry in self.path.glob(f".*{_PARTIAL_SUFFIX}") if self.path.is_dir() else ():
+            shutil.rmtree(entry, ignore_errors=True)
+
+    def _open(self, final: Path) -> Path:
+        partial = self.path / f".{final.name}{_PARTIAL_SUFFIX}"
+        if self._rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            sync_folder(self.path.parent)
+        return partial
+
+    def _complete(
+        self, handle: SaveHandle, written: Path, final: Path, add_files: Callable[[], None]
+    ) -> None:
+        """On rank 0, have everything on disk, then give it its name."""
+        handle.wait()
+        if self._rank == 0:
+            add_files()
+            sync_tree(written)
+            self._remove(final)  # the same step again, after a resume from an earlier one
+            written.rename(final)
+            sync_folder(self.path)
+
+    def _remove(self, folder: Path) -> None:
+        """Take its name first: half a checkpoint must not pass for one."""
+        doomed = folder.with_name(f".{folder.name}.old{_PARTIAL_SUFFIX}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def step_of(name: str) -> int | None:
+    """The step that the name of a checkpoint tells; None where it is no such name."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portable.errors import RunError, ToldElsewhereError, UserError, one_line
@@ -63,7 +62,7 @@ def run(invocation: Invocation) -> int:
             "--replay: takes one step once more and trains nothing; remove --profile or --eval-only"
         )
     if invocation.resume_info is not None:
-        return describe_checkpoint(Path(invocation.resume_info), config.backend)
+        return describe_checkpoint(str(invocation.resume_info), config.backend)
     name = resolve_backend(config.backend)
     room = backend_room(name)
     leg = (name, config, invocation.eval_only, invocation.profile, invocation.replay)

@@ -19,11 +19,11 @@ from converters import Tensor as StoredTensor
 from converters.torchtitan import as_transformers_llama, is_torchtitan_llama
 from portable.checkpointing import STATE_FILE, TrainerState
 from portable.errors import DamagedError
+from portable.places import storage_errors
 from portable.run_folder import checkpoint_of, exists
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from converters import Checkpoint, OptimizerState
     from portable.places import Place
@@ -183,7 +183,7 @@ class Foreign:
         )
 
 
-def open_foreign(path: Path, order: Sequence[str] = ()) -> Foreign | None:
+def open_foreign(path: Place, order: Sequence[str] = ()) -> Foreign | None:
     """Open the checkpoint of another program.
 
     Args:
@@ -196,10 +196,11 @@ def open_foreign(path: Path, order: Sequence[str] = ()) -> Foreign | None:
     Raises:
         DamagedError: if it can be opened by no format.
     """
-    if not exists(path) or written_by_us(checkpoint_of(path)):
-        return None
     try:
-        checkpoint = open_checkpoint(path, order=order)
+        with storage_errors("checkpoint.resume"):
+            if not exists(path) or written_by_us(checkpoint_of(path)):
+                return None
+            checkpoint = open_checkpoint(path, order=order)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     root = checkpoint.root
@@ -222,7 +223,7 @@ def written_by_us(folder: Place) -> bool:
     return _OUR_FOLDERS.fullmatch(folder.name) is not None and (folder / "config.json").exists()
 
 
-def own_state(path: Path) -> TrainerState | None:
+def own_state(path: Place) -> TrainerState | None:
     """Where a checkpoint of this program stood; None for another's, and where there is none."""
     if not exists(path):
         return None

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from portable.places import Place
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -24,6 +26,8 @@ class Tracker(Protocol):
     """Where metrics go besides ``metrics.jsonl``."""
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -52,7 +56,7 @@ class MetricsFile:
         self._file.close()
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Place) -> list[dict[str, Any]]:
     """The rows of a run's ``metrics.jsonl``; a line that a crash cut short is left out."""
     rows = []
     for line in (folder / METRICS_FILE).read_text("utf-8").splitlines():
@@ -77,6 +81,9 @@ class _TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def flush(self) -> None:
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -90,6 +97,9 @@ class _WandbLike:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._module.log(dict(values), step=step)
+
+    def flush(self) -> None:
+        """They send by themselves."""
 
     def close(self) -> None:
         self._module.finish()

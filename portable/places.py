@@ -11,15 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.remote import RemotePath, is_url
+from converters.places import Place, place
 from converters.remote_errors import RemoteError, RetriesUsedUpError
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Place = Path | RemotePath
-"""A file or folder, here or in an object store."""
+__all__ = ["Place", "place_of", "storage_errors"]
 
 _ALMOST_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
@@ -35,11 +34,10 @@ def place_of(key: str, text: str) -> Place:
         UserError: a URL that cannot be used: a protocol whose package is not installed, credentials in it ...
     """
     with storage_errors(key):
-        if is_url(text):
-            return RemotePath.of(text)
-    if _ALMOST_URL.match(text):
+        named = place(text)
+    if isinstance(named, Path) and _ALMOST_URL.match(text):
         raise UserError(f"{key}: {text} is neither a path nor a URL; write a URL with two slashes (s3://...)")
-    return Path(text)
+    return named
 
 
 @contextmanager

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError
 from portable import model as models
 from portable.backend import backend_room
-from portable.checkpointing import CheckpointFolder
 from portable.config import dump_yaml
 from portable.data import inspect_data
 from portable.errors import UserError
 from portable.foreign import open_foreign
 from portable.metrics import human_bytes, table
+from portable.places import place_of, storage_errors
 from portable.plan import checkpoint_bytes, parameter_count, total_steps
 from portable.planner.here import memory_rows, planner_here
 from portable.resume_info import describe
 from portable.run import plan_for, ranks_in_words, resolve, tokenizer_hints
-from portable.run_folder import check_same_run, checkpoint_of, resume_source
+from portable.run_folder import check_same_run, checkpoint_of, checkpoints_of, resume_source
 from portable.schedule import build_schedule
 from portable.takeover import take_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from portable.checkpointing import Checkpoints
     from portable.config import RunConfig
     from portable.data import DataSizes
+    from portable.places import Place
     from portable.plan import BatchPlan
 
 
@@ -34,7 +35,7 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     """Print the resolved config and what the run would do; write nothing."""
     backend = backend_room(backend_name).create(backend_name)
     config = resolve(config, backend, ranks)
-    folder = Path(config.output_dir)
+    folder = place_of("output_dir", config.output_dir)
     check_same_run(folder, config)
     model_config = models.model_config(config.model)
     models.check_length(model_config, config.data.seq_len)
@@ -44,7 +45,7 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
         models.check_vocabulary(model, data.vocab_size)
     plan = plan_for(config, backend, ranks)
     devices = ranks_in_words(plan.world_size, backend.devices_per_rank)
-    rows = _plan_rows(config, model, data, plan, devices, CheckpointFolder(folder / "checkpoints", keep=None))
+    rows = _plan_rows(config, model, data, plan, devices, checkpoints_of(folder))
     rows += memory_rows(planner_here(config, model, model_config, backend, ranks))
     print(dump_yaml(config))
     print("# What this run will do")
@@ -58,7 +59,7 @@ def _plan_rows(
     data: DataSizes,
     plan: BatchPlan,
     devices: str,
-    checkpoints: CheckpointFolder,
+    checkpoints: Checkpoints[Any],
 ) -> list[tuple[str, str]]:
     steps = config.train.steps
     if config.train.epochs is not None:
@@ -87,7 +88,7 @@ def _plan_rows(
 
 
 def _foreign_rows(
-    config: RunConfig, model: PreTrainedModel, source: Path, steps: int | None
+    config: RunConfig, model: PreTrainedModel, source: Place, steps: int | None
 ) -> list[tuple[str, str]]:
     """What the run would take from ``source`` if another program wrote it; refused as it would be then."""
     foreign = open_foreign(source, [name for name, _ in model.named_parameters()])
@@ -99,13 +100,15 @@ def _foreign_rows(
     return [*taken.rows, *(("warning", warning) for warning in taken.warnings)]
 
 
-def describe_checkpoint(path: Path, backend_name: str) -> int:
+def describe_checkpoint(path: str, backend_name: str) -> int:
     """Print what a checkpoint (or the newest of a run) holds, whoever wrote it, and what can take it on."""
-    if (foreign := open_foreign(path)) is not None:
-        try:
-            print(table(foreign.rows()))
-        except CheckpointError as error:
-            raise UserError(f"--resume-info: {error}") from error
-        return 0
-    print(describe(checkpoint_of(path), backend_name))
+    with storage_errors("--resume-info"):
+        place = place_of("--resume-info", path)
+        if (foreign := open_foreign(place)) is not None:
+            try:
+                print(table(foreign.rows()))
+            except CheckpointError as error:
+                raise UserError(f"--resume-info: {error}") from error
+            return 0
+        print(describe(checkpoint_of(place), backend_name))
     return 0

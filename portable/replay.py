@@ -10,18 +10,18 @@ import json
 import math
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from portable.agreement import agree
-from portable.checkpointing import CheckpointFolder
 from portable.data import locate
 from portable.errors import UserError, one_line
 from portable.loop import train_step
 from portable.loss import count_valid
 from portable.metrics import table
+from portable.places import place_of
+from portable.run_folder import checkpoints_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend, Batch, Engine
     from portable.loop import Progress
+    from portable.places import Place
     from portable.run import Prepared
 
 _SHOWN = 160  # characters of a sample's text
@@ -97,15 +98,16 @@ def replay_step(run: Prepared, step: int) -> int:
     return 0
 
 
-def _last_before(run: Prepared, step: int) -> Path | None:
+def _last_before(run: Prepared, step: int) -> Place | None:
     """The newest checkpoint from which ``step`` is still to come; None: from the start."""
-    own = CheckpointFolder(Path(run.config.output_dir) / "checkpoints", keep=None).complete()
-    before = [folder for done, folder in own if done < step]
+    own = checkpoints_of(place_of("output_dir", run.config.output_dir)).complete()
+    before: list[Place] = [folder for done, folder in own if done < step]
     if before:
         return before[-1]
-    resume = run.config.checkpoint.resume
-    # Where the run began.
-    return Path(resume) if resume not in ("auto", "never") and Path(resume).exists() else None
+    if run.config.checkpoint.resume in ("auto", "never"):
+        return None
+    begun = place_of("checkpoint.resume", run.config.checkpoint.resume)
+    return begun if begun.exists() else None
 
 
 def _take_steps_before(

@@ -25,11 +25,11 @@ from portable.run_folder import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from portable.backend import Backend
-    from portable.checkpointing import CheckpointFolder
+    from portable.checkpointing import Checkpoints
     from portable.history import Kind
+    from portable.output import Output
     from portable.profiling import Profiler
 
 
@@ -40,7 +40,7 @@ class Reporter(Events):
         self,
         *,
         backend: Backend,
-        folder: Path,
+        output: Output,
         progress: Progress,
         total_steps: int,
         tokens_per_sample: int,
@@ -48,7 +48,7 @@ class Reporter(Events):
         precision: str,
         trackers: Sequence[str],
         config: dict[str, Any],
-        checkpoints: CheckpointFolder,
+        checkpoints: Checkpoints[Any],
         save: Callable[[Progress], None],
         profiler: Profiler | None,
         leg: dict[str, Any],
@@ -59,7 +59,8 @@ class Reporter(Events):
             leg: what ``events.jsonl`` shall tell of it; a ``source`` in it is what it goes on from.
         """
         self._backend = backend
-        self._folder = folder
+        self._output = output
+        self._folder = folder = output.work
         self._tokens_per_sample = tokens_per_sample
         self._flops_per_token = flops_per_token
         peak = backend.peak_flops(precision)
@@ -147,6 +148,8 @@ class Reporter(Events):
         return not any(row["step"] == progress.step and "eval_loss" in row for row in rows)
 
     def on_save(self, progress: Progress) -> None:
+        for tracker in self._trackers:
+            tracker.flush()
         self._save(progress)
         self._happened("save", progress, checkpoint=f"step-{progress.step:06d}")
 
@@ -236,6 +239,7 @@ class Reporter(Events):
         self._metrics.write(row)
         for tracker in self._trackers:
             tracker.log(values, progress.step)
+        self._output.publish_soon()
 
     def _happened(self, kind: Kind, progress: Progress, **facts: Any) -> None:
         if self._history is not None:

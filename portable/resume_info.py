@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, get_args
 
+from converters.remote import RemotePath
 from portable.backend import backend_room, resolve_backend
 from portable.checkpointing import STATE_FILE, TrainerState
 from portable.config import load_config
@@ -15,12 +16,11 @@ from portable.plan import plan_batches
 from portable.run_folder import CONFIG_FILE, earlier_config
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from portable.config import RunConfig
+    from portable.places import Place
 
 
-def _rows(folder: Path, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
+def _rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
     from converters import CheckpointError, open_checkpoint
 
     try:
@@ -28,8 +28,11 @@ def _rows(folder: Path, state: TrainerState, config: RunConfig) -> list[tuple[st
         parameters = f"{sum(tensor.numel for tensor in checkpoint.tensors.values()):,} weights"
     except CheckpointError as error:
         parameters = f"damaged: {one_line(error)}"
-    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
-    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((folder / STATE_FILE).stat().st_mtime))
+    if isinstance(folder, RemotePath):
+        files, written = list(folder.files().values()), "in an object store"
+    else:
+        files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+        written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((folder / STATE_FILE).stat().st_mtime))
     skipped = f", {state.skipped_steps} of them left out" if state.skipped_steps else ""
     return [
         ("checkpoint", str(folder)),
@@ -42,7 +45,7 @@ def _rows(folder: Path, state: TrainerState, config: RunConfig) -> list[tuple[st
         ("seed", str(state.seed)),
         ("written", written),
         ("written by", f"{state.world_size} ranks, {state.backend}, {state.strategy}"),
-        ("size on disk", f"{human_bytes(sum(file.st_size for file in files))} in {len(files)} files"),
+        ("size on disk", f"{human_bytes(sum(files))} in {len(files)} files"),
     ]
 
 
@@ -50,7 +53,7 @@ def _model(config: RunConfig) -> str:
     return config.model.name_or_path or str((config.model.config or {}).get("model_type"))
 
 
-def describe(folder: Path, backend_name: str) -> str:
+def describe(folder: Place, backend_name: str) -> str:
     """What the checkpoint in ``folder`` holds, and how it can be gone on from on a backend."""
     state = TrainerState.read(folder)
     run_folder = folder.parent.parent

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import gc
-import shutil
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +17,7 @@ from portable import model as models
 from portable.adopt import adopt_labels, adopt_special_tokens, positions
 from portable.agreement import agree, settings_and_versions
 from portable.backend import Backend, Engine, backend_room
-from portable.checkpointing import CheckpointFolder, TrainerState, write_durably
+from portable.checkpointing import TrainerState, write_durably
 from portable.config import difference, dump_yaml
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data
 from portable.errors import DamagedError, RunError, ToldElsewhereError, UserError, one_line
@@ -27,11 +25,13 @@ from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_
 from portable.foreign import open_foreign, own_state
 from portable.hosts import leave_word, refuse_together, word_left
 from portable.html_report import REPORT_FILE, write_report
-from portable.lock import locked
 from portable.loop import Cadence, Progress, evaluate, train
-from portable.metrics import check_trackers, table
+from portable.metrics import METRICS_FILE, check_trackers, table
+from portable.output import open_output
+from portable.places import place_of, storage_errors
 from portable.plan import (
     BatchPlan,
+    checkpoint_bytes,
     flops_per_token,
     parameter_count,
     plan_batches,
@@ -42,7 +42,7 @@ from portable.plot import plot_loss
 from portable.profiling import Profiler
 from portable.replay import replay_step
 from portable.report import Reporter
-from portable.run_folder import CONFIG_FILE, check_same_run, earlier_config, resume_source
+from portable.run_folder import CONFIG_FILE, check_same_run, checkpoints_of, earlier_config, resume_source
 from portable.schedule import build_schedule
 from portable.shapes import shape_hints
 from portable.takeover import Takeover, refuse_resume_step, take_over
@@ -50,11 +50,15 @@ from portable.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from transformers import PretrainedConfig
 
+    from portable.checkpointing import Checkpoints
     from portable.config import RunConfig
     from portable.data import Batch
+    from portable.output import Output
+    from portable.places import Place
 
 PROMPT_TOKENS = 32
 _DECIDE_ON_MEMORY = ("backend", "strategy", "precision", "compile", "model", "memory", "fsdp", "deepspeed")
@@ -83,10 +87,10 @@ def train_leg(
     backend = backend_room(backend_name).create(backend_name)
     if replay is not None:
         config = config.replaced({"compile": False})  # what is compiled cannot be looked into
-    folder = Path(config.output_dir)
+    output = open_output(config, backend.rank)
     prepared, refusal = None, None
     try:
-        prepared = _prepared(config, backend)
+        prepared = _prepared(config, backend, output, writes=not eval_only and replay is None)
     except UserError as error:
         if backend.world_size == 1:
             raise
@@ -95,16 +99,19 @@ def train_leg(
         backend.start()
         refuse_together(refusal)
         assert prepared is not None
-        text = {"the text of data.source (its fingerprint)": prepared.data.fingerprint}
-        agree(backend, settings_and_versions(prepared.config) | text)
+        facts = {
+            "output_dir": output.agreed,
+            "the text of data.source (its fingerprint)": prepared.data.fingerprint,
+        }
+        agree(backend, settings_and_versions(prepared.config) | facts)
         if prepared.config.log.memory_snapshot:
             backend.record_memory()
         prepared.settle_batches()
         if eval_only:
-            return prepared.evaluate_only(folder)
+            return prepared.evaluate_only(output.place)
         if replay is not None:
             return replay_step(prepared, replay)
-        return _train_locked(prepared, folder, profile=profile)
+        return _train_held(prepared, output, profile=profile)
     except ToldElsewhereError:
         raise
     except (UserError, RunError) as error:
@@ -113,54 +120,50 @@ def train_leg(
     except Exception as error:
         launch.failing()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            leave_word(full := out_of_disk(error, folder))
+            leave_word(full := out_of_disk(error, output))
             raise full from error
         if not backend.ran_out_of_memory(error):
             if (told := word_left()) is not None:
                 raise told from None
             raise
         assert prepared is not None
-        prepared.dump_memory(folder)
+        prepared.dump_memory(output)
         backend.leave()
     finally:
+        output.close()
         backend.stop()
     # Only out here has the engine gone, which the error's traceback holds on to.
-    raise prepared.out_of_memory(folder)
+    raise prepared.out_of_memory(output.place)
 
 
-def out_of_disk(error: OSError, folder: Path) -> RunError:
+def out_of_disk(error: OSError, output: Output) -> RunError:
     """What to tell a person whose disk is full."""
-    latest = CheckpointFolder(folder / "checkpoints", keep=None).latest()
+    latest = checkpoints_of(output.place).latest()
     return RunError(
-        f"output_dir: {folder} cannot be written to: {error.strerror}; free some space and run the same "
+        f"output_dir: {output.work} cannot be written to: {error.strerror}; free some space and run the same "
         f"command to go on; last good checkpoint: {latest or 'none'}"
     )
 
 
-def _prepared(config: RunConfig, backend: Backend) -> Prepared:
+def _prepared(config: RunConfig, backend: Backend, output: Output, *, writes: bool) -> Prepared:
     config = resolve(config, backend)
-    check_same_run(Path(config.output_dir), config)
+    check_same_run(output.place, config)
     check_trackers(config.log.trackers)
+    if writes:
+        output.check_writable()
     return Prepared(config, backend)
 
 
-def _train_locked(prepared: Prepared, folder: Path, *, profile: bool) -> int:
-    backend = prepared.backend
-    new = not folder.exists()
-    with ExitStack() as stack:
+def _train_held(prepared: Prepared, output: Output, *, profile: bool) -> int:
+    with storage_errors("output_dir"), ExitStack() as stack:
         refusal = None
         try:
-            if backend.rank == 0:
-                stack.enter_context(locked(folder))
+            if prepared.backend.rank == 0:
+                stack.enter_context(output.held())
         except UserError as error:
             refusal = error
         refuse_together(refusal)
-        try:
-            return prepared.train(folder, profile=profile)
-        except UserError:
-            if new and backend.rank == 0 and not (folder / CONFIG_FILE).exists():
-                shutil.rmtree(folder, ignore_errors=True)  # refused: leave things as they were
-            raise
+        return prepared.train(output, profile=profile)
 
 
 class Prepared:
@@ -169,7 +172,7 @@ class Prepared:
     def __init__(self, config: RunConfig, backend: Backend) -> None:
         self.config = config
         self.backend = backend
-        self.source: Path | None = None  # the checkpoint gone on from
+        self.source: Place | None = None  # the checkpoint gone on from
         self.taken: Takeover | None = None  # what it holds, where another program wrote it
         self.model_config = models.model_config(config.model)
         models.check_length(self.model_config, config.data.seq_len)
@@ -190,7 +193,7 @@ class Prepared:
         self.flops_per_token = flops_per_token(self.model, self.model_config, config.data.seq_len)
         models.check_vocabulary(self.model, self.data.vocab_size)
         self.progress: Progress | None = None  # once the engine stands
-        self.snapshot: Path | None = None
+        self.snapshot: Place | None = None
         self.searched = config.train.micro_batch_size == "auto"
         if self.searched:
             self._take_micro_batch(self._micro_batch_of_run_begun() or self._largest_micro_batch())
@@ -216,9 +219,9 @@ class Prepared:
 
     def _micro_batch_of_run_begun(self) -> int | None:
         """What ``auto`` came to when the run was here before, as far as memory goes."""
-        folder = Path(self.config.output_dir)
+        folder = place_of("output_dir", self.config.output_dir)
         earlier = earlier_config(folder)
-        latest = CheckpointFolder(folder / "checkpoints", keep=None).latest()
+        latest = checkpoints_of(folder).latest()
         if earlier is None or latest is None:
             return None
         same = all(getattr(earlier, name) == getattr(self.config, name) for name in _DECIDE_ON_MEMORY)
@@ -287,14 +290,15 @@ class Prepared:
 
     # -- out of memory -----------------------------------------------------------------------------------
 
-    def dump_memory(self, folder: Path) -> None:
+    def dump_memory(self, output: Output) -> None:
         """Write ``log.memory_snapshot`` of this rank, if it is wanted."""
         if self.config.log.memory_snapshot:
-            self.snapshot = folder / "memory" / f"rank{self.backend.rank}.pickle"
-            self.snapshot.parent.mkdir(parents=True, exist_ok=True)
-            self.backend.dump_memory(self.snapshot)
+            name = f"memory/rank{self.backend.rank}.pickle"
+            (output.work / name).parent.mkdir(parents=True, exist_ok=True)
+            self.backend.dump_memory(output.work / name)
+            self.snapshot = output.place / name
 
-    def out_of_memory(self, folder: Path) -> UserError:
+    def out_of_memory(self, folder: Place) -> UserError:
         """What to tell a person about it, with what would fit."""
         config = self.config
         present = self.plan.micro_batch_size // self.backend.devices_per_rank
@@ -310,17 +314,18 @@ class Prepared:
         told += f" use {more}"
         if (planned := self._planned_instead()) is not None:
             told += f"; by plan, this fits: {planned}"
-        latest = CheckpointFolder(folder / "checkpoints", keep=None).latest()
+        latest = checkpoints_of(folder).latest()
         told += f"; last good checkpoint: {latest}" if latest is not None else ""
         told += f"; memory snapshot: {self.snapshot}" if self.snapshot is not None else ""
         return UserError(told)
 
     # -- training ----------------------------------------------------------------------------------------
 
-    def train(self, folder: Path, *, profile: bool = False) -> int:
-        config, backend = self.config, self.backend
-        checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.checkpoint.keep, rank=backend.rank)
-        check_same_run(folder, config)  # again, now that no other run can write there
+    def train(self, output: Output, *, profile: bool = False) -> int:
+        config, backend, folder = self.config, self.backend, output.work
+        output.open(checkpoint_bytes(self.model, config.train) // backend.world_size)
+        checkpoints = output.checkpoints(keep=config.checkpoint.keep)
+        check_same_run(output.place, config)  # again, now that no other run can write there
         source = resume_source(config, checkpoints)
         agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
         engine, progress = self.engine(source, checkpoints)
@@ -330,12 +335,18 @@ class Prepared:
         if backend.rank == 0:
             checkpoints.remove_partial()
             write_durably(folder / CONFIG_FILE, dump_yaml(config))
+            output.publish()
         profiler = Profiler(folder / "profile", backend.rank) if profile else None
+
+        def report_hang(line: str) -> None:
+            launch.report_hang(line)
+            output.publish_soon(at_once=True)
+
         watchdog = Watchdog(
             rank=backend.rank,
             seconds=config.log.hang_timeout,
             folder=folder / "hang",
-            report=launch.report_hang,
+            report=report_hang,
             record=backend.dump_collectives,
         )
 
@@ -343,7 +354,7 @@ class Prepared:
             with watchdog.paused():
                 self.save(checkpoints, engine, at)
 
-        reporter = self.reporter(folder, progress, checkpoints, save, profiler)
+        reporter = self.reporter(output, progress, checkpoints, save, profiler)
         reporter.say(self.headline(progress))
         batches = watchdog.over(self.train_loader(progress.samples))
         gc.collect()
@@ -384,22 +395,23 @@ class Prepared:
             reporter.close()
             gc.unfreeze()
         if backend.rank == 0:
-            self.finish(folder, reporter, checkpoints.latest(), profiler, complete=complete)
+            self.finish(output, reporter, checkpoints.latest(), profiler, complete=complete)
+        output.publish()
         return EXIT_DONE
 
     def reporter(
         self,
-        folder: Path,
+        output: Output,
         progress: Progress,
-        checkpoints: CheckpointFolder,
+        checkpoints: Checkpoints[Any],
         save: Callable[[Progress], None],
         profiler: Profiler | None = None,
     ) -> Reporter:
-        """What shows and records this run in ``folder``."""
+        """What shows and records this run in ``output``."""
         config = self.config
         return Reporter(
             backend=self.backend,
-            folder=folder,
+            output=output,
             progress=progress,
             total_steps=self.steps,
             tokens_per_sample=config.data.seq_len,
@@ -424,7 +436,7 @@ class Prepared:
         )
 
     def engine(
-        self, source: Path | None, checkpoints: CheckpointFolder | None = None
+        self, source: Place | None, checkpoints: Checkpoints[Any] | None = None
     ) -> tuple[Engine, Progress]:
         """The sharded model with its weights in place, and where the run stands.
 
@@ -443,7 +455,7 @@ class Prepared:
             return engine, Progress(0, 0)
         assert source is not None
         candidates = own[own.index(source) :] if source in own else [source]
-        damaged: list[tuple[Path, DamagedError | None]] = []
+        damaged: list[tuple[Place, DamagedError | None]] = []
         for candidate in candidates:
             progress, error = None, None
             try:
@@ -465,14 +477,15 @@ class Prepared:
             damaged.append((candidate, error))
         raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
 
-    def take_over(self, source: Path) -> Takeover | None:
+    def take_over(self, source: Place) -> Takeover | None:
         """What ``source`` holds for this run, if another program wrote it; all ranks call it."""
         taken, error = None, None
+        given = place_of("checkpoint.resume", self.config.checkpoint.resume)
         try:
             foreign = open_foreign(source, [name for name, _ in self.model.named_parameters()])
             if foreign is not None:
                 taken = take_over(foreign, self.config, self.model, self.schedule)
-            elif source == Path(self.config.checkpoint.resume):  # else the run has come further by itself
+            elif source == given:  # else the run has come further by itself
                 refuse_resume_step(self.config)
         except UserError as found:
             error = found
@@ -485,7 +498,7 @@ class Prepared:
                     print(f"warning: {warning}", file=sys.stderr)
         return taken
 
-    def restore(self, engine: Engine, source: Path) -> Progress:
+    def restore(self, engine: Engine, source: Place) -> Progress:
         """Fill ``engine`` from a checkpoint, and tell where the run stands there.
 
         Raises:
@@ -495,19 +508,21 @@ class Prepared:
         from converters import CheckpointError, open_checkpoint
 
         try:
-            if self.taken is not None:
-                engine.load(self.taken.checkpoint)
-                return Progress(self.taken.step, self.taken.samples)
-            checkpoint = open_checkpoint(source)
-            state = TrainerState.read(checkpoint.root)
-            if changed := difference(state.run, self.config.fingerprint()):
-                raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
-            if state.data != self.data.fingerprint:
-                raise UserError(
-                    f"checkpoint.resume: {source} was trained on other text than {self.data.sizes.source} "
-                    "here; give data.source the same files, or choose another output_dir"
-                )
-            engine.load(checkpoint)
+            with storage_errors("checkpoint.resume"):  # a store out of reach is no damage
+                if self.taken is not None:
+                    engine.load(self.taken.checkpoint)
+                    return Progress(self.taken.step, self.taken.samples)
+                checkpoint = open_checkpoint(source)
+                state = TrainerState.read(checkpoint.root)
+                if changed := difference(state.run, self.config.fingerprint()):
+                    raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
+                if state.data != self.data.fingerprint:
+                    raise UserError(
+                        f"checkpoint.resume: {source} was trained on other text than "
+                        f"{self.data.sizes.source} here; give data.source the same files, or choose another "
+                        "output_dir"
+                    )
+                engine.load(checkpoint)
         except CheckpointError as error:
             raise DamagedError(f"checkpoint.resume: {error}") from error
         return Progress(state.step, state.samples, state.skipped_steps)
@@ -527,7 +542,7 @@ class Prepared:
                 engine.load_weights({n: w for n, w in weights.items() if n in set(pretrained.missing)})
         engine.load_weights(pretrained.found)
 
-    def save(self, checkpoints: CheckpointFolder, engine: Engine, progress: Progress) -> None:
+    def save(self, checkpoints: Checkpoints[Any], engine: Engine, progress: Progress) -> None:
         config = self.config
         background = config.checkpoint.async_
         state = TrainerState(
@@ -587,29 +602,31 @@ class Prepared:
 
     def finish(
         self,
-        folder: Path,
+        output: Output,
         reporter: Reporter,
-        checkpoint: Path | None,
+        checkpoint: Place | None,
         profiler: Profiler | None,
         *,
         complete: bool,
     ) -> None:
         """Export, plot and say where things are; on the first rank only."""
-        places = [("metrics", str(folder / "metrics.jsonl"))]
+        folder, place = output.work, output.place
+        places = [("metrics", str(place / METRICS_FILE))]
         if checkpoint is not None:
             places.append(("checkpoint", str(checkpoint)))
         if complete and self.config.checkpoint.export and checkpoint is not None:
-            export(checkpoint, folder / "final")
-            places.append(("model", str(folder / "final")))
+            export(checkpoint, place / "final")
+            places.append(("model", str(place / "final")))
         try:
             if (picture := plot_loss(folder)) is not None:
-                places.append(("loss curve", str(picture)))
+                places.append(("loss curve", str(place / picture.name)))
                 write_report([folder], folder / REPORT_FILE)
-                places.append(("report", str(folder / REPORT_FILE)))
+                places.append(("report", str(place / REPORT_FILE)))
         except (OSError, UserError) as error:  # the run is complete without its pictures
             reporter.say(f"warning: the run's pictures could not be drawn: {error}")
         if profiler is not None:
-            places.append(("profile", str(profiler.path) if profiler.written else "too few steps for one"))
+            trace = str(place / profiler.path.relative_to(folder).as_posix())
+            places.append(("profile", trace if profiler.written else "too few steps for one"))
         reporter.say(reporter.summary(places))
         if not complete:
             reporter.say(f"stopped before step {self.steps}, the last, as train.stop_after says")
@@ -642,11 +659,10 @@ class Prepared:
         # Counted in global batches, so that every world size evaluates the same samples.
         return islice(loader, None if limit is None else limit * self.plan.accumulation_steps)
 
-    def evaluate_only(self, folder: Path) -> int:
+    def evaluate_only(self, folder: Place) -> int:
         if self.data.eval is None:
             raise UserError("--eval-only: data.eval_fraction is 0, so that there is nothing to evaluate on")
-        checkpoints = CheckpointFolder(folder / "checkpoints", keep=None)
-        engine, progress = self.engine(resume_source(self.config, checkpoints))
+        engine, progress = self.engine(resume_source(self.config, checkpoints_of(folder)))
         loss = evaluate(self.backend, engine, self.eval_batches())
         if self.backend.rank == 0:
             print(table([("step", str(progress.step)), ("evaluation loss", f"{loss:.6f}")]))
@@ -702,12 +718,14 @@ def _as_begun(config: RunConfig, backend_name: str) -> RunConfig:
     """A run that is under way keeps the precision that it began with, wherever it goes on."""
     known: dict[str, Any] = {"backend": backend_name}
     if config.precision == "auto":
-        earlier = earlier_config(Path(config.output_dir))
-        start = Path(config.checkpoint.resume)
+        earlier = earlier_config(place_of("output_dir", config.output_dir))
         if earlier is not None:
             known["precision"] = earlier.precision
-        elif config.checkpoint.resume not in ("auto", "never") and (state := own_state(start)) is not None:
-            known["precision"] = state.run["precision"]
+        elif config.checkpoint.resume not in ("auto", "never"):
+            with storage_errors("checkpoint.resume"):
+                state = own_state(place_of("checkpoint.resume", config.checkpoint.resume))
+            if state is not None:
+                known["precision"] = state.run["precision"]
     return config.replaced(known)
 
 
@@ -720,7 +738,9 @@ def check_output_folder(backend_name: str, config: RunConfig, ranks: int) -> Run
     config = _as_begun(backend.adopt(config, ranks), backend_name)
     backend.check(config)
     check_trackers(config.log.trackers)
-    check_same_run(Path(config.output_dir), config)
+    output = open_output(config)
+    check_same_run(output.place, config)
+    output.check_writable()
     plan_for(config, backend, ranks)
     return config
 
@@ -733,12 +753,13 @@ def plan_for(config: RunConfig, backend: Backend, ranks: int) -> BatchPlan:
     return plan_batches(config, world_size=world_size, rank=0, devices_per_rank=backend.devices_per_rank)
 
 
-def export(checkpoint: Path, folder: Path) -> None:
+def export(checkpoint: Place, folder: Place) -> None:
     """Write ``checkpoint`` as plain safetensors with config and tokenizer into ``folder``."""
     from converters import CheckpointError, open_checkpoint, write_safetensors
 
     try:
-        write_safetensors(open_checkpoint(checkpoint), folder, overwrite=True)
+        with storage_errors("checkpoint.export"):
+            write_safetensors(open_checkpoint(checkpoint), folder, overwrite=True)
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: {error}") from error
 

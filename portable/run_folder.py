@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from converters.remote import RemotePath
 from portable.checkpointing import CheckpointFolder
 from portable.config import difference, load_config
 from portable.errors import UserError, one_line
+from portable.places import place_of, storage_errors
+from portable.remote_checkpoints import RemoteCheckpoints
 
 if TYPE_CHECKING:
+    from portable.checkpointing import Checkpoints
     from portable.config import RunConfig
     from portable.places import Place
 
 CONFIG_FILE = "config.yaml"
 
 
-def check_same_run(folder: Path, config: RunConfig) -> None:
+def check_same_run(folder: Place, config: RunConfig) -> None:
     """Raise UserError if ``folder`` holds a run that differs from ``config`` in what makes a run."""
-    if re.match(r"[a-z][a-z0-9+.-]*:/", folder.as_posix()):  # a path drops one of the slashes
-        raise UserError(
-            f"output_dir: {folder} is a URL, which this version cannot write to; mount the storage and give "
-            "the folder's path"
-        )
     try:
-        occupied = folder.exists() and not folder.is_dir()
+        with storage_errors("output_dir"):
+            occupied = folder.exists() and not folder.is_dir()
     except (OSError, ValueError) as error:  # too long a name, a part of it that is a file, a NUL
         raise UserError(f"output_dir: {one_line(error)}; choose another folder") from error
     if occupied:
@@ -39,19 +37,21 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
         )
 
 
-def earlier_config(folder: Path) -> RunConfig | None:
+def earlier_config(folder: Place) -> RunConfig | None:
     path = folder / CONFIG_FILE
-    return load_config(path) if exists(path) else None  # a name that cannot be is refused as output_dir
+    with storage_errors("output_dir"):
+        return load_config(path) if exists(path) else None  # a name that cannot be is refused as output_dir
 
 
-def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | None:
+def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | None:
     """The checkpoint to go on from, or None to start at step 0.
 
     Raises:
         UserError: if ``checkpoint.resume`` is ``never`` and there are checkpoints, or a path that cannot be
             gone on from.
     """
-    latest = checkpoints.latest()
+    with storage_errors("output_dir"):
+        latest: Place | None = checkpoints.latest()
     resume = config.checkpoint.resume
     if resume == "auto":
         return latest
@@ -62,10 +62,13 @@ def resume_source(config: RunConfig, checkpoints: CheckpointFolder) -> Path | No
                 "set it to auto to go on, or choose another output_dir"
             )
         return None
-    path = Path(resume)
-    if latest is None and not exists(path):
-        name = resume if len(resume) <= 200 else f"{resume[:197]}..."
-        raise UserError(f"checkpoint.resume: {name} does not exist; give auto, never or a checkpoint's path")
+    path = place_of("checkpoint.resume", resume)
+    with storage_errors("checkpoint.resume"):
+        if latest is None and not exists(path):
+            name = resume if len(resume) <= 200 else f"{resume[:197]}..."
+            raise UserError(
+                f"checkpoint.resume: {name} does not exist; give auto, never or a checkpoint's path"
+            )
     if latest is None or path.resolve() == latest.resolve():
         return path
     if path.resolve().is_relative_to(checkpoints.path.resolve()):
@@ -84,6 +87,13 @@ def exists(path: Place) -> bool:
         return False
 
 
-def checkpoint_of(path: Path) -> Path:
+def checkpoints_of(run: Place) -> Checkpoints[Any]:
+    """The checkpoints of a run, for reading."""
+    folder = run / "checkpoints"
+    return RemoteCheckpoints(folder) if isinstance(folder, RemotePath) else CheckpointFolder(folder)
+
+
+def checkpoint_of(path: Place) -> Place:
     """``path`` itself, or the newest checkpoint where it is a run's folder."""
-    return CheckpointFolder(path / "checkpoints", keep=None).latest() or path
+    newest: Place | None = checkpoints_of(path).latest()
+    return path if newest is None else newest

@@ -37,7 +37,7 @@ def write_corpus(folder: Path) -> Path:
     return path
 
 
-def tiny(folder: Path, corpus: Path, **overrides: Any) -> dict[str, Any]:
+def tiny(folder: Path | str, corpus: Path, **overrides: Any) -> dict[str, Any]:
     """The settings of a tiny run in ``folder``, by dotted key; ``__`` stands for the dot in ``overrides``."""
     settings: dict[str, Any] = {
         "backend": "cpu",
@@ -62,7 +62,7 @@ def tiny(folder: Path, corpus: Path, **overrides: Any) -> dict[str, Any]:
     return settings
 
 
-def configured(folder: Path, corpus: Path, **overrides: Any) -> RunConfig:
+def configured(folder: Path | str, corpus: Path, **overrides: Any) -> RunConfig:
     return load_config(None, tiny(folder, corpus, **overrides))
 
 

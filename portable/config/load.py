@@ -15,6 +15,7 @@ from portable.config.schema import RunConfig
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
+    from converters.remote import RemotePath
     from portable.config.accelerate_yaml import AccelerateSettings
 
 _MOST_BYTES = 1 << 20
@@ -30,7 +31,7 @@ class _Draft:
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any] | None = None,
+    source: str | Path | RemotePath | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | Sequence[str] = (),
 ) -> RunConfig:
     """Build the config of a run.
@@ -47,7 +48,7 @@ def load_config(
 
 
 def assemble(
-    source: str | Path | Mapping[str, Any] | None,
+    source: str | Path | RemotePath | Mapping[str, Any] | None,
     overrides: Sequence[flags.Override],
     accelerate: Sequence[AccelerateSettings] = (),
 ) -> RunConfig:
@@ -59,7 +60,7 @@ def assemble(
     if isinstance(source, Mapping):
         draft.values = _copied(source)
     elif source is not None:
-        draft = _read(Path(source))
+        draft = _read(Path(source) if isinstance(source, str) else source)
     for section in keys.sections(RunConfig):
         # ``fsdp:`` with nothing after it is an empty section.
         if section in draft.values and draft.values[section] is None:
@@ -94,7 +95,7 @@ def _add(draft: _Draft, path: tuple[str, ...], value: Any, origin: Origin) -> No
     draft.origins.setdefault(path, origin)
 
 
-def _read(path: Path) -> _Draft:
+def _read(path: Path | RemotePath) -> _Draft:
     document = _parse(path)
     if document.value is None:
         raise UserError(f"{path}: the config is empty; leave --config out for the defaults")
@@ -104,7 +105,7 @@ def _read(path: Path) -> _Draft:
     return _Draft(document.value, origins)
 
 
-def _parse(path: Path) -> yaml_text.Document:
+def _parse(path: Path | RemotePath) -> yaml_text.Document:
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)

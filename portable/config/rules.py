@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from converters.remote import is_url
+from converters.remote_errors import redact
 from portable.config.suggest import did_you_mean
 from portable.schedule import SCHEDULES, build_schedule, own_params
 
@@ -72,6 +74,12 @@ def check(config: RunConfig) -> None:
 
 def _model(config: RunConfig) -> Iterator[ConflictError]:
     model = config.model
+    for key, name in (("model.name_or_path", model.name_or_path), ("data.tokenizer", config.data.tokenizer)):
+        if is_url(name):
+            yield ConflictError(
+                (key,),
+                f"{key} names a hub id or a folder, and cannot be a URL; copy {redact(str(name))} here",
+            )
     if model.name_or_path is not None and model.config is not None:
         yield ConflictError(
             ("model.config", "model.name_or_path"),

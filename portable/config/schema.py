@@ -62,8 +62,9 @@ class RunConfig(Section):
     output_dir: str = Field(
         default="runs/quickstart",
         min_length=1,
-        description="Folder for the resolved config, metrics, checkpoints and the final model. The same "
-        "command with the same folder goes on where the run stopped.",
+        description="Folder for the resolved config, metrics, checkpoints and the final model, or the URL of "
+        "one in an object store (s3://bucket/run, gs://bucket/run). The same command with the same folder "
+        "goes on where the run stopped.",
     )
     seed: int = Field(
         default=0,

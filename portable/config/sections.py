@@ -89,8 +89,9 @@ class DataConfig(Section):
 
     source: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
-        description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet). "
-        "Null: the source text of this machine's Python standard library, which needs no download.",
+        description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), here "
+        "or by URL. Null: the source text of this machine's Python standard library, which needs no "
+        "download.",
     )
     config_name: str | None = Field(
         default=None,
@@ -492,8 +493,9 @@ class CheckpointConfig(Section):
         default="auto",
         min_length=1,
         description="auto: go on from the newest complete checkpoint in output_dir, if there is one. never: "
-        "refuse a folder that holds checkpoints. Or the path of a checkpoint to begin at, this program's or "
-        "another's (docs/moving.md); once output_dir holds checkpoints, the run goes on from the newest.",
+        "refuse a folder that holds checkpoints. Or the path or URL of a checkpoint to begin at, this "
+        "program's or another's (docs/moving.md); once output_dir holds checkpoints, the run goes on from "
+        "the newest.",
     )
     resume_step: int | None = Field(
         default=None,
@@ -507,6 +509,13 @@ class CheckpointConfig(Section):
         ge=0,
         description="Sequences that count as consumed there: where this run's own order of the data goes on. "
         "Null: what the checkpoint says itself, or its steps times train.global_batch_size.",
+    )
+    staging_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where output_dir is a URL: a folder of this machine for the shards that it writes and "
+        "then uploads, with room for its share of one checkpoint. Null: in the system's folder for temporary "
+        "files.",
     )
     export: Flag = Field(
         default=True,

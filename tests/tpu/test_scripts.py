@@ -171,6 +171,10 @@ def test_a_spot_pod(tmp_path: Path) -> None:
     assert printed("create", *POD, *made) == [request, describe]
     assert printed("install", *POD, *installed) == install
     assert printed("train", *POD, "--output-dir", "/mnt/runs/a") == train
+    in_a_bucket = [line.replace("/mnt/runs/a", "gs://bucket/a") for line in train]
+    assert printed("train", *POD, "--output-dir", "gs://bucket/a") == in_a_bucket
+    kept = printed("keep", *POD, *made, *installed, "--output-dir", "gs://bucket/a")
+    assert kept[-1:] == in_a_bucket
     assert printed("status", *POD, "--spot") == [
         describe,
         f"{ssh} --worker=all '--command=bash portable/worker.sh status'",
@@ -261,11 +265,14 @@ def test_printing_runs_nothing_and_running_runs_what_was_printed(gcloud: Path, t
         (["train", *VM, "--train.steps", "20"], "--train.steps: not an option of train; see: cloud.sh train"),
         (["train", *VM, "run.yaml"], "run.yaml: not an option; arguments for another program come after --"),
         (["train", *VM, "--config", "no.yaml"], "--config: there is no no.yaml"),
-        (["train", *VM, "--output-dir", "gs://b/run"], "--output-dir: gs://b/run is a URL, which is not"),
+        (
+            ["fetch", *VM, "--output-dir", "gs://b/run", "--to", "x"],
+            "--output-dir: gs://b/run is a URL, so it",
+        ),
         (["install", *VM, "--setup", "no.sh"], "--setup: there is no no.sh"),
         (["install", *VM, "--package", "dist/no.whl"], "--package: there is no dist/no.whl"),
         (["logs", *VM, "--worker", "all"], "--worker: all is no worker; give one number, from 0"),
-        (["keep", *VM, "--type", "v5e-8"], "--output-dir: keep needs an absolute path on storage that"),
+        (["keep", *VM, "--type", "v5e-8"], "--output-dir: keep needs what outlives the TPU: a URL"),
         (["fetch", *VM, "--output-dir", "runs/a"], "--to: missing; name a new folder"),
         (["fetch", *VM, "--output-dir", "runs/a", "--to", "/tmp"], "--to: /tmp exists; name a new folder"),
         (["convert", "--to", "out"], "--from: missing; name the fetched folder"),

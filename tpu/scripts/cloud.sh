@@ -59,7 +59,7 @@ help_of() {
                              tpu; without it, the clone that this script is part of' ;;
     setup) echo 'FILE     a script of yours, run on every worker first: mounts storage, logs in ...' ;;
     config) echo 'FILE     YAML; copied to every worker' ;;
-    output-dir) echo 'DIR      of the run, as the workers see it' ;;
+    output-dir) echo 'DIR      of the run, as the workers see it, or a URL (gs://bucket/run)' ;;
     worker) echo 'N        which worker; 0 without it' ;;
     from) echo 'DIR      the fetched run or checkpoint' ;;
     to) echo 'DIR      the new folder' ;;
@@ -185,8 +185,6 @@ check_options() {
   for file in "$setup" "$config"; do
     [[ -z $file || -f $file ]] || fail "--$([[ $file == "$setup" ]] && echo setup || echo config): there is no $file"
   done
-  [[ $output_dir != *://* ]] ||
-    fail "--output-dir: $output_dir is a URL, which is not supported yet; mount it and give the path"
   if listed package "$takes"; then
     if [[ -z $package ]]; then
       package=$(cd "$here/../.." && pwd)
@@ -200,12 +198,14 @@ check_options() {
   case $command in
     keep)
       # The disks of a preempted TPU are gone: a run that is to go on must not have saved there.
-      [[ $output_dir == /* ]] ||
-        fail "--output-dir: keep needs an absolute path on storage that outlives the TPU, mounted by --setup"
+      [[ $output_dir == /* || $output_dir == *://* ]] ||
+        fail "--output-dir: keep needs what outlives the TPU: a URL (gs://...), or an absolute path mounted by --setup"
       queued=1
       ;;
     fetch)
       [[ $output_dir ]] || fail "--output-dir: missing; say what to copy"
+      [[ $output_dir != *://* ]] ||
+        fail "--output-dir: $output_dir is a URL, so it is not on the TPU; give it to portable-convert as it is"
       [[ $to ]] || fail "--to: missing; name a new folder"
       [[ ! -e $to ]] || fail "--to: $to exists; name a new folder"
       ;;

@@ -1,0 +1,174 @@
+"""Checkpoints in an object store: ranks send their own shards, and a marker written last completes them."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from converters.completion import begin, complete, is_complete, is_unfinished
+from converters.remote import RemotePath
+from portable.checkpointing import STATE_FILE, Checkpoints, step_of
+from portable.errors import RunError, one_line
+from portable.hosts import background_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from portable.backend import SaveHandle
+
+DAMAGED_FILE = "_DAMAGED"
+UPLOADS = 8
+"""Files that a rank sends at a time."""
+PARTS = 4
+"""Parts of a large file at a time."""
+
+
+class RemoteCheckpoints(Checkpoints[RemotePath]):
+    """``<url>/checkpoints``.
+
+    Ranks write into folders of this machine, one each, and send from there behind the training. Nothing is
+    renamed in a store: a checkpoint is complete by a marker, see :mod:`converters.completion`.
+
+    Args:
+        staging: this rank's folder for shards on their way; None where nothing is to be written.
+        before_complete: called on every rank, in the thread that sends, when the rank's shards are there.
+        check_held: raises where this run may not write any more.
+    """
+
+    def __init__(
+        self,
+        place: RemotePath,
+        *,
+        keep: int | None = None,
+        rank: int = 0,
+        staging: Path | None = None,
+        before_complete: Callable[[], None] | None = None,
+        check_held: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(place, keep=keep, rank=rank)
+        self._staging = staging
+        self._before_complete = before_complete
+        self._check_held = check_held
+        self._token = ""
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup | None:
+        return background_group()
+
+    def _complete_ones(self) -> Iterator[RemotePath]:
+        for entry in self._entries():
+            # One without markers was copied here from a disk, where it was complete by its name.
+            if is_complete(entry) or ((entry / STATE_FILE).is_file() and not is_unfinished(entry)):
+                yield entry
+
+    def _entries(self) -> list[RemotePath]:
+        self.path.refresh()
+        try:
+            entries = [entry for entry in self.path.iterdir() if step_of(entry.name) is not None]
+        except FileNotFoundError:
+            return []
+        return [entry for entry in entries if entry.is_dir()]
+
+    def _set_aside(self, folder: RemotePath) -> RemotePath:
+        """Mark it; it stays where it is until the run comes to that step again."""
+        aside = folder / DAMAGED_FILE
+        aside.write_bytes(b"")
+        begin(folder)
+        return aside
+
+    def remove_partial(self) -> None:
+        complete_ones = set(self._complete_ones())
+        for entry in self._entries():
+            if entry not in complete_ones and not (entry / DAMAGED_FILE).is_file():
+                entry.remove_tree()
+
+    def _open(self, final: RemotePath) -> Path:
+        assert self._staging is not None
+        self._group  # noqa: B018  (made by all ranks at once, before any thread needs it)
+        if self._rank == 0:
+            self._remove(final)  # the same step again, after a resume from an earlier one
+            self._token = begin(final)
+        written = self._staging / final.name
+        shutil.rmtree(written, ignore_errors=True)
+        written.mkdir(parents=True)
+        return written
+
+    def _complete(
+        self, handle: SaveHandle, written: Path, final: RemotePath, add_files: Callable[[], None]
+    ) -> None:
+        """Send this rank's files; when all ranks have sent theirs, the first one marks the checkpoint."""
+        failure: BaseException | None = None
+        try:
+            handle.wait()
+            if self._rank == 0:
+                add_files()
+            send_files({path: final / name for name, path in files_in(written).items()})
+            shutil.rmtree(written, ignore_errors=True)
+            if self._before_complete is not None:
+                self._before_complete()
+        except BaseException as error:
+            failure = error
+        self._agree(failure)
+        if self._rank == 0:
+            if self._check_held is not None:
+                self._check_held()
+            complete(final, self._token, step=step_of(final.name))
+
+    def _agree(self, failure: BaseException | None) -> None:
+        """Raise on all ranks if one of them has failed."""
+        if self._group is not None:
+            told: list[Any] = [None] * dist.get_world_size(self._group)
+            ours = one_line(failure) if failure is not None else None
+            dist.all_gather_object(told, ours, group=self._group)
+            if failure is None and any(told):
+                rank = next(rank for rank, reason in enumerate(told) if reason)
+                raise RunError(f"rank {rank}: {told[rank]}")
+        if failure is not None:
+            raise failure
+
+    def _remove(self, folder: RemotePath) -> None:
+        if is_complete(folder):
+            begin(folder)
+        folder.remove_tree()
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """The files below ``folder``, by their names relative to it."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def send_files(files: dict[Path, RemotePath]) -> None:
+    """Send files, a few at a time; the first failure is raised once those under way have ended."""
+    if not files:
+        return
+    with ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload") as pool:
+        for sent in [pool.submit(_send_file, path, target) for path, target in files.items()]:
+            sent.result()
+
+
+def _send_file(path: Path, target: RemotePath) -> None:
+    """Send a file, the parts of a large one a few at a time, where the store takes them in any order."""
+    size = path.stat().st_size
+    upload = target.upload(size)
+    length = upload.part_bytes
+    if upload.ordered or size <= length:
+        target.upload_file(path)
+        return
+
+    def send(number: int) -> None:
+        with path.open("rb") as file:
+            file.seek(number * length)
+            upload.part(number + 1, file.read(length))
+
+    try:
+        with ThreadPoolExecutor(PARTS, thread_name_prefix="part") as pool:
+            list(pool.map(send, range(-(-size // length))))
+        upload.commit()
+    except BaseException:
+        upload.discard()
+        raise

@@ -1,0 +1,388 @@
+"""Whole runs whose output is in an object store: a real S3 server, real engines, and failures in between."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from converters.remote import RemotePath
+from converters.remote_errors import RemoteError
+from portable import lease
+from portable.cli import main
+from portable.errors import RunError, UserError
+from portable.lease import LEASE_FILE, Lease
+from portable.metrics import read_metrics
+from portable.remote_checkpoints import send_files
+from portable.run import train_leg
+from tests.object_store import ACCESS_KEY, SECRET_KEY
+from tests.ranks import RankError
+from tests.runs import configured, flags, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.object_store import ObjectStore
+    from tests.ranks import RankPool
+    from tests.xla import XlaPool
+
+EIGHT = "checkpoints/step-000008"
+
+
+def leg(place: Path | str, corpus: Path | str, **overrides: Any) -> int:
+    settings = {"data__cache_dir": str(Path(corpus).parent / "cache"), **overrides}
+    return train_leg(overrides.get("backend", "cpu"), configured(place, Path(corpus), **settings))
+
+
+def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def check_same(s3: ObjectStore, local: Path) -> None:
+    """The run in the bucket, and the one on this disk that nothing disturbed."""
+    assert s3.get("run/final/model.safetensors") == (local / "final" / "model.safetensors").read_bytes()
+    rows = [json.loads(line) for line in s3.get("run/metrics.jsonl").splitlines()]
+    assert losses(rows) == losses(read_metrics(local))
+
+
+def steps_in(s3: ObjectStore) -> list[str]:
+    """The names under ``checkpoints``, complete or not."""
+    return sorted({name.split("/")[0] for name in s3.names("run/checkpoints/")})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A run of eight steps on this disk."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert leg(folder, corpus) == 0
+    return folder
+
+
+def test_a_run_in_a_bucket(
+    s3: ObjectStore, undisturbed: Path, tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {
+        "checkpoint__staging_dir": str(tmp_path / "staging"),
+        "checkpoint__every_steps": 2,
+        "checkpoint__keep": 2,
+        "log__trackers": ["tensorboard"],
+    }
+    assert leg(s3.url("run"), corpus, train__stop_after=5, checkpoint__async=False, **settings) == 0
+    assert steps_in(s3) == ["step-000004", "step-000005"]
+    assert not s3.names("run/final/")
+    shutil.rmtree(tmp_path / "staging")  # another machine
+    assert leg(s3.url("run"), corpus, **settings) == 0
+    check_same(s3, undisturbed)
+    assert steps_in(s3) == ["step-000006", "step-000008"]
+    found = s3.tree("run")
+    assert {"config.yaml", "events.jsonl", "loss.svg", "report.html", "final/tokenizer.json"} <= found.keys()
+    assert len([name for name in found if name.startswith("tensorboard/")]) == 2
+    assert f"{EIGHT}/_COMPLETE" in found and f"{EIGHT}/shard_checksums.json" in found
+    for left_over in (LEASE_FILE, "probe", "_INCOMPLETE"):
+        assert not [name for name in found if left_over in name]
+    assert not s3.open_uploads() and not [*(tmp_path / "staging").rglob("*.*")]
+    told = capfd.readouterr()
+    for secret in (ACCESS_KEY, SECRET_KEY):
+        assert secret not in told.out + told.err
+        assert not [name for name, data in found.items() if secret.encode() in data]
+
+
+def rank_leg(
+    place: str, data: str, scratch: Path, environment: dict[str, str], settings: dict[str, Any]
+) -> int:
+    """A leg on a rank whose host shares no folder with the others."""
+    os.environ.update(environment)
+    host = scratch / f"host-{os.environ.get('RANK', '0')}"
+    host.mkdir(parents=True, exist_ok=True)
+    before = Path.cwd()
+    os.chdir(host)
+    try:
+        config = configured(
+            place,
+            Path("elsewhere/corpus.jsonl"),
+            data__source=data,
+            data__cache_dir="cache",
+            checkpoint__staging_dir="staging",
+            **settings,
+        )
+        return train_leg(config.backend, config)
+    finally:
+        os.chdir(before)
+
+
+def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    return leg(place, corpus, **settings)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
+def test_hosts_that_share_no_disk(
+    strategy: str, s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings: dict[str, Any] = {"strategy": strategy, "train__micro_batch_size": 1}
+    if strategy == "zero2":
+        pytest.importorskip("deepspeed")
+    assert ranks.run(2, local_leg, tmp_path / "whole", corpus, settings) == 0
+    s3.put("texts/corpus.jsonl", corpus.read_bytes())
+    there = (s3.url("run"), s3.url("texts/*.jsonl"), tmp_path / "hosts", s3.environment)
+    assert ranks.run(2, rank_leg, *there, settings | {"train__stop_after": 5}) == 0
+    of_ranks = {name for name in s3.names("run/checkpoints/step-000005/") if "_1_" in name or "_0_" in name}
+    assert len(of_ranks) >= 2, "each rank has sent its own"
+    assert (tmp_path / "hosts" / "host-0" / "cache").is_dir()
+    assert (tmp_path / "hosts" / "host-1" / "cache").is_dir()
+    assert ranks.run(2, rank_leg, *there, settings) == 0
+    check_same(s3, tmp_path / "whole")
+
+
+def test_xla(s3: ObjectStore, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    settings: dict[str, Any] = {"backend": "xla", "train__micro_batch_size": 3}
+    assert xla.run(2, local_leg, tmp_path / "whole", corpus, settings) == 0
+    there = (s3.url("run"), str(corpus), tmp_path / "hosts", s3.environment)
+    assert xla.run(2, rank_leg, *there, settings | {"train__stop_after": 5}) == 0
+    assert xla.run(2, rank_leg, *there, settings) == 0
+    check_same(s3, tmp_path / "whole")
+
+
+def test_failures_that_pass(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
+    faults = [
+        s3.fail(status=503, method="PUT", every=4),
+        s3.fail(drop=True, method="GET", every=5),
+        s3.fail(drop=True, after=True, method="POST", every=3),  # done, but the answer is lost
+        s3.fail(cut=True, method="GET", key="distcp", every=7),
+    ]
+    assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
+    assert leg(s3.url("run"), corpus) == 0
+    check_same(s3, undisturbed)
+    assert all(fault.done for fault in faults[:2])
+
+
+def test_a_store_that_goes_away(
+    s3: ObjectStore, undisturbed: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTABLE_STORAGE_ATTEMPTS", "2")
+    s3.fail(drop=True, key="step-000008/__0")
+    with pytest.raises(RunError, match=r"step-000008: could not be written .*last good.*s3://.*step-000004$"):
+        leg(s3.url("run"), corpus, train__steps=12)
+    assert not s3.names(f"run/{LEASE_FILE}")
+    assert not s3.names(f"run/{EIGHT}/_COMPLETE")
+    s3.heal()
+    assert leg(s3.url("run"), corpus, train__steps=12, train__stop_after=4) == 0
+    assert steps_in(s3) == ["step-000004"], "what an interrupted save left is removed"
+
+
+def test_the_shards_of_one_rank_do_not_get_there(
+    s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    s3.fail(status=403, method="PUT", key="step-000004/__1")
+    there = (s3.url("run"), str(corpus), tmp_path, s3.environment)
+    with pytest.raises(RankError, match=r"step-000004: could not be written .*__1_0.*last good .*: none"):
+        ranks.run(2, rank_leg, *there, {"train__micro_batch_size": 1})
+    assert not s3.names("run/checkpoints/step-000004/_COMPLETE")
+
+
+def child_leg(place: str, corpus: Path, settings: dict[str, Any]) -> None:
+    sys.exit(leg(place, corpus, **settings))
+
+
+def start(s3: ObjectStore, corpus: Path, until: Callable[[], object], **settings: Any) -> Any:
+    """A leg in a process of its own, as soon as ``until()`` holds."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=child_leg, args=(s3.url("run"), corpus, settings)
+    )
+    process.start()
+    deadline = time.monotonic() + 120
+    while not until():
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+def test_killed_while_it_sends(
+    s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slow = s3.fail(delay=60, key=f"{EIGHT}/__0")
+    process = start(s3, corpus, lambda: slow.done)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    s3.heal()
+    assert s3.names(f"run/{LEASE_FILE}") and s3.names(f"run/{EIGHT}/_INCOMPLETE")
+    capfd.readouterr()
+    assert leg(s3.url("run"), corpus) == 0  # at once: it can be seen that the holder of the lease is dead
+    assert f"resuming at step 4 from {s3.url('run')}/checkpoints/step-000004" in capfd.readouterr().err
+    check_same(s3, undisturbed)
+    assert not s3.names(f"run/{EIGHT}/_INCOMPLETE") and s3.names(f"run/{EIGHT}/_COMPLETE")
+
+
+def test_sigterm(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
+    slow = s3.fail(delay=1.0, key="step-000002/__0", times=1)
+    every: dict[str, Any] = {"checkpoint__every_steps": 2}
+    process = start(s3, corpus, lambda: slow.done, checkpoint__async=False, **every)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 75
+    assert steps_in(s3)[-1] < "step-000008" and not s3.names(f"run/{LEASE_FILE}")
+    assert leg(s3.url("run"), corpus) == 0
+    check_same(s3, undisturbed)
+
+
+def test_a_damaged_checkpoint_is_set_aside(
+    s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert leg(s3.url("run"), corpus, checkpoint__every_steps=2, train__stop_after=6) == 0
+    name = "run/checkpoints/step-000006/__0_0.distcp"
+    content = bytearray(s3.get(name))
+    content[len(content) // 3] ^= 1
+    s3.put(name, bytes(content))
+    assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
+    assert f"set aside as {s3.url('run')}/checkpoints/step-000006/_DAMAGED" in capfd.readouterr().err
+    assert s3.get(name) == content, "kept to look into"
+    assert leg(s3.url("run"), corpus) == 0
+    check_same(s3, undisturbed)
+
+
+def test_an_outage_is_no_damage(s3: ObjectStore, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
+    monkeypatch.setenv("PORTABLE_STORAGE_ATTEMPTS", "2")
+    s3.fail(drop=True, method="GET", key="step-000005/__0")
+    with pytest.raises(RunError, match=r"checkpoint.resume: .*step-000005"):
+        leg(s3.url("run"), corpus)
+    assert s3.names("run/checkpoints/step-000005/_COMPLETE")
+
+
+def test_resume_from_a_url(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """A folder that was copied to the bucket, without markers; each rank fetches its own shards of it."""
+    settings: dict[str, Any] = {"train__micro_batch_size": 1}
+    assert ranks.run(2, local_leg, tmp_path / "whole", corpus, settings) == 0
+    s3.put_tree(tmp_path / "whole" / "checkpoints" / "step-000004", "copied")
+    size = sum(len(data) for name, data in s3.tree("copied").items() if name.endswith(".distcp"))
+    settings["checkpoint__resume"] = s3.url("copied")
+    assert ranks.run(2, rank_leg, s3.url("run"), str(corpus), tmp_path, s3.environment, settings) == 0
+    weights = (tmp_path / "whole" / "final" / "model.safetensors").read_bytes()
+    assert s3.get("run/final/model.safetensors") == weights
+    fetched = s3.bytes_out("copied/__")
+    # Each rank reads all of it otherwise; what is small is fetched in pieces that are larger than needed.
+    assert fetched < 1.5 * size, f"two ranks fetched {fetched} of {size} bytes"
+
+
+def test_a_large_file_goes_in_parts(s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("converters.remote.PART_BYTES", 5 << 20)  # as small as the store takes them
+    content = random.Random(0).randbytes((12 << 20) + 3)
+    (tmp_path / "shard").write_bytes(content)
+    target = RemotePath.of(s3.url("shard"))
+    s3.fail(status=503, method="PUT", query="partNumber=2", times=2)
+    send_files({tmp_path / "shard": target})
+    assert s3.get("shard") == content
+    assert s3.count("PUT", "shard", "partNumber") == 5, "three parts, one of them three times"
+    s3.fail(status=403, method="PUT", query="partNumber=3")
+    with pytest.raises(RemoteError, match="access denied"):
+        send_files({tmp_path / "shard": RemotePath.of(s3.url("other"))})
+    assert not s3.names("other") and not s3.open_uploads()
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+BAD_PLACES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("no bucket", {"output_dir": "s3://no-such-bucket/run"}, ["output_dir: s3://no-such", "no such bucket"]),
+    ("a password", {"output_dir": "s3://me:secret@bucket/run"}, ["output_dir", "credentials do not belong"]),
+    ("one slash", {"output_dir": "s3:/bucket/run"}, ["output_dir: s3:/bucket/run", "two slashes"]),
+    ("no writing", {"output_dir": "https://host/run"}, ["output_dir: https://host/run", "use s3://"]),
+    ("no protocol", {"output_dir": "nosuch://host/run"}, ["output_dir: nosuch://host/run", "no protocol"]),
+    ("no source", {"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),
+    ("a model", {"model.name_or_path": "s3://bucket/model"}, ["model.name_or_path", "cannot be a URL"]),
+    ("a tokenizer", {"data.tokenizer": "s3://bucket/model"}, ["data.tokenizer", "cannot be a URL"]),
+    ("staging", {"checkpoint.staging_dir": "/dev/null/x"}, ["checkpoint.staging_dir: /dev/null/x"]),
+]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    assert main(arguments) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "Trace"))]
+    assert len(told) == 1, told
+    return told[0]
+
+
+@pytest.mark.parametrize(("changed", "words"), [c[1:] for c in BAD_PLACES], ids=[c[0] for c in BAD_PLACES])
+def test_places_that_cannot_be(
+    changed: dict[str, Any],
+    words: list[str],
+    s3: ObjectStore,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changed = {key: value.replace("{url}", s3.url()) for key, value in changed.items()}
+    settings = tiny(s3.url("run"), corpus) | changed
+    if "model.name_or_path" in changed:
+        del settings["model.config"]
+    line = refusal(capsys, flags(settings))
+    assert all(word in line for word in words), line
+    assert "secret" not in line
+    assert not s3.names()
+
+
+def test_a_place_that_cannot_be_written_to_is_found_out_before_any_work(
+    s3: ObjectStore, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    settings = flags(tiny(s3.url("run"), corpus) | {"data.cache_dir": str(tmp_path / "cache")})
+    s3.fail(status=403, method="PUT")
+    line = refusal(capsys, settings)
+    assert f"output_dir: {s3.url('run')}" in line and "access denied" in line and SECRET_KEY not in line
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr("converters.remote._filesystems", {})
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    assert "the package s3fs is not installed" in refusal(capsys, settings)
+
+
+def test_staging_needs_room(
+    s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr("portable.remote_output.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* has 97.7 KiB left, .* take about 650"):
+        leg(s3.url("run"), corpus)
+    assert not s3.names("run/")
+
+
+# -- the lease -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEWED", 0.05)
+    monkeypatch.setattr(lease, "STALE", 0.6)
+    # Both are in this process here, which must not count as being gone.
+    monkeypatch.setattr(lease, "_machine", lambda: None)
+
+
+def test_a_run_that_is_held_is_refused(s3: ObjectStore, corpus: Path, quick_leases: None) -> None:
+    with Lease(RemotePath.of(s3.url("run"))):
+        with pytest.raises(UserError, match=r"in use by another run .*; wait for it, stop it or choose"):
+            leg(s3.url("run"), corpus)
+        assert s3.names("run/") == [LEASE_FILE]
+    assert not s3.names("run/")
+
+
+def test_a_lease_that_nobody_renews_is_taken_over(
+    s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = RemotePath.of(s3.url("run"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Lease, "_renew", lambda _: None)
+        first = Lease(place).__enter__()
+    with Lease(place) as second:
+        assert "taking it over" in capsys.readouterr().err
+        second.check()
+        with pytest.raises(RunError, match="another run has begun to write"):
+            first.check()
+        first.__exit__(None, None, None)
+        second.check()  # whoever lost the lease does not remove it
+        assert s3.names("run/") == [LEASE_FILE]
