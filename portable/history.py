@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from portable.places import Place
+
 EVENTS_FILE = "events.jsonl"
 
 Kind = Literal["start", "resume", "save", "skip", "stop", "end"]
@@ -41,11 +43,11 @@ class History:
         self._file.close()
 
 
-def read_events(folder: Path) -> list[dict[str, Any]]:
+def read_events(folder: Place) -> list[dict[str, Any]]:
     """The events of a run, oldest first; none where it kept no record of them."""
     events: list[dict[str, Any]] = []
     try:
-        lines = (folder / EVENTS_FILE).read_text("utf-8", errors="replace").splitlines()
+        lines = (folder / EVENTS_FILE).read_bytes().decode("utf-8", "replace").splitlines()
     except OSError:
         return events
     for line in lines:

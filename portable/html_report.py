@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import os
 import sys
 import time
 from bisect import bisect_left, bisect_right
@@ -21,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from portable.checkpointing import write_durably
-from portable.errors import UserError, one_line
+from portable.errors import RunError, UserError, one_line
 from portable.history import read_events
 from portable.metrics import METRICS_FILE, human_bytes, human_time, read_metrics
+from portable.places import place_of, storage_errors
 from portable.run_folder import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from portable.places import Place
 
 REPORT_FILE = "report.html"
 POINTS = 2000
@@ -91,13 +93,13 @@ class Run:
         settings: by dotted key, as ``config.yaml`` has them; empty where there is none.
     """
 
-    folder: Path
+    folder: Place
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
     settings: dict[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
+    def read(cls, folder: Place) -> Run:
         """Read the run in ``folder``.
 
         Raises:
@@ -259,7 +261,7 @@ def page(runs: Sequence[Run]) -> str:
     return before + text + rest
 
 
-def write_report(folders: Sequence[Path], out: Path) -> None:
+def write_report(folders: Sequence[Place], out: Path) -> None:
     """Write the page on the runs in ``folders``; it replaces ``out`` as a whole.
 
     Raises:
@@ -286,31 +288,34 @@ def thinned(points: list[Point]) -> list[Point]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-report`` and return its exit code: 0, or 2 for refused input."""
+    """Run ``portable-report``: exit code 0, or 2 for refused input, or 1 for a store that does not answer."""
     parser = argparse.ArgumentParser(
         prog="portable-report",
         description="Write one self-contained HTML page on a run, or on several beside each other: loss, "
         "learning rate, gradient norm, throughput, memory, MFU, events, settings.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, or its URL")
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help=f"the page (default: {REPORT_FILE} in the run's folder; of several runs, in the current folder)",
+        help=f"the page (default: {REPORT_FILE} in the run's folder; of several runs, or of one in an object "
+        "store, in the current folder)",
     )
     arguments = parser.parse_args(argv)
-    folders = [Path(run) for run in arguments.runs]
-    out = Path(arguments.out or (folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE))
     try:
-        write_report(folders, out)
-    except UserError as error:
+        folders = [place_of("RUN", run) for run in arguments.runs]
+        beside = folders[0] if len(folders) == 1 and isinstance(folders[0], Path) else Path()
+        out = Path(arguments.out) if arguments.out else beside / REPORT_FILE
+        with storage_errors("RUN"):
+            write_report(folders, out)
+    except (UserError, RunError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     print(out)
     return 0
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(path: Place) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -343,14 +348,11 @@ def _in_words(leg: dict[str, Any]) -> str:
     return text + (f", from {leg['source']}" if leg.get("source") else "")
 
 
-def _short_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names, or where two are called the same, as much of the paths as tells them apart."""
-    resolved = [folder.resolve() for folder in folders]
-    names = [path.name for path in resolved]
-    if len(set(names)) == len(names):
-        return names
-    common = os.path.commonpath(resolved) if len(set(resolved)) > 1 else str(resolved[0].parent)
-    names = [path.relative_to(common).as_posix() for path in resolved]
+def _short_names(folders: Sequence[Place]) -> list[str]:
+    """The folders' own names, or the whole paths where two are called the same."""
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
     return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 

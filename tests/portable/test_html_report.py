@@ -20,6 +20,8 @@ from tests.runs import configured
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.object_store import ObjectStore
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -83,6 +85,17 @@ def test_two_runs_lie_beside_each_other(
     assert "odd figure" in [
         metric["title"] for metric in data["metrics"]
     ]  # whatever a backend counts is shown
+
+
+def test_a_run_in_an_object_store(run: Path, s3: ObjectStore, tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "events.jsonl", "config.yaml"):
+        s3.put(f"moved/{name}", (run / name).read_bytes())
+    out = tmp_path / "page.html"
+    assert main([s3.url("moved"), "--out", str(out)]) == 0
+    here, told = data_of(run / "report.html"), data_of(out)
+    assert told["runs"][0]["series"] == here["runs"][0]["series"]
+    assert told["runs"][0]["events"] == here["runs"][0]["events"]
+    assert told["settings"] == here["settings"]
 
 
 def test_time_between_legs_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
