@@ -124,18 +124,19 @@ def test_a_dry_run(
     models: dict[str, Path],
     corpus: Path,
     reviews: Path,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],  # DeepSpeed's builder asks for the number of the standard error stream
 ) -> None:
     settings = here(path, tmp_path / "run", models, corpus, reviews)
     if settings["backend"] == "xla":
         pytest.importorskip("torch_xla")
         settings["backend"] = "cpu"  # XLA's runtime starts once in a process, elsewhere
+    require_what_it_needs(load_config(path, settings))
     arguments = [
         part for key, value in settings.items() for part in (f"--{key}", json.dumps(value).strip('"'))
     ]
     ranks = RANKS.get(load_config(path).strategy, 2)
     assert main(["--config", str(path), *arguments, "--nproc", str(ranks), "--dry-run"]) == 0
-    told = capsys.readouterr().out
+    told = capfd.readouterr().out
     assert "# What this run will do" in told and f"{ranks} ranks x" in told
     assert not (tmp_path / "run").exists()
 
