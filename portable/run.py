@@ -103,7 +103,7 @@ def train_leg(
             "output_dir": output.agreed,
             "the text of data.source (its fingerprint)": prepared.data.fingerprint,
         }
-        agree(backend, settings_and_versions(prepared.config) | facts)
+        agree(backend, settings_and_versions(prepared.asked) | facts)
         if prepared.config.log.memory_snapshot:
             backend.record_memory()
         prepared.settle_batches()
@@ -170,6 +170,7 @@ class Prepared:
     """Everything that a leg needs before it looks at the output folder."""
 
     def __init__(self, config: RunConfig, backend: Backend) -> None:
+        self.asked = config  # before a micro-batch is searched for, which ranks may find differently
         self.config = config
         self.backend = backend
         self.source: Place | None = None  # the checkpoint gone on from
