@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 RANKS = 2
 
 
-def config(folder: Path, strategy: str, hidden: int, layers: int) -> RunConfig:
-    """A Llama in fp32, AdamW and sequences of 32 tokens; ``strategy`` is one of the trainer's, or ``xla``."""
+def write_text(folder: Path) -> Path:
+    """A short text to train on, in ``folder``."""
     text = folder / "text.txt"
     text.write_text("\n".join(f"line {i} of a text with {i * i} words" for i in range(300)))
-    model = {
+    return text
+
+
+def llama(hidden: int, layers: int) -> dict[str, Any]:
+    """A Llama of 4 heads whose parameters are nearly all in its layers."""
+    return {
         "model_type": "llama",
         "vocab_size": 384,
         "hidden_size": hidden,
@@ -38,6 +43,11 @@ def config(folder: Path, strategy: str, hidden: int, layers: int) -> RunConfig:
         "num_key_value_heads": 4,
         "max_position_embeddings": 32,
     }
+
+
+def config(folder: Path, strategy: str, hidden: int, layers: int) -> RunConfig:
+    """A Llama in fp32, AdamW and sequences of 32 tokens; ``strategy`` is one of the trainer's, or ``xla``."""
+    text, model = write_text(folder), llama(hidden, layers)
     settings: dict[str, Any] = {
         "backend": "xla" if strategy == "xla" else "cpu",
         "strategy": "full_shard" if strategy == "xla" else strategy,

@@ -23,6 +23,7 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 import torch
 
 from benchmarks.allocator import allocations
+from benchmarks.pages import put_into
 from gpu import rehearsal
 from gpu.strategies import Machine, engine_room
 from portable import model as models
@@ -154,13 +155,6 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def put_into(page: Path, text: str) -> None:
-    """Replace what stands between the marks of ``page``. Raises ``ValueError`` if it has none."""
-    whole = page.read_text("utf-8")
-    start, end = whole.index(BEGIN) + len(BEGIN), whole.index(END)
-    page.write_text(f"{whole[:start]}\n\n{text}\n\n{whole[end:]}", "utf-8")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
     parser.add_argument("--family", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
@@ -186,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(rows[-1], file=sys.stderr, flush=True)
     print(f"$ {command}\n\n{table(rows)}")
     if given.docs is not None:
-        put_into(given.docs, f"{table(rows)}\n\n`{command}`")
+        put_into(given.docs, f"\n{table(rows)}\n\n`{command}`\n", BEGIN, END)
     return 0
 
 

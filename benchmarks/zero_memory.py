@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("USE_TORCH_XLA", "0")
 
+from benchmarks.big_state import llama, write_text
 from benchmarks.pages import put_into
 from portable.backend import backend_room
 from portable.checkpointing import CheckpointFolder
@@ -159,18 +160,7 @@ def measure(case: Case, hidden: int, layers: int) -> tuple[Usage, int]:
 
 
 def _config(case: Case, folder: Path, hidden: int, layers: int) -> RunConfig:
-    text = folder / "text.txt"
-    text.write_text("\n".join(f"line {i} of a text with {i * i} words" for i in range(300)))
-    model = {
-        "model_type": "llama",
-        "vocab_size": 384,
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32,
-    }
+    text, model = write_text(folder), llama(hidden, layers)
     settings: dict[str, Any] = {
         "backend": "cpu",
         "precision": "bf16",
