@@ -277,7 +277,9 @@ class Chaos:
         """End the leg that runs; False where it ended by itself."""
         run = self._run
         if kind == "starting":
-            time.sleep(self._dice.uniform(0, 10))
+            # Once it trains it is no longer starting, and on a fast machine might come to the run's very end.
+            end = time.monotonic() + self._dice.uniform(0, 10)
+            until(lambda: time.monotonic() > end or run.begun() or not run.running())
             run.signal(signal.SIGKILL)
             return True
         # It has dropped what the leg before had logged beyond its last checkpoint.
