@@ -7,6 +7,7 @@ summed in another order is the head's gradient alone, and that in fp32.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,6 +42,8 @@ class ChunkedHead:
         self._linear = linear
         self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
         self._labels: Tensor | None = None
+        self.most_parts: int | None = None
+        """How many parts are computed, all if None; fewer tell what memory it takes, and nothing else."""
         self._project = linear.forward
         linear.__dict__["forward"] = self._forward
 
@@ -70,6 +73,7 @@ class ChunkedHead:
             self._linear.bias,
             self._labels.reshape(-1),
             self._tokens,
+            self.most_parts,
             dtype,
         )
         return losses.view(*self._labels.shape, 1)
@@ -121,23 +125,24 @@ class _TokenLosses(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         tokens: int,
+        most_parts: int | None,
         dtype: torch.dtype,
     ) -> Tensor:
         """Cross-entropy of each row of ``hidden``, fp32 ``[tokens]``; 0 where there is no label."""
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.tokens, ctx.dtype = tokens, dtype
+        ctx.parts = list(islice(_parts(len(labels), tokens), most_parts))
+        ctx.dtype = dtype
+        losses = hidden.new_empty(len(labels), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             head, offset = _cast(weight, bias, dtype)
-            losses = [
-                functional.cross_entropy(
+            for part in ctx.parts:
+                losses[part] = functional.cross_entropy(
                     _logits(hidden[part], head, offset),
                     labels[part],
                     ignore_index=IGNORED,
                     reduction="none",
                 )
-                for part in _parts(len(labels), tokens)
-            ]
-        return torch.cat(losses)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -148,7 +153,7 @@ class _TokenLosses(torch.autograd.Function):
         to_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             head, offset = _cast(weight, bias, ctx.dtype)
-            for part in _parts(len(labels), ctx.tokens):
+            for part in ctx.parts:
                 target = labels[part].unsqueeze(1)
                 share = _logits(hidden[part], head, offset).softmax(dim=-1)
                 share.scatter_add_(1, target.clamp(min=0), share.new_full(target.shape, -1.0))
@@ -164,6 +169,7 @@ class _TokenLosses(torch.autograd.Function):
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,

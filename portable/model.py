@@ -22,7 +22,7 @@ from portable.errors import UserError, one_line
 from portable.weights import InMemoryTensor, ReadableTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -161,8 +161,9 @@ _SHAPES_DISAGREE = re.compile(r"must match|cannot be multiplied|is invalid for i
 
 def _check_forward(model: PreTrainedModel, place: str) -> None:
     """Raise UserError if the sizes in the config contradict each other; costs no memory and no arithmetic."""
+    one_of_each = {names[0] for names in layer_kinds(model).values()}
     try:
-        trial_forward(model)
+        trial_forward(shortened(model, one_of_each))
     except Exception as error:
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
@@ -202,6 +203,44 @@ def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         found = [(f"{name}.{child}", module) for child, module in largest.named_children()]
     names = {name for name, _ in found}
     return [(name, m) for name, m in found if not any(name.startswith(f"{n}.") for n in names)]
+
+
+LayerKinds = dict[tuple[Any, ...], list[str]]
+
+
+def layer_kinds(model: nn.Module) -> LayerKinds:
+    """The names of the layers, by what makes them equal: where they stand, class, shapes and attributes."""
+    kinds: LayerKinds = defaultdict(list)
+    for name, layer in transformer_layers(model):
+        parent, _, _ = name.rpartition(".")
+        shapes = tuple((key, tuple(p.shape)) for key, p in layer.named_parameters())
+        plain = [
+            (key, value)
+            for module in layer.modules()
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and "layer_idx" not in key and "idx" not in key
+        ]
+        kinds[(parent, type(layer), shapes, tuple(plain))].append(name)
+    return dict(kinds)
+
+
+def shortened(model: nn.Module, kept: Collection[str]) -> Any:
+    """A copy of ``model`` with those of its layers alone, under consecutive numbers."""
+    memo: dict[int, Any] = {}
+    lists: dict[str, list[str]] = defaultdict(list)
+    for name, layer in transformer_layers(model):
+        parent, _, child = name.rpartition(".")
+        lists[parent].append(child)
+        if name not in kept:
+            memo[id(layer)] = None
+    small = copy.deepcopy(model, memo)
+    for parent, children in lists.items():
+        holder = small.get_submodule(parent)
+        remaining = [m for child in children if (m := holder._modules[child]) is not None]
+        holder._modules.clear()
+        for i, layer in enumerate(remaining):
+            holder.add_module(str(i), layer)
+    return small
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameters: torch.device | None = None) -> None:

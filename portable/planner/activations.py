@@ -8,10 +8,9 @@ depths tell what one layer more adds.
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from portable.chunked_loss import chunked_head
 from portable.loss import token_loss
-from portable.model import replace_tensors, transformer_layers
+from portable.model import LayerKinds, layer_kinds, replace_tensors, shortened, transformer_layers
 from portable.quirks import one_sequence_a_row
 from portable.recompute import checkpoint_activations
 
@@ -108,7 +107,7 @@ def activations(model: nn.Module, config: RunConfig, request: Request) -> Activa
     Raises:
         Exception: whatever the model raises where its code looks at values, which nobody has computed.
     """
-    kinds = _kinds(model)
+    kinds = layer_kinds(model)
     base = dict.fromkeys(kinds, 1)
     first = _passes(model, config, request, kinds, base)
     found = [list(phase) for phase in first]
@@ -124,33 +123,16 @@ def activations(model: nn.Module, config: RunConfig, request: Request) -> Activa
     return Activations(max(forward, head, key=lambda peak: peak.total), layers)
 
 
-Kinds = dict[tuple[Any, ...], list[str]]
-
-
-def _kinds(model: nn.Module) -> Kinds:
-    """The names of the layers, by what makes them equal: where they stand, class, shapes and attributes."""
-    kinds: Kinds = defaultdict(list)
-    for name, layer in transformer_layers(model):
-        parent, _, _ = name.rpartition(".")
-        shapes = tuple((key, tuple(p.shape)) for key, p in layer.named_parameters())
-        plain = [
-            (key, value)
-            for module in layer.modules()
-            for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and "layer_idx" not in key and "idx" not in key
-        ]
-        kinds[(parent, type(layer), shapes, tuple(plain))].append(name)
-    return dict(kinds)
-
-
 def _passes(
-    model: nn.Module, config: RunConfig, request: Request, kinds: Kinds, counts: dict[Any, int]
+    model: nn.Module, config: RunConfig, request: Request, kinds: LayerKinds, counts: dict[Any, int]
 ) -> list[tuple[int, int]]:
     """Peaks as (work, copies): forward, then backward until a layer has gradients, and from there on."""
     kept = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
-    small = _cut(model, kept)
+    small = shortened(model, kept)
     # Ahead of the fake tensors: it tries the model out on the meta device.
     chunked = chunked_head(small, config) if request.chunked else None
+    if chunked is not None:
+        chunked.most_parts = 2  # each takes as much as the last, and a large vocabulary makes for hundreds
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of what is fake about the tensors
@@ -182,25 +164,6 @@ def _passes(
             loss.backward()
         rest = watch.take_peak()
         return [forward, head[0] if head else rest, rest]
-
-
-def _cut(model: nn.Module, kept: set[str]) -> nn.Module:
-    """A copy of ``model`` with those layers alone."""
-    memo: dict[int, Any] = {}
-    lists: dict[str, list[str]] = defaultdict(list)
-    for name, layer in transformer_layers(model):
-        parent, _, child = name.rpartition(".")
-        lists[parent].append(child)
-        if name not in kept:
-            memo[id(layer)] = None
-    small: nn.Module = copy.deepcopy(model, memo)
-    for parent, children in lists.items():
-        holder = small.get_submodule(parent)
-        remaining = [m for child in children if (m := holder._modules[child]) is not None]
-        holder._modules.clear()
-        for i, layer in enumerate(remaining):
-            holder.add_module(str(i), layer)
-    return small
 
 
 def _fake(model: nn.Module, request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,12 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-plan`` and return its exit code: 0, or 2 for refused input."""
+    if argv is None:
+        argv = sys.argv[1:]
+        # This process computes nothing: without this, transformers takes seconds to import torch_xla.
+        os.environ.setdefault("USE_TORCH_XLA", "0")
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        return run(argv)
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2

@@ -72,8 +72,13 @@ class DeviceBytes:
     activations: int
 
     @property
+    def resident(self) -> int:
+        """What stays from step to step, whatever the micro-batch."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
     def total(self) -> int:
-        return self.parameters + self.gathered + self.gradients + self.optimizer + self.activations
+        return self.resident + self.gathered + self.activations
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,7 @@ class Planner:
         self.config = config.replaced({"train.micro_batch_size": self.micro_batch})
         self.share = share
         self._traced: dict[Request, Activations] = {}
+        self._footprints: dict[tuple[Setting, int], Footprint] = {}
         self.failure: str | None = None
         """Why activations could not be run, where they are a guess."""
 
@@ -145,6 +151,11 @@ class Planner:
     def parameters(self) -> int:
         """Of the model, tied ones once."""
         return parameter_count(self._model)
+
+    @cached_property
+    def _flops(self) -> float:
+        """Of a token, forward and backward."""
+        return flops_per_token(self._model, self._model_config, self.config.data.seq_len)
 
     @cached_property
     def _checkpoint(self) -> int:
@@ -166,7 +177,10 @@ class Planner:
             config = config.replaced({"memory.activation_checkpointing": recompute})
         recompute = config.memory.activation_checkpointing
         cluster = self.target.cluster
-        footprint = self._room.footprint(self._model, config, cluster)
+        key = setting, micro_batch
+        if key not in self._footprints:
+            self._footprints[key] = self._room.footprint(self._model, config, cluster)
+        footprint = self._footprints[key]
         working = self._activations(config, footprint, micro_batch)
         found = _device_bytes(footprint, working)
         ranks = min(cluster.per_node, cluster.devices)
@@ -185,7 +199,7 @@ class Planner:
                 footprint,
                 device,
                 precision=config.precision,
-                flops=tokens * flops_per_token(self._model, self._model_config, config.data.seq_len),
+                flops=tokens * self._flops,
                 micro_batches=micro_batches,
                 recompute=recompute,
                 ranks_per_node=ranks,
@@ -261,24 +275,35 @@ class Planner:
         return None
 
     def _ladder(self, options: list[Option]) -> Iterator[Option]:
-        ordered = sorted(options, key=lambda option: self._rank(option.setting))
+        ordered = sorted(filter(self._may_fit, options), key=lambda option: self._rank(option.setting))
         plain = [
             o for o in ordered if (o.setting.offload_optimizer, o.setting.offload_params) == ("none",) * 2
         ]
         offloaded = [o for o in ordered if o not in plain]
         yield from plain
-        given = self.config.memory.activation_checkpointing
         sizes = self._smaller()
         for option in plain:
-            for size in sizes:
-                yield self.option(option.setting, micro_batch=size)
-        if given != "full":
+            yield from self._largest_that_fits(option.setting, sizes, None)
+        if self.config.memory.activation_checkpointing != "full":
             for option in plain:
-                for size in (self.micro_batch, *sizes):
-                    yield self.option(option.setting, micro_batch=size, recompute="full")
+                yield from self._largest_that_fits(option.setting, [self.micro_batch, *sizes], "full")
         for option in offloaded:
-            for size in (self.micro_batch, *sizes):
-                yield self.option(option.setting, micro_batch=size, recompute="full")
+            yield from self._largest_that_fits(option.setting, [self.micro_batch, *sizes], "full")
+
+    def _may_fit(self, option: Option) -> bool:
+        """Whether there is room for what no smaller micro-batch and no recomputation makes less."""
+        assert self.target.device is not None
+        host = self.target.host_memory
+        usable = self.target.device.usable(self.target.cluster.devices)
+        return option.device_bytes.resident <= usable and (host is None or option.host_bytes <= host)
+
+    def _largest_that_fits(
+        self, setting: Setting, sizes: list[int], recompute: str | None
+    ) -> Iterator[Option]:
+        """The largest of ``sizes`` (descending) that fits; the smallest, tried first, tells if any does."""
+        if sizes and self.option(setting, micro_batch=sizes[-1], recompute=recompute).fits:
+            found = (self.option(setting, micro_batch=size, recompute=recompute) for size in sizes)
+            yield next(option for option in found if option.fits)
 
     def _smaller(self) -> list[int]:
         """Smaller micro-batches, the largest first; at most two, the last of which is 1."""

@@ -15,6 +15,7 @@ from portable import model as models
 from portable.chunked_loss import chunked_head
 from portable.config import load_config
 from portable.loss import token_loss
+from portable.model import layer_kinds
 from portable.planner import activations as planner
 from portable.planner.activations import Compute, Request, activations, fake_batch
 from portable.quirks import one_sequence_a_row
@@ -166,7 +167,7 @@ def test_depth_is_proportion() -> None:
         passes += 1
         return took(*arguments)
 
-    kinds = planner._kinds(model)
+    kinds = layer_kinds(model)
     (phases,) = [took(model, config, request, kinds, dict.fromkeys(kinds, 9))]
     with pytest.MonkeyPatch.context() as patch, allocations() as recording, recording.phase("all"):
         patch.setattr(planner, "_passes", counted)

@@ -120,6 +120,49 @@ def test_a_large_model_gives_up_one_thing_after_another(capsys: pytest.CaptureFi
     assert not any(option["fits"] for option in none["options"])
 
 
+def test_what_is_skipped_on_the_way_could_not_have_been_best() -> None:
+    """Beside a walk down the whole ladder, every rung of it reckoned."""
+    config = load_config(
+        None,
+        {
+            "model.config": SMALL,
+            "data.source": "texts.jsonl",
+            "data.seq_len": 64,
+            "backend": "cuda",
+            "precision": "bf16",
+            "train.global_batch_size": 64,
+            "train.micro_batch_size": 8,
+        },
+    )
+    model_config = models.model_config(config.model)
+    model = models.build_model(model_config, config.model)
+    device = devices.unnamed("cuda")
+    planner = Planner(config, model, model_config, Target("cuda", Cluster(1, 8), device, None))
+    offloaded = [planner.option(s) for s in planner._room.settings(config, planner.target.cluster)]
+    plain = [o for o in offloaded if {o.setting.offload_optimizer, o.setting.offload_params} == {"none"}]
+    offloaded = [o for o in offloaded if o not in plain]
+    rungs = [
+        planner.option(o.setting, micro_batch=size, recompute=recompute)
+        for some, recompute in ((plain, "none"), (plain, "full"), (offloaded, "full"))
+        for size_groups in (((8,), (4, 1)) if recompute == "none" else ((8, 4, 1),))
+        for o in sorted(some, key=lambda o: planner._rank(o.setting))
+        for size in size_groups
+    ]
+    seen = set()
+    for memory in sorted({rung.device_bytes.total for rung in rungs}):
+        planner.target = Target("cuda", Cluster(1, 8), device.with_memory(int(memory / 0.97) + 2), None)
+        best = planner.best(planner.options())
+        assert best is not None
+        first = next(r for r in rungs if r.device_bytes.total <= planner.target.device.usable(1))
+        assert (best.setting, best.micro_batch, best.recompute) == (
+            first.setting,
+            first.micro_batch,
+            first.recompute,
+        )
+        seen.add((best.micro_batch, best.recompute, best.setting.offload_optimizer))
+    assert len(seen) > 3
+
+
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     config = load_config(None, {"precision": "bf16", "strategy": "full_shard", "data.seq_len": 64})
     config = config.replaced({"model.config": SMALL, "train.global_batch_size": 64})
