@@ -150,10 +150,11 @@ def test_what_is_skipped_on_the_way_could_not_have_been_best() -> None:
     ]
     seen = set()
     for memory in sorted({rung.device_bytes.total for rung in rungs}):
-        planner.target = Target("cuda", Cluster(1, 8), device.with_memory(int(memory / 0.97) + 2), None)
+        room = device.with_memory(int(memory / 0.97) + 2)
+        planner.target = Target("cuda", Cluster(1, 8), room, None)
         best = planner.best(planner.options())
         assert best is not None
-        first = next(r for r in rungs if r.device_bytes.total <= planner.target.device.usable(1))
+        first = next(r for r in rungs if r.device_bytes.total <= room.usable(1))
         assert (best.setting, best.micro_batch, best.recompute) == (
             first.setting,
             first.micro_batch,
