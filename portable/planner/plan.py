@@ -237,9 +237,14 @@ class Planner:
                     raise
         return sorted(found, key=lambda option: option.fits is False)
 
+    @staticmethod
+    def place(setting: Setting) -> int:
+        """Of ``setting`` in the order, from 0; the same for those that are held to be alike."""
+        return _ORDER.get(setting, _LAST)
+
     def _rank(self, setting: Setting) -> tuple[int, bool]:
         family = setting.strategy.startswith("zero") != self.config.strategy.startswith("zero")
-        return _ORDER.get(setting, _LAST), family
+        return self.place(setting), family
 
     def comes_before(self, one: Option, other: Option) -> bool:
         """Whether the order has ``one`` before ``other``."""
