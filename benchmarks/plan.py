@@ -1,9 +1,10 @@
 """Planned memory beside measured, by model family and strategy.
 
-``python -m benchmarks.plan --docs docs/planning.md`` builds each model with its live engine, as the first of
-several CPU ranks of which the others are not there (all buffers of collectives are), takes two steps of two
-micro-batches, and records what torch's allocator hands out. Beside it stands what the planner said. With two
-micro-batches the gradients are complete when activations are at their peak, as the planner counts them.
+``python -m benchmarks.plan --docs docs/planning.md --by-strategy docs/choosing.md`` builds each model with
+its live engine, as the first of several CPU ranks of which the others are not there (all buffers of
+collectives are), takes two steps of two micro-batches, and records what torch's allocator hands out. Beside
+it stands what the planner said. With two micro-batches the gradients are complete when activations are at
+their peak, as the planner counts them.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-BEGIN = "<!-- benchmarks.plan: begin -->"
-END = "<!-- benchmarks.plan: end -->"
+MARKS = "<!-- benchmarks.plan: begin -->", "<!-- benchmarks.plan: end -->"
+MARKS_BY_STRATEGY = "<!-- benchmarks.plan by strategy: begin -->", "<!-- benchmarks.plan by strategy: end -->"
 SIZES = {"vocab_size": 4096, "max_position_embeddings": 256}
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -155,11 +156,28 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def table_by_strategy(rows: Sequence[Row]) -> str:
+    """What was measured alone, a column for each strategy."""
+    names = [f"`{setting.strategy}`" for setting in SETTINGS]
+    lines = [
+        f"| measured, MiB | recomputed | {' | '.join(names)} |",
+        f"| --- | --- |{' ---: |' * len(SETTINGS)}",
+    ]
+    measured = {(row.family, row.recompute, row.setting): row.measured / (1 << 20) for row in rows}
+    for family, recompute in dict.fromkeys((row.family, row.recompute) for row in rows):
+        cells = [f"{measured[family, recompute, setting]:.1f}" for setting in SETTINGS]
+        lines.append(f"| {family} | {recompute} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
     parser.add_argument("--family", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
+    parser.add_argument(
+        "--by-strategy", type=Path, metavar="PAGE", help="put what was measured into this page, by strategy"
+    )
     given = parser.parse_args(argv)
     command = shlex.join(["python", "-m", "benchmarks.plan", *(sys.argv[1:] if argv is None else argv)])
     rows = []
@@ -180,7 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(rows[-1], file=sys.stderr, flush=True)
     print(f"$ {command}\n\n{table(rows)}")
     if given.docs is not None:
-        put_into(given.docs, f"\n{table(rows)}\n\n`{command}`\n", BEGIN, END)
+        put_into(given.docs, f"\n{table(rows)}\n\n`{command}`\n", *MARKS)
+    if given.by_strategy is not None:
+        put_into(given.by_strategy, f"\n{table_by_strategy(rows)}\n", *MARKS_BY_STRATEGY)
     return 0
 
 

@@ -8,6 +8,7 @@ block of YAML is a run's config, read by the real schema, unless a comment says 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -278,17 +279,37 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 def test_the_table_of_choices_is_what_the_backends_say() -> None:
     pytest.importorskip("deepspeed")
-    lines = (ROOT / "docs" / "choosing.md").read_text("utf-8").splitlines()
-    head, *rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")
-    ]
-    table = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows[1:]}
+    head, _, *rows = table_after(ROOT / "docs" / "choosing.md", "## FSDP and ZeRO side by side")
+    table = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
     for name, settings in CHOICES.items():
         for strategy, said in table[name].items():
             refused = refusal({"strategy": strategy.strip("`"), **settings})
             allowed = refused is None or "libaio" in refused
             assert allowed == (said == "yes"), f"{name} with {strategy}: {said}, but: {refused or 'accepted'}"
     assert refusal({"strategy": "zero2", "train.optimizer": "adamw_8bit"})
+
+
+def test_memory_by_strategy_is_what_was_measured_beside_the_plan() -> None:
+    """Both tables come from one measurement (``benchmarks.plan``)."""
+    measured = {
+        (model, recomputed, f"`{strategy}`"): figure
+        for model, strategy, recomputed, _, figure, _ in table_after(
+            ROOT / "docs" / "planning.md", "<!-- benchmarks.plan: begin -->"
+        )[2:]
+    }
+    head, _, *rows = table_after(ROOT / "docs" / "choosing.md", "<!-- benchmarks.plan by strategy: begin -->")
+    shown = {
+        (row[0], row[1], name): figure for row in rows for name, figure in zip(head[2:], row[2:], strict=True)
+    }
+    assert shown == measured
+
+
+def table_after(page: Path, mark: str) -> list[list[str]]:
+    """The cells of the first table below ``mark``, line by line, that of dashes included."""
+    lines = page.read_text("utf-8").partition(f"{mark}\n")[2].splitlines()
+    below = itertools.dropwhile(lambda line: not line.startswith("|"), lines)
+    table = itertools.takewhile(lambda line: line.startswith("|"), below)
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
 
 
 def refusal(settings: dict[str, Any]) -> str | None:
