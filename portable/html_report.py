@@ -228,7 +228,9 @@ def page(runs: Sequence[Run]) -> str:
     keys = list(dict.fromkeys(key for row in all_rows for key in row))
     known = {name for metric in METRICS for name in metric.series}
     others = tuple(
-        Metric(key.replace("_", " "), (key,), zero=True) for key in keys if key not in known | _NOT_DRAWN
+        Metric(key.replace("_", " ").capitalize(), (key,), zero=True)
+        for key in keys
+        if key not in known | _NOT_DRAWN
     )
     drawn = [
         metric

@@ -9,7 +9,6 @@ from portable.checkpointing import CheckpointFolder
 from portable.config import difference, load_config
 from portable.errors import UserError, one_line
 from portable.places import place_of, storage_errors
-from portable.remote_checkpoints import RemoteCheckpoints
 
 if TYPE_CHECKING:
     from portable.checkpointing import Checkpoints
@@ -90,7 +89,12 @@ def exists(path: Place) -> bool:
 def checkpoints_of(run: Place) -> Checkpoints[Any]:
     """The checkpoints of a run, for reading."""
     folder = run / "checkpoints"
-    return RemoteCheckpoints(folder) if isinstance(folder, RemotePath) else CheckpointFolder(folder)
+    if isinstance(folder, RemotePath):
+        # Not above: it brings torch, and portable-report, which reads this module, answers without.
+        from portable.remote_checkpoints import RemoteCheckpoints
+
+        return RemoteCheckpoints(folder)
+    return CheckpointFolder(folder)
 
 
 def checkpoint_of(path: Place) -> Place:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +30,27 @@ def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 def snapshot(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "code"),
+    [
+        ("portable.cli", ["--help"], 0),
+        ("portable.cli", ["--train.learning_rat", "1"], 2),
+        ("portable.planner.cli", ["--help"], 0),
+        ("portable.html_report", ["--help"], 0),
+        ("portable.html_report", ["no/such/run"], 2),
+    ],
+)
+def test_help_and_mistakes_are_answered_without_torch(module: str, arguments: list[str], code: int) -> None:
+    call = (
+        f"import sys, {module} as program\n"
+        f"try: code = program.main({arguments!r})\n"
+        "except SystemExit as left: code = left.code\n"
+        "print(code or 0, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"{code} False", done.stderr
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [

@@ -82,7 +82,7 @@ def test_two_runs_lie_beside_each_other(
     assert [one["name"] for one in data["runs"]] == ["moved", "other"]
     assert ["data.seq_len", "32", "8"] in data["settings"]
     assert data["axes"] == ["step", "tokens"]  # the other kept no time
-    assert "odd figure" in [
+    assert "Odd figure" in [
         metric["title"] for metric in data["metrics"]
     ]  # whatever a backend counts is shown
 
@@ -197,3 +197,5 @@ def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
         assert curves and all("NaN" not in curve for curve in curves)
     assert len(re.findall(r"[ML]", re.findall(r'<path d="([^"]*)"', charts[0])[0])) == 8  # a point a step
     assert "resumed on cpu, no_shard" in shown.stdout
+    legend = re.search(r'<label id="marks">(.*?)</label>', shown.stdout)
+    assert legend and re.findall(r">(\w+)</span>", legend[1]) == ["moved", "ended"]
