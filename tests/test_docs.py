@@ -27,7 +27,7 @@ from portable.backend import backend_room
 from portable.config import load_config, parse_args
 from portable.errors import UserError
 from portable.run import resolve, train_leg
-from tests.runs import configured, tiny
+from tests.runs import configured
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +88,7 @@ def files(page: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """What a reader has who follows the pages: texts, a config, a run."""
+    """What a reader has who follows the pages: texts, the config of the first page, a run."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "texts.jsonl").write_bytes(corpus.read_bytes())
     quick = configured(
@@ -99,13 +99,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         log__every_steps=50,
     )
     assert train_leg("cpu", quick) == 0
-    config: dict[str, Any] = {}
-    given = tiny(Path("runs/mine"), corpus, train__steps=200, train__global_batch_size=8, log__every_steps=50)
-    del given["backend"]
-    for key, value in given.items():
-        section, _, name = key.rpartition(".")
-        (config.setdefault(section, {}) if section else config)[name] = value
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    (folder / "run.yaml").write_text(files(ROOT / "docs" / "start.md")["run.yaml"])
     (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     accelerate = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
     (folder / "fsdp.yaml").write_text(yaml.safe_dump(accelerate))
