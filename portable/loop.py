@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Batch, Engine
     from portable.plan import BatchPlan
     from portable.schedule import Schedule
+
+_STOPPING = b"\nstopping after this step, with a checkpoint; once more stops at once, without\n"
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,8 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         nonlocal received
         received = True
         signal.signal(number, previous[signal.Signals(number)])
+        if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+            os.write(2, _STOPPING)  # print may not be called in a signal handler
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     try:

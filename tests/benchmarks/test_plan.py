@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from benchmarks import plan
+from portable.planner.footprint import Setting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 def test_figures_are_measured_and_put_into_both_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan, "SETTINGS", (plan.Setting("no_shard"), plan.Setting("full_shard")))
+    monkeypatch.setattr(plan, "SETTINGS", (Setting("no_shard"), Setting("full_shard")))
     monkeypatch.setattr(plan, "LENGTH", 32)
     page, by_strategy = tmp_path / "planning.md", tmp_path / "choosing.md"
     page.write_text("\n".join(("before", *plan.MARKS, "after")))

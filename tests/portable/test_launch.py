@@ -17,6 +17,7 @@ import pytest
 from portable.errors import RunError, UserError
 from portable.launch import failing, launch
 from portable.lock import locked
+from portable.loop import stop_signals
 from portable.metrics import read_metrics
 from portable.run import train_leg
 from tests.runs import configured, flags, tiny
@@ -60,6 +61,20 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_on_a_terminal_ctrl_c_is_answered_at_once(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not only when the step is over, by which time a person would have pressed it again."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("portable.loop.sys.stderr.isatty", lambda: True)
+    with stop_signals() as stop_requested:
+        assert not stop_requested()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop_requested()
+    assert ("stopping after this step" in capfd.readouterr().err) == (rank == "0")
 
 
 @pytest.mark.slow
