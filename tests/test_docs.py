@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.stem != "config")]
+FIRST_PAGE = ROOT / "docs" / "start.md"
 COMMANDS = ("sh", "bash", "console")
 PROGRAMS = ("portable-train", "portable.cli")
 
@@ -99,7 +100,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         log__every_steps=50,
     )
     assert train_leg("cpu", quick) == 0
-    (folder / "run.yaml").write_text(files(ROOT / "docs" / "start.md")["run.yaml"])
+    (folder / "run.yaml").write_text(files(FIRST_PAGE)["run.yaml"])
     (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     accelerate = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
     (folder / "fsdp.yaml").write_text(yaml.safe_dump(accelerate))
@@ -177,7 +178,7 @@ def test_flags_exist(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(reader / "run.yaml", reader / "runs" / "mine" / "config.yaml")
     checked = 0
     for block in of(*COMMANDS):
-        for name, text in files(block.page).items():
+        for name, text in {**files(FIRST_PAGE), **files(block.page)}.items():
             (reader / name).write_text(text)
         for line in block.text.replace("\\\n", " ").splitlines():
             found = arguments(line)
