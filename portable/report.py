@@ -196,13 +196,12 @@ class Reporter(Events):
         seconds = time.perf_counter() - self._throughput.started
         rate = self._throughput.samples / max(seconds, 1e-9)
         _, peak = self._backend.memory()
-        rows = [
-            ("time", human_time(seconds)),
-            ("samples/s", f"{rate:,.2f}"),
-            ("tokens/s", f"{rate * self._tokens_per_sample:,.0f}"),
-            ("peak memory", human_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")),
-        ]
-        if self._peak_flops is not None:
+        rows = [("time", human_time(seconds))]
+        if trained := self._throughput.samples > 0:
+            rows.append(("samples/s", f"{rate:,.2f}"))
+            rows.append(("tokens/s", f"{rate * self._tokens_per_sample:,.0f}"))
+        rows.append(("peak memory", human_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")))
+        if trained and self._peak_flops is not None:
             mfu = rate * self._tokens_per_sample * self._flops_per_token / self._peak_flops
             rows.append(("MFU", f"{mfu:.1%}"))
         if (counted := self._backend.driver_memory()) is not None:

@@ -671,6 +671,8 @@ class Prepared:
 
     def headline(self, progress: Progress) -> str:
         start = f"resuming at step {progress.step} from {self.source}" if self.source else "starting"
+        if progress.step >= self.steps:
+            start += ", which was the last: there is nothing left to train"
         backend, config, plan = self.backend, self.config, self.plan
         rows = [
             ("model", f"{self.architecture}, {self.parameters:,} parameters"),

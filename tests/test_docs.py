@@ -27,7 +27,7 @@ from portable.backend import backend_room
 from portable.config import load_config, parse_args
 from portable.errors import UserError
 from portable.run import resolve, train_leg
-from tests.runs import configured
+from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +95,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     quick = configured(
         folder / "runs" / "quickstart",
         corpus,
+        model__config={**TINY_MODEL, "max_position_embeddings": 256},  # README's run.yaml goes on with it
         train__steps=200,
         checkpoint__every_steps=100,
         log__every_steps=50,

@@ -92,6 +92,14 @@ def as_text(planner: Planner, options: Sequence[Option], best: Option | None) ->
     return "\n\n".join(parts)
 
 
+def short_time(seconds: float) -> str:
+    """``89 µs``, ``12 ms``, ``1.5 s``: two digits."""
+    for unit, scale in (("µs", 1e-6), ("ms", 1e-3)):
+        if seconds < 999.5 * scale:
+            return f"{float(f'{seconds / scale:.2g}'):g} {unit}"
+    return f"{float(f'{seconds:.2g}'):g} s"
+
+
 def columns(options: Sequence[Option]) -> str:
     """The options as aligned columns, one line each."""
     lines = [_COLUMNS, *(_cells(option) for option in options)]
@@ -124,7 +132,7 @@ def _cells(option: Option) -> tuple[str, ...]:
                 option.communication_bytes,
             )
         ),
-        "" if option.seconds is None else f"~{option.seconds:.2g} s",
+        "" if option.seconds is None else f"~{short_time(option.seconds)}",
         fits,
     )
 
@@ -178,7 +186,7 @@ def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> 
         changed.append(f"memory.activation_checkpointing {best.recompute}")
     if changed:
         told += "; it takes " + " and ".join(changed)
-    told += f". Should memory run out: {gives_way(planner, best)}"
+    told += f".\nShould memory run out: {gives_way(planner, best)}"
     quicker = min(
         (option for option in options if option.fits and option.seconds is not None),
         key=lambda option: option.seconds or 0.0,
@@ -186,8 +194,9 @@ def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> 
     )
     if quicker is not None and best.seconds is not None and (quicker.seconds or 0.0) < 0.9 * best.seconds:
         told += (
-            f". By the rates of this device {in_words(quicker)} may be quicker "
-            f"(about {quicker.seconds:.2g} s a step against {best.seconds:.2g} s): measure both"
+            f".\nBy the rates of this device {in_words(quicker)} may be quicker "
+            f"(about {short_time(quicker.seconds or 0.0)} a step against {short_time(best.seconds)}): "
+            "measure both"
         )
     return told
 

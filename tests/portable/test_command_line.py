@@ -253,3 +253,14 @@ def test_the_log_lines_and_the_summary(
     for word in ("samples/s", "tokens/s", "peak memory", "evaluation loss", "loss curve", "final"):
         assert word in printed
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_run_that_is_over_says_so_and_tells_no_rates(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = flags(tiny(tmp_path, corpus, train__steps=2))
+    for over in (False, True):
+        assert main(settings) == 0
+        printed = capsys.readouterr().err
+        assert ("nothing left to train" in printed) == over
+        assert ("tokens/s" in printed) != over

@@ -13,6 +13,7 @@ from portable.planner import devices
 from portable.planner.cli import main
 from portable.planner.footprint import Cluster, Setting
 from portable.planner.plan import Planner, Target
+from portable.planner.report import short_time
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -250,6 +251,13 @@ def test_bad_input_is_one_line(
 )
 def test_memory_sizes(text: str, size: int) -> None:
     assert devices.parse_bytes(text, "--device-memory") == size
+
+
+def test_short_times_have_two_digits() -> None:
+    times = (8.9e-05, 0.00089, 0.012, 0.4444, 0.9999, 1.52, 123.0)
+    assert [short_time(seconds) for seconds in times] == [
+        "89 µs", "890 µs", "12 ms", "440 ms", "1 s", "1.5 s", "120 s",
+    ]  # fmt: skip
 
 
 def test_devices_have_the_names_that_people_type() -> None:
