@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,20 @@ def check_async_io(deepspeed: Any) -> None:
         "memory: offloading to nvme needs DeepSpeed's async_io, which cannot be built here; install the "
         "system's libaio (Debian: apt install libaio-dev) and a C++ compiler, or offload to cpu",
     )
+    if lock := _lock_of_a_build():
+        print(
+            "note: waiting for another process to build DeepSpeed's async_io; if none does, since it was "
+            f"killed, remove {lock}",
+            file=sys.stderr,
+        )
+
+
+def _lock_of_a_build() -> Path | None:
+    """The file by which torch keeps others from building the op; who is killed while building leaves it."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    lock = Path(_get_build_directory("async_io", verbose=False)) / "lock"
+    return lock if lock.exists() else None
 
 
 def check_room(config: RunConfig, parameters: int, compute_bytes: int, share: float) -> None:

@@ -27,8 +27,9 @@ class DamagedError(UserError):
 
 
 def one_line(text: object) -> str:
-    """Fold ``text`` into one line, so that an error stays exactly one line on stderr."""
-    return " ".join(str(text).split())
+    """Fold ``text`` into one printable line, so that an error stays exactly one line on stderr."""
+    folded = " ".join(str(text).split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in folded)
 
 
 class RunError(Exception):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 import time
@@ -11,11 +13,11 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from gpu import aio
+from gpu import aio, nvme, zero_runtime
 from gpu.aio import CHOICES, DEFAULT, Aio, Trial, search
 from gpu.deepspeed_json import read
 from portable.config import load_config
-from tests.gpu.test_deepspeed_json import require_libaio
+from tests.deepspeed_ops import require_async_io
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +76,7 @@ def measured(folder: Path) -> list[Trial]:
 
 
 def test_the_disk_at_hand(tmp_path: Path, ranks: RankPool) -> None:
-    require_libaio()
+    require_async_io()
     trials = ranks.run(1, measured, tmp_path)
     assert len(trials) >= 2
     assert all(0 < trial.write_rate < 1000 and 0 < trial.read_rate < 1000 for trial in trials)
@@ -104,6 +106,26 @@ def test_without_libaio_there_is_one_line(tmp_path: Path, ranks: RankPool) -> No
     told = ranks.run(1, without_libaio, tmp_path)
     assert "libaio-dev" in told
     assert not list(tmp_path.iterdir())
+
+
+def with_a_lock(folder: Path) -> str:
+    from torch.utils import cpp_extension
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(cpp_extension, "_get_build_directory", lambda *_, **__: str(folder))
+        nvme.check_async_io(zero_runtime.import_deepspeed("cpu"))
+        assert not said.getvalue()
+        (folder / "lock").touch()
+        nvme.check_async_io(zero_runtime.import_deepspeed("cpu"))
+    return said.getvalue()
+
+
+def test_a_build_that_was_killed_is_told_of(tmp_path: Path, ranks: RankPool) -> None:
+    require_async_io()
+    told = ranks.run(1, with_a_lock, tmp_path)
+    assert str(tmp_path / "lock") in told
+    assert told.count("\n") == 1
 
 
 def test_a_path_that_is_not_there_is_one_line(tmp_path: Path) -> None:

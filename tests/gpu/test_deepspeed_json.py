@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from copy import deepcopy
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +16,7 @@ from portable.backend import backend_room
 from portable.errors import UserError
 from portable.plan import plan_batches
 from portable.run import resolve, train_leg
+from tests.deepspeed_ops import require_async_io, require_cpu_adam
 from tests.gpu.test_parity import assert_close
 from tests.gpu.test_zero import zero_losses
 from tests.gpu.test_zero_checkpoints import leg, losses
@@ -178,7 +175,7 @@ def from_guide(name: str, folder: Path) -> dict[str, Any]:
 )
 def test_the_guides_files_train(name: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     if name == "nvme":
-        require_libaio()
+        require_async_io()
     document = from_guide(name, tmp_path)
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(document))
@@ -188,26 +185,6 @@ def test_the_guides_files_train(name: str, tmp_path: Path, corpus: Path, ranks: 
     config = configured(tmp_path, corpus, deepspeed__config=str(file), **settings)
     assert_close(ranks.run(2, zero_losses, config), plain, 1e-5)
     assert not list(tmp_path.glob("portable-swap-*"))
-
-
-@cache
-def require_libaio() -> None:
-    """Skip where the system library is missing; else have DeepSpeed build its op, which takes minutes."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        pytest.skip("the system has no libaio")
-    program = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=540)
-
-
-@cache
-def require_cpu_adam() -> None:
-    """Have DeepSpeed build its optimizer for the CPU, which takes minutes once."""
-    program = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-c", program]
-    subprocess.run(command, check=True, capture_output=True, timeout=540, env=environment)
 
 
 def forced(folder: Path, corpus: Path, stage: int, **settings: Any) -> RunConfig:

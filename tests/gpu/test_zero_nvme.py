@@ -11,7 +11,7 @@ pytest.importorskip("deepspeed")
 
 from gpu import nvme
 from portable.errors import UserError
-from tests.gpu.test_deepspeed_json import require_libaio
+from tests.deepspeed_ops import require_async_io
 from tests.gpu.test_zero_checkpoints import leg, losses, weights
 from tests.runs import TINY_MODEL, configured
 
@@ -41,7 +41,7 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory, corpus: Path, ranks: Ran
 def test_trains_and_goes_on(
     what: str, in_memory: Path, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    require_libaio()
+    require_async_io()
     settings: dict[str, Any] = {"model__config": MODEL, "memory__nvme_path": str(tmp_path)}
     if what == "optimizer":
         settings |= {"strategy": "zero3", "memory__offload_optimizer": "nvme"}
@@ -76,7 +76,7 @@ def test_a_disk_that_cannot_serve_is_refused(tmp_path: Path, corpus: Path) -> No
     file.touch()
     assert "does not exist" in refused(tmp_path, corpus, tmp_path / "missing")
     assert "is not a folder" in refused(tmp_path, corpus, file)
-    require_libaio()
+    require_async_io()
     assert "make room" in refused(tmp_path, corpus, tmp_path)
     if nvme.filesystem(Path("/dev/shm")) == "tmpfs":
         assert "lies in memory (tmpfs)" in refused(tmp_path, corpus, Path("/dev/shm"))

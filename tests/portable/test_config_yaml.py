@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from portable.config import RunConfig, dump_yaml, keys, load_config
@@ -257,6 +257,7 @@ def test_no_values_bring_a_traceback(run_file: Path, tree: dict[str, Any]) -> No
 
 @QUIET
 @given(key=st.sampled_from(sorted(keys.settings(RunConfig))), value=trees)
+@example(key="train.schedule_params", value={"\x1b": None})
 def test_no_value_of_any_setting_brings_a_traceback(key: str, value: Any) -> None:
     try:
         load_config(keys.nested({key: value}))

@@ -101,9 +101,9 @@ def require_what_it_needs(config: RunConfig) -> None:
     if config.strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
     if config.memory.nvme_path is not None:
-        from tests.gpu.test_deepspeed_json import require_libaio
+        from tests.deepspeed_ops import require_async_io
 
-        require_libaio()
+        require_async_io()
 
 
 def leg(config: RunConfig) -> int:
