@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from portable.errors import RunError, ToldElsewhereError, UserError, one_line
+from portable.quiet import loading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,10 +50,11 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 
 def run(invocation: Invocation) -> int:
     """Launch local ranks, or be one of a launcher's."""
-    from portable import launch
-    from portable.backend import backend_room, resolve_backend
-    from portable.preview import describe_checkpoint, dry_run
-    from portable.run import check_output_folder, train_leg
+    with loading():
+        from portable import launch
+        from portable.backend import backend_room, resolve_backend
+        from portable.preview import describe_checkpoint, dry_run
+        from portable.run import check_output_folder, train_leg
 
     config = invocation.config
     if invocation.profile and invocation.eval_only:

@@ -17,7 +17,7 @@ from portable.plan import checkpoint_bytes, parameter_count, total_steps
 from portable.planner.here import memory_rows, planner_here
 from portable.resume_info import describe
 from portable.run import plan_for, ranks_in_words, resolve, tokenizer_hints
-from portable.run_folder import check_same_run, checkpoint_of, checkpoints_of, resume_source
+from portable.run_folder import check_same_run, checkpoint_of, checkpoints_of, exists, resume_source
 from portable.schedule import build_schedule
 from portable.takeover import take_over
 
@@ -104,6 +104,8 @@ def describe_checkpoint(path: str, backend_name: str) -> int:
     """Print what a checkpoint (or the newest of a run) holds, whoever wrote it, and what can take it on."""
     with storage_errors("--resume-info"):
         place = place_of("--resume-info", path)
+        if not exists(place):
+            raise UserError(f"--resume-info: {place} is missing; give the folder of a run or of a checkpoint")
         if (foreign := open_foreign(place)) is not None:
             try:
                 print(table(foreign.rows()))

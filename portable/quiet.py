@@ -1,4 +1,4 @@
-"""What libraries say that tells a person who runs a training nothing, kept away from them."""
+"""What a person at a terminal is told, or not, of the libraries under a training."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ def quiet_checkpoint_warnings() -> None:
     """
     for message in ("TypedStorage is deprecated", "torch.distributed is disabled"):
         warnings.filterwarnings("ignore", message=message)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Say on a terminal what the first seconds go to; the words go when it is done."""
+    shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" and "torch" not in sys.modules
+    if shown:
+        print("loading torch and transformers ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # to the start of the line, and wipe it
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError, one_line
+from portable.quiet import loading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,10 +77,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _planner(config: Any, given: dict[str, Any]) -> Any:
-    from portable import model as models
-    from portable.planner import devices
-    from portable.planner.footprint import Cluster, footprint_room
-    from portable.planner.plan import Planner, Target
+    with loading():
+        from portable import model as models
+        from portable.planner import devices
+        from portable.planner.footprint import Cluster, footprint_room
+        from portable.planner.plan import Planner, Target
 
     memory = given.get("device_memory")
     memory = None if memory is None else devices.parse_bytes(memory, "--device-memory")

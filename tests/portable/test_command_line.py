@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,19 @@ def test_help_and_mistakes_are_answered_without_torch(module: str, arguments: li
     )
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == f"{code} False", done.stderr
+
+
+def test_a_terminal_is_told_what_the_first_seconds_go_to(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "portable.cli", "--resume-info", str(tmp_path / "nowhere")]
+    done = subprocess.run(command, stderr=theirs, check=False)
+    os.close(theirs)
+    said = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert done.returncode == 2
+    loading, _, rest = said.partition("\r\x1b[K")
+    assert loading == "loading torch and transformers ..."
+    assert rest.startswith("error: --resume-info: ") and "is missing" in rest
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
