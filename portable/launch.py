@@ -93,6 +93,8 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    if sys.stderr.isatty():  # each loads the libraries anew, which takes seconds
+        print(f"waiting for {ranks} rank{'s' if ranks > 1 else ''} to load", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="portable-launch-") as scratch:
         config = LaunchConfig(
             min_nodes=1,

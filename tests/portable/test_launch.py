@@ -346,8 +346,12 @@ def test_a_signal_before_the_ranks_are_up_is_not_lost(tmp_path: Path, corpus: Pa
     assert errors.splitlines() == ["error: stopped by a signal before the first step; nothing was saved"]
 
 
-def test_the_ranks_exit_code_is_handed_on() -> None:
+def test_the_ranks_exit_code_is_handed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert launch(_rank_function, ("returns",), ranks=2) == 75
+    assert capsys.readouterr().err == "waiting for 2 ranks to load\n"
 
 
 def test_one_rank_that_stops_ends_all_and_it_is_said_which(tmp_path: Path, corpus: Path) -> None:
