@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch
@@ -18,8 +19,7 @@ from portable.run import Prepared, resolve
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
     from portable.config import RunConfig
     from tests.ranks import RankPool
@@ -34,7 +34,11 @@ MODEL = {
 }
 BUCKETS = {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 100}
 
+# Beside the bytes of tensors, by parameter and rank: DCP wraps each tensor in an archive of its own.
+METADATA = 8 << 10
+
 Kept = dict[str, int]
+Result = TypeVar("Result")
 
 
 def storages(tensors: Iterable[Any]) -> int:
@@ -80,8 +84,47 @@ def kept_by_zero(engine: Any) -> Kept:
     return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "copies": 0}
 
 
+def on_host_by_zero(engine: Any) -> int:
+    """Bytes of what DeepSpeed has on the host where the optimizer, and parameters, are offloaded."""
+    zero = engine._engine.optimizer
+    if int(engine._engine.zero_optimization_stage()) == 3:
+        flats = zero.fp32_partitioned_groups_flat
+        buffers = [zero.grad_partitions_flat_buffer]
+        if zero.offload_param:
+            buffers += [p.ds_tensor for p in engine.model.parameters()]
+    else:
+        flats = zero.single_partition_of_fp32_groups
+        buffers = [
+            *zero.param_buffer_of_bit16_for_cpu_offload_groups,
+            zero.temp_grad_buffer_for_cpu_offload,
+            *zero.accumulated_grads_in_cpu.values(),
+        ]
+    return storages([*flats, *(flat.grad for flat in flats), *state_of(zero.optimizer), *buffers])
+
+
 def live(config: RunConfig) -> Kept:
     """What the first rank keeps after the last micro-batch of the second step, optimizer state included."""
+    return stepped(config, kept_by_zero if config.strategy.startswith("zero") else kept_by_fsdp)
+
+
+def live_host(config: RunConfig) -> int:
+    """The same of ZeRO's host memory."""
+    return stepped(config, on_host_by_zero)
+
+
+def saved(config: RunConfig) -> int:
+    """Bytes of the files of a checkpoint, as the engine writes it after a step."""
+    folder = Path(config.output_dir) / "saved"
+
+    def save(engine: Any) -> None:
+        engine.save(folder, background=False).wait()
+
+    stepped(config, save)
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
+    """What ``look`` says of the engine after the last micro-batch of the second step."""
     backend = backend_room("cpu").create("cpu")
     config = resolve(config, backend)
     backend.start()
@@ -96,9 +139,9 @@ def live(config: RunConfig) -> Kept:
         # Stage 1 sums gradients with the last micro-batch; before it, they are all there.
         first = config.strategy == "zero1"
         engine.accumulate(backend.place(next(batches)), valid, last=not first)
-        kept = kept_by_zero(engine) if config.strategy.startswith("zero") else kept_by_fsdp(engine)
+        found = look(engine)
         batches.close()
-        return kept
+        return found
     finally:
         backend.stop()
 
@@ -172,6 +215,48 @@ def test_what_is_offloaded_is_on_the_host(
         # Copies, their gradients once they are fetched, and the moments. A copy has no padding.
         assert found.optimizer == 0
         assert found.host == pytest.approx(2 * kept["copies"] + kept["optimizer"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "settings"),
+    [
+        (2, "zero1", {"memory__offload_optimizer": "cpu", "precision": "bf16"}),
+        (3, "zero2", {"memory__offload_optimizer": "cpu", "precision": "bf16"}),
+        (2, "zero3", {"memory__offload_optimizer": "cpu", "precision": "bf16"}),
+        (
+            3,
+            "zero3",
+            {"memory__offload_optimizer": "cpu", "memory__offload_params": "cpu", "precision": "bf16"},
+        ),
+    ],
+)
+def test_what_zero_offloads_is_on_the_host(
+    world_size: int, strategy: str, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    config = config_for(tmp_path, corpus, strategy, **settings)
+    assert planned(config, world_size).host == ranks.run(world_size, live_host, config)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "settings"),
+    [
+        (2, "no_shard", {}),
+        (2, "full_shard", {"train__optimizer": "adafactor"}),
+        (2, "zero1", {"precision": "bf16"}),
+        (3, "zero2", {"precision": "bf16"}),
+        (2, "zero3", {"precision": "bf16"}),
+    ],
+)
+def test_a_checkpoint_on_disk_has_the_planned_bytes(
+    world_size: int, strategy: str, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    """Names, shapes and pickles take some more, which does not grow with the tensors."""
+    large = {**MODEL, "vocab_size": 8192}
+    config = config_for(tmp_path, corpus, strategy, **settings, model__config=large)
+    model = models.build_model(models.model_config(config.model), config.model)
+    tensors = checkpoint_bytes(model, config.train) + planned(config, world_size).also_saved
+    beside = ranks.run(world_size, saved, config) - tensors
+    assert 0 <= beside <= METADATA * world_size * len(list(model.parameters()))
 
 
 def test_a_checkpoint_has_the_bytes_that_the_live_state_has(
