@@ -5,6 +5,9 @@ its live engine, as the first of several CPU ranks of which the others are not t
 collectives are), takes two steps of two micro-batches, and records what torch's allocator hands out. Beside
 it stands what the planner said. With two micro-batches the gradients are complete when activations are at
 their peak, as the planner counts them.
+
+With ``--backend xla`` it compiles the graphs of a step instead, on virtual devices of the CPU, and asks XLA's
+compiler what they take; see :mod:`benchmarks.plan_xla`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 
 import torch
 
+from benchmarks import plan_xla
 from benchmarks.allocator import allocations
 from benchmarks.pages import put_into
 from gpu import rehearsal
@@ -34,12 +38,13 @@ from portable.planner.footprint import Cluster, Setting
 from portable.planner.plan import DeviceBytes, Planner, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from portable.config import RunConfig
 
 MARKS = "<!-- benchmarks.plan: begin -->", "<!-- benchmarks.plan: end -->"
 MARKS_BY_STRATEGY = "<!-- benchmarks.plan by strategy: begin -->", "<!-- benchmarks.plan by strategy: end -->"
+MARKS_OF_XLA = "<!-- benchmarks.plan xla: begin -->", "<!-- benchmarks.plan xla: end -->"
 SIZES = {"vocab_size": 4096, "max_position_embeddings": 256}
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -74,6 +79,14 @@ SETTINGS = (
     Setting("full_shard"),
 )
 STEPS, MICRO_BATCHES, BATCH, LENGTH = 2, 2, 4, 128
+# Compiled in fp32: where a CPU has no products in bf16, its compiler computes them in fp32, in copies.
+XLA_SETTINGS = {4: ("full_shard", "shard_grad_op", "no_shard"), 1: ("no_shard",)}
+# Without dropout, of which each device draws the numbers for the tokens of all.
+XLA_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 3},
+    "gpt2": {"n_layer": 3, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "bert": {"num_hidden_layers": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
 
 
 @dataclass(frozen=True)
@@ -85,9 +98,10 @@ class Row:
     recompute: str
     planned: DeviceBytes
     measured: int
+    where: str = ""
 
 
-def config_of(family: str, setting: Setting, recompute: str, ranks: int, folder: str) -> RunConfig:
+def settings_of(family: str, setting: Setting, recompute: str, ranks: int, folder: str) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "backend": "cpu",
         "precision": "bf16",
@@ -106,7 +120,7 @@ def config_of(family: str, setting: Setting, recompute: str, ranks: int, folder:
         sizes = {"reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
         stage = int(setting.strategy[-1])
         settings["deepspeed.config"] = {"zero_optimization": {"stage": stage, **sizes}}
-    return load_config(None, settings)
+    return settings
 
 
 def measure(config: RunConfig, ranks: int) -> int:
@@ -137,8 +151,43 @@ def measure(config: RunConfig, ranks: int) -> int:
 def planned(config: RunConfig, ranks: int) -> DeviceBytes:
     model_config = models.model_config(config.model)
     model = models.build_model(model_config, config.model)
-    target = Target("cpu", Cluster(ranks, ranks), None, None)
+    target = Target(config.backend, Cluster(ranks, ranks), None, None)
     return Planner(config, model, model_config, target).option(Setting.of(config)).device_bytes
+
+
+def measured_here(families: Sequence[str], ranks: int, folder: str) -> Iterator[Row]:
+    for family in families:
+        for recompute in ("none", "full"):
+            for setting in SETTINGS:
+                config = load_config(None, settings_of(family, setting, recompute, ranks, folder))
+                taken = measure(config, ranks)
+                yield Row(family, setting, recompute, planned(config, ranks), taken)
+
+
+def measured_by_xla(families: Sequence[str], folder: str) -> Iterator[Row]:
+    for devices, strategies in XLA_SETTINGS.items():
+        cases = [
+            (family, Setting(strategy), recompute)
+            for family in families
+            for recompute in ("none", "full")
+            for strategy in strategies
+        ]
+        settings = [xla_settings_of(*case, devices, folder) for case in cases]
+        found = plan_xla.measured(settings, devices, folder)
+        for (family, setting, recompute), given, taken in zip(cases, settings, found, strict=True):
+            expected = planned(load_config(None, given), devices)
+            yield Row(family, setting, recompute, expected, taken.peak, f" x {devices}")
+
+
+def xla_settings_of(
+    family: str, setting: Setting, recompute: str, devices: int, folder: str
+) -> dict[str, Any]:
+    return {
+        **settings_of(family, setting, recompute, devices, folder),
+        "backend": "xla",
+        "precision": "fp32",
+        "model.config": {**FAMILIES[family], **XLA_MODELS[family]},
+    }
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -150,7 +199,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         total, mebibyte = row.planned.total, 1 << 20
         lines.append(
-            f"| {row.family} | {row.setting.strategy} | {row.recompute} | {total / mebibyte:.1f} | "
+            f"| {row.family} | {row.setting.strategy}{row.where} | {row.recompute} | {total / mebibyte:.1f} | "
             f"{row.measured / mebibyte:.1f} | {total / row.measured:.2f} |"
         )
     return "\n".join(lines)
@@ -172,8 +221,9 @@ def table_by_strategy(rows: Sequence[Row]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
-    parser.add_argument("--family", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--backend", choices=["cpu", "xla"], default="cpu")
+    parser.add_argument("--family", nargs="+", choices=list(FAMILIES), help="all of the table by default")
+    parser.add_argument("--ranks", type=int, default=4, help="on the CPU")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
     parser.add_argument(
         "--by-strategy", type=Path, metavar="PAGE", help="put what was measured into this page, by strategy"
@@ -182,23 +232,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "benchmarks.plan", *(sys.argv[1:] if argv is None else argv)])
     rows = []
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        for family in given.family:
-            for recompute in ("none", "full"):
-                for setting in SETTINGS:
-                    config = config_of(family, setting, recompute, given.ranks, folder)
-                    rows.append(
-                        Row(
-                            family,
-                            setting,
-                            recompute,
-                            planned(config, given.ranks),
-                            measure(config, given.ranks),
-                        )
-                    )
-                    print(rows[-1], file=sys.stderr, flush=True)
+        if given.backend == "xla":
+            found = measured_by_xla(given.family or list(XLA_MODELS), folder)
+        else:
+            found = measured_here(given.family or list(FAMILIES), given.ranks, folder)
+        for row in found:
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
     print(f"$ {command}\n\n{table(rows)}")
     if given.docs is not None:
-        put_into(given.docs, f"\n{table(rows)}\n\n`{command}`\n", *MARKS)
+        marks = MARKS_OF_XLA if given.backend == "xla" else MARKS
+        put_into(given.docs, f"\n{table(rows)}\n\n`{command}`\n", *marks)
     if given.by_strategy is not None:
         put_into(given.by_strategy, f"\n{table_by_strategy(rows)}\n", *MARKS_BY_STRATEGY)
     return 0

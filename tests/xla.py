@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING, Any
 from tests.ranks import RankError, serve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
 
 class XlaPool:
-    """Processes with 1, 2, 4, ... virtual XLA devices, started when they are first asked for."""
+    """Processes with 1, 2, 4, ... virtual XLA devices, started when they are first asked for.
 
-    def __init__(self) -> None:
+    Args:
+        environment: of theirs, in addition.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = dict(environment or {})
         self._workers: dict[int, tuple[Connection, BaseProcess]] = {}
 
     def run(self, devices: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
@@ -31,7 +36,7 @@ class XlaPool:
         if devices not in self._workers:
             self._workers[devices] = self._start()
         connection, _ = self._workers[devices]
-        environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+        environment = {**self._environment, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
         connection.send((environment, function, arguments))
         if not connection.poll(timeout):
             raise RankError(f"no answer in {timeout} s")

@@ -17,6 +17,11 @@ GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")
 PRECISIONS = ("fp32", "bf16")
 
 
+def recomputed(config: RunConfig) -> bool:
+    """Whether layers are recomputed in the backward pass, by either of the names that the setting has."""
+    return config.memory.activation_checkpointing == "full" or config.xla.xla_fsdp_grad_ckpt is True
+
+
 def unusable(config: RunConfig) -> Iterator[tuple[bool, str]]:
     """For each setting that XLA may have no use for: whether it is in use, and the reason."""
     yield (

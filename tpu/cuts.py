@@ -34,7 +34,7 @@ class Cuts:
 
     def __init__(self, config: RunConfig, group: int) -> None:
         self._group = group
-        self._sharded = config.strategy != "no_shard"
+        self.sharded = config.strategy != "no_shard"
         self._first_dim = bool(config.xla.shard_param_on_dim_0)
         self._rules = [(_compiled(p), p, dim) for p, dim in (config.xla.sharding or {}).items()]
         self._unused = {pattern for _, pattern, _ in self._rules}
@@ -45,7 +45,7 @@ class Cuts:
         Raises:
             UserError: if ``xla.sharding`` names a dim that the parameter lacks or that does not divide.
         """
-        if not self._sharded:
+        if not self.sharded:
             return None
         for pattern, text, dim in self._rules:
             if pattern.search(name):

@@ -12,7 +12,7 @@ from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import token_loss
 from portable.model import replace_tensors, state_tensors, transformer_layers
 from portable.resume import stored_state
-from tpu.checks import GATHERED_ONCE
+from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.layout import constrain
 from tpu.optim import Optimizer
 from tpu.recompute import recompute
@@ -59,12 +59,14 @@ class XlaEngine:
         self._place(model)
         self._constrain_activations(model)
         for _, layer in transformer_layers(model):
-            if recomputes(config):
+            if recomputed(config):
                 recompute(layer)
             if config.xla.optimization_barrier_in_backward:
                 layer.register_full_backward_hook(_barrier)
         self._step = _Step(model)
         self._parameters = dict(model.named_parameters())
+        ends: Any = model
+        self._head = getattr(ends.get_output_embeddings(), "weight", None) if layout.shards else None
         self._optimizer = Optimizer(config.train, self._parameters, layout)
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
@@ -89,11 +91,13 @@ class XlaEngine:
         layout.check_rules()
 
     def _constrain_activations(self, model: nn.Module) -> None:
-        """Keep what flows between layers cut along the batch, as the parameters' cuts would not have it."""
-        for _, layer in transformer_layers(model):
-            layer.register_forward_hook(self._constrain_output)
-        embeddings: Any = model.get_input_embeddings
-        embeddings().register_forward_hook(self._constrain_output)
+        """Keep what flows between layers, and logits, cut along the batch, as the parameters' cuts would not
+        have it: by those of a tied table, each device has the logits of all devices' tokens."""
+        whole: Any = model
+        layers = [layer for _, layer in transformer_layers(model)]
+        for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
+            if module is not None:
+                module.register_forward_hook(self._constrain_output)
 
     def _constrain_output(self, _: nn.Module, __: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -199,10 +203,11 @@ class XlaEngine:
             copy: Tensor = parameter
             if parameter.is_floating_point() and parameter.dtype != self._compute:
                 copy = parameter.to(self._compute)
-            if self._gather_once:
+            if self._gather_once or parameter is self._head:
                 whole = self._layout.sharding(self._layout.replicated(parameter.dim()))
                 cut = self._layout.sharding(self._layout.parameter(name, parameter.shape))
-                copy = constrain(copy, whole, cut)
+                # The gradient of the head is summed whole: a part of it would need those of all logits.
+                copy = constrain(copy, whole, whole if parameter is self._head else cut)
             if copy is not parameter:
                 yield f"model.{name}", copy
         if self._buffer_dtype is not None:
@@ -306,8 +311,3 @@ class _Step(nn.Module):
 def _barrier(_: nn.Module, gradients: Any, __: Any) -> None:
     """Keep the compiler from mixing a layer's backward pass with the next one's."""
     xla._xla_optimization_barrier_([gradient for gradient in gradients if gradient is not None])
-
-
-def recomputes(config: RunConfig) -> bool:
-    """Whether activations are recomputed, by either of the names that the setting has."""
-    return config.memory.activation_checkpointing == "full" or config.xla.xla_fsdp_grad_ckpt is True

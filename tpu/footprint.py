@@ -1,15 +1,16 @@
 """What SPMD on XLA keeps on a device and moves, reckoned from the shapes of a model.
 
-What stays is held against live shards in ``tests/tpu/test_footprint.py``. What a compiled program has in use
-at a time is the compiler's choice; reckoned is what it cannot do without when it works layer by layer.
+What stays is held against live shards in ``tests/tpu/test_footprint.py``, what a step has in use at a time
+against what XLA's compiler for CPUs says of its graphs. That is the compiler's choice: the one for TPUs may
+make another.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable.backend import unsupported
-from portable.model import transformer_layers
+from portable.model import embeddings, transformer_layers
 from portable.planner.footprint import (
     COMPUTE_BYTES,
     MASTER,
@@ -19,7 +20,7 @@ from portable.planner.footprint import (
     Traffic,
     moment_bytes,
 )
-from tpu.checks import GATHERED_ONCE, unusable
+from tpu.checks import GATHERED_ONCE, recomputed, unusable
 from tpu.cuts import HYBRID, Cuts
 
 if TYPE_CHECKING:
@@ -72,14 +73,23 @@ def footprint(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprin
     outside = whole - sum(layers)
     largest = max(layers, default=0)
     once = config.strategy in GATHERED_ONCE
-    # Of the layer at work and the next one: parameters, and the gradients on their way.
-    gathered = compute * (whole if once else outside + 2 * largest) + 2 * compute * largest
+    # The compiler sees that the backward pass gathers what the forward pass has gathered, and keeps it; where
+    # layers are recomputed, barriers keep it from seeing that, and there are the layer at work and the next.
+    # What is looked up in a table goes where it is needed, and the table stays; but not the head's.
+    ends: Any = model
+    head = ends.get_output_embeddings()
+    tables = {id(p): p.numel() for p in embeddings(model)}
+    tables.pop(id(head.weight) if head is not None else None, None)
+    outside -= sum(tables.values())
+    kept = once or not recomputed(config)
+    gathered = compute * (outside + (sum(layers) if kept else 0))
+    in_layers = compute * (outside + (sum(layers) if kept else 2 * largest) + 2 * largest)
     share, copies = (group - 1) / group, cluster.devices // group
     per_pass = ((1 if once else 2) + 1) * compute * cut * share
     summed = 2 * compute * (whole - cut) * (cluster.devices - 1) / cluster.devices
     between = 2 * gradients * (copies - 1) / copies if config.strategy in HYBRID else 0.0
     if config.strategy == "no_shard" or group == 1:
-        gathered = 0
+        gathered = in_layers = 0
     if group == cluster.devices and cluster.nodes > 1:
         between = (per_pass + summed) * (cluster.nodes - 1) / cluster.nodes / cluster.per_node
     return Footprint(
@@ -87,8 +97,11 @@ def footprint(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprin
         gradients=gradients,
         optimizer=moments,
         compute="cast",
+        compiled=True,
         gathered=gathered + copied,
-        in_layers=gathered + copied,
+        in_layers=in_layers + copied,
+        # The new values of parameters and moments are there before the old ones go.
+        in_update=parameters + moments,
         links=Traffic(per_pass=per_pass + summed),
         network=Traffic(per_pass=between),
     )

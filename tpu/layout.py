@@ -81,6 +81,11 @@ class Layout:
         """Raise UserError for a pattern of ``xla.sharding`` that no parameter so far has matched."""
         self._cuts.check_rules()
 
+    @property
+    def shards(self) -> bool:
+        """Whether any parameter may be cut."""
+        return self._cuts.sharded
+
     def batch(self, dims: int) -> Spec:
         """How batches and activations lie: cut along their first dim over all devices."""
         return (self._batch_axes, *(None,) * (dims - 1))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -83,9 +84,19 @@ class Request:
     """Whether autocast chooses types as on CUDA, which takes fp32 for more operations than on a CPU."""
     chunked: bool
     """Whether the loss of a large vocabulary is computed in parts; see ``memory.loss_chunk_tokens``."""
+    compiled: bool = False
+    """Whether XLA compiles it: without kernels of their own for attention, whose scores are there in full."""
 
     @classmethod
-    def of(cls, config: RunConfig, *, micro_batch: int, compute: Compute, on_gpu: bool) -> Request:
+    def of(
+        cls,
+        config: RunConfig,
+        *,
+        micro_batch: int,
+        compute: Compute,
+        on_gpu: bool,
+        compiled: bool = False,
+    ) -> Request:
         """For a run of ``config``."""
         dtype = DTYPES[config.precision]
         return cls(
@@ -97,7 +108,8 @@ class Request:
             dtype,
             "full" if config.xla.xla_fsdp_grad_ckpt else config.memory.activation_checkpointing,
             on_gpu,
-            config.memory.loss_chunk_tokens != 0 and not config.strategy.startswith("zero"),
+            config.memory.loss_chunk_tokens != 0 and not (compiled or config.strategy.startswith("zero")),
+            compiled,
         )
 
 
@@ -142,6 +154,10 @@ def _passes(
         batch = fake_batch(small, request)
         watch = Watch(small)
         stack.enter_context(watch)
+        logits: list[torch.Tensor] = []
+        if request.compiled:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            _keep_logits(small, logits)
         with one_sequence_a_row():
             if request.compute == "autocast":
                 if request.on_gpu:
@@ -157,6 +173,7 @@ def _passes(
             def reached(_: torch.Tensor) -> None:
                 if not head:
                     head.append(watch.take_peak())
+                    logits.clear()
 
             for parameter in inside:
                 if parameter.requires_grad:
@@ -164,6 +181,14 @@ def _passes(
             loss.backward()
         rest = watch.take_peak()
         return [forward, head[0] if head else rest, rest]
+
+
+def _keep_logits(model: nn.Module, kept: list[torch.Tensor]) -> None:
+    """As XLA does, which takes the gradient of the loss from them and not from their logarithms alone."""
+    whole: Any = model
+    head = whole.get_output_embeddings()
+    if head is not None:
+        head.register_forward_hook(lambda _, __, logits: kept.append(logits))
 
 
 def _fake(model: nn.Module, request: Request) -> None:

@@ -90,6 +90,8 @@ class Footprint:
     """Moments; under ZeRO with the fp32 master weights, as its authors count them."""
     compute: Compute
     """How parameters come to the compute type."""
+    compiled: bool = False
+    """Whether XLA compiles the step; see :class:`portable.planner.activations.Request`."""
     gathered: int = 0
     """Gathered parameters and communication buffers, until the backward pass has come to a layer."""
     in_layers: int = 0

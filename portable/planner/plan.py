@@ -143,7 +143,7 @@ class Planner:
         self.config = config.replaced({"train.micro_batch_size": self.micro_batch})
         self.share = share
         self._traced: dict[Request, Activations] = {}
-        self._footprints: dict[tuple[Setting, int], Footprint] = {}
+        self._footprints: dict[tuple[Setting, int, str], Footprint] = {}
         self.failure: str | None = None
         """Why activations could not be run, where they are a guess."""
 
@@ -177,7 +177,7 @@ class Planner:
             config = config.replaced({"memory.activation_checkpointing": recompute})
         recompute = config.memory.activation_checkpointing
         cluster = self.target.cluster
-        key = setting, micro_batch
+        key = setting, micro_batch, recompute
         if key not in self._footprints:
             self._footprints[key] = self._room.footprint(self._model, config, cluster)
         footprint = self._footprints[key]
@@ -210,7 +210,13 @@ class Planner:
 
     def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
         on_gpu = self.target.backend == "cuda"
-        request = Request.of(config, micro_batch=micro_batch, compute=footprint.compute, on_gpu=on_gpu)
+        request = Request.of(
+            config,
+            micro_batch=micro_batch,
+            compute=footprint.compute,
+            on_gpu=on_gpu,
+            compiled=footprint.compiled,
+        )
         if request not in self._traced:
             try:
                 self._traced[request] = activations(self._model, config, request)

@@ -1,4 +1,4 @@
-"""What the planner says a device keeps, against the shards that live XLA devices hold."""
+"""What the planner says a device needs, against the shards that live XLA devices hold and XLA's compiler."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.plan_xla import measure, told_in
 from portable import model as models
 from portable.backend import backend_room
-from portable.planner.footprint import Cluster
+from portable.planner.footprint import Cluster, Setting
+from portable.planner.plan import Planner, Target
 from portable.run import Prepared, resolve
 from tests.runs import TINY_MODEL, configured
+from tests.xla import XlaPool
 from tpu.footprint import footprint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from portable.config import RunConfig
-    from tests.xla import XlaPool
 
 
 def kept(config: RunConfig) -> tuple[int, int]:
@@ -63,3 +66,39 @@ def test_what_stays_is_exact(
     model = models.build_model(models.model_config(config.model), config.model)
     found = footprint(model, config, Cluster(devices, devices))
     assert (found.parameters, found.optimizer) == xla.run(devices, kept, config)
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[XlaPool]:
+    """Devices whose compiler tells what its graphs take."""
+    pool = XlaPool(told_in(tmp_path_factory.mktemp("compiler") / "graphs.txt"))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "full_shard"},
+        {"strategy": "full_shard", "memory__activation_checkpointing": "full"},
+        {"strategy": "no_shard"},
+    ],
+)
+def test_a_step_takes_what_is_planned(
+    settings: dict[str, Any], tmp_path: Path, corpus: Path, compiler: XlaPool
+) -> None:
+    """The compiler is that for CPUs: no TPU is at hand. The head is tied, and its logits are most of it: were
+    those of all devices' tokens on each, it would take twice as much."""
+    devices = 4
+    wide = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+    sizes = {"train__global_batch_size": 32, "train__micro_batch_size": 4, "data__seq_len": 64}
+    config = configured(
+        tmp_path, corpus, **{**sizes, "backend": "xla", "model__config": {**TINY_MODEL, **wide}, **settings}
+    )
+    model_config = models.model_config(config.model)
+    model = models.build_model(model_config, config.model)
+    target = Target("xla", Cluster(devices, devices), None, None)
+    planned = Planner(config, model, model_config, target).option(Setting.of(config)).device_bytes
+    taken = compiler.run(devices, measure, config)
+    assert planned.resident == pytest.approx(taken.resident, rel=0.01)
+    assert planned.total == pytest.approx(taken.peak, rel=0.2)

@@ -1,0 +1,153 @@
+"""What XLA's compiler says that a step needs: the measurement behind the plan for backend xla.
+
+``python -m benchmarks.plan --backend xla`` starts this module once for each number of devices, with the cases
+as JSON on stdin, and reads their bytes from stdout. When it has compiled a graph, torch_xla writes what the
+graph takes into the file that ``PT_XLA_DEBUG_FILE`` names, if that is set before the first one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable import model as models
+from portable.backend import backend_room
+from portable.config import load_config
+from portable.planner.activations import Request, fake_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from portable.config import RunConfig
+
+_SIZES = re.compile(
+    r"Graph input size: ([\d.]+) GB.*?Graph output size: ([\d.]+) GB.*?Aliased Input size: ([\d.]+) GB"
+    r".*?Intermediate tensor size: ([\d.]+) GB",
+    re.DOTALL,
+)
+GIB = 1 << 30
+
+
+def told_in(file: Path) -> dict[str, str]:
+    """What a process's environment must say before its first graph, for the compiler to tell of each."""
+    # The compiler for CPUs drops barriers, and then merges what is recomputed with what was there before.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_disable_hlo_passes=cse_barrier_expander"
+    return {
+        "PT_XLA_DEBUG_LEVEL": "1",
+        "PT_XLA_DEBUG_FILE": str(file),
+        # A graph that two cases have in common is compiled, and told of, for each.
+        "XLA_COMPILATION_CACHE_SIZE": "1",
+        "XLA_FLAGS": flags.strip(),
+    }
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Bytes of one compiled graph on one device, to a KiB."""
+
+    arguments: int
+    results: int
+    aliased: int
+    """Of the results, those that lie where an argument lay."""
+    temporary: int
+
+    @property
+    def beside_arguments(self) -> int:
+        return self.temporary + self.results - self.aliased
+
+
+def graph_of(compiled: Callable[[], object]) -> Graph:
+    """The one graph that ``compiled`` has compiled."""
+    log = Path(os.environ["PT_XLA_DEBUG_FILE"])
+    before = log.stat().st_size if log.exists() else 0
+    compiled()
+    found = _SIZES.findall(log.read_text("utf-8")[before:])
+    assert len(found) == 1, f"{len(found)} graphs, where there should be one"
+    return Graph(*(int(float(size) * GIB) for size in found[0]))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Bytes on a device."""
+
+    resident: int
+    """What stays between graphs: all of it is an argument of the update."""
+    in_passes: int
+    """What the graph of a micro-batch takes beside."""
+    in_update: int
+
+    @property
+    def peak(self) -> int:
+        return self.resident + max(self.in_passes, self.in_update)
+
+
+def measured(cases: Sequence[Mapping[str, Any]], devices: int, folder: Path | str) -> Iterator[Step]:
+    """What a step of each of ``cases`` (settings of a run) takes on each of so many devices.
+
+    Raises:
+        subprocess.CalledProcessError: if a case fails.
+    """
+    environment = {
+        **os.environ,
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(devices),
+        **told_in(Path(folder) / f"graphs-{devices}.txt"),
+    }
+    command = [sys.executable, "-m", "benchmarks.plan_xla"]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin:
+            json.dump([dict(case) for case in cases], process.stdin)
+        for line in process.stdout:
+            yield Step(**json.loads(line))
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def measure(config: RunConfig) -> Step:
+    """Compile the two graphs of a step of ``config`` on this process's devices, and run them once."""
+    from tpu.runtime import xla
+
+    backend = backend_room("xla").create("xla")
+    devices = backend.devices_per_rank
+    backend.start()
+    try:
+        model = models.build_model(models.model_config(config.model), config.model)
+        micro_batch = int(config.train.micro_batch_size) * devices
+        request = Request.of(config, micro_batch=micro_batch, compute="cast", on_gpu=False)
+        engine: Any = backend.prepare(model, config)
+        batch = backend.place(fake_batch(model, request))
+        valid = backend.total(micro_batch * config.data.seq_len)
+        losses = []
+
+        def passes() -> None:
+            losses.append(engine.accumulate(batch, valid, last=False))
+            xla._xla_wait_device_ops([])
+
+        def update() -> None:
+            engine.update(1e-4, 1.0, losses[-1])
+            xla._xla_wait_device_ops([])
+
+        in_passes, in_update = graph_of(passes), graph_of(update)
+    finally:
+        backend.stop()
+    return Step(in_update.arguments, in_passes.beside_arguments, in_update.beside_arguments)
+
+
+def main() -> int:
+    for case in json.load(sys.stdin):
+        print(json.dumps(asdict(measure(load_config(None, case)))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
