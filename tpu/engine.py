@@ -95,9 +95,14 @@ class XlaEngine:
         have it: by those of a tied table, each device has the logits of all devices' tokens."""
         whole: Any = model
         layers = [layer for _, layer in transformer_layers(model)]
+        for layer in layers:  # the first one's input may be a sum with what is the same on every device
+            layer.register_forward_pre_hook(self._constrain_input)
         for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
             if module is not None:
                 module.register_forward_hook(self._constrain_output)
+
+    def _constrain_input(self, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._along_batch(arguments[0]), *arguments[1:]) if arguments else arguments
 
     def _constrain_output(self, _: nn.Module, __: Any, output: Any) -> Any:
         if isinstance(output, tuple):
