@@ -78,9 +78,7 @@ def footprint(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprin
     # What is looked up in a table goes where it is needed, and the table stays; but not the head's.
     ends: Any = model
     head = ends.get_output_embeddings()
-    tables = {id(p): p.numel() for p in embeddings(model)}
-    tables.pop(id(head.weight) if head is not None else None, None)
-    outside -= sum(tables.values())
+    outside -= sum(p.numel() for p in embeddings(model) if head is None or p is not head.weight)
     kept = once or not recomputed(config)
     gathered = compute * (outside + (sum(layers) if kept else 0))
     in_layers = compute * (outside + (sum(layers) if kept else 2 * largest) + 2 * largest)
