@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import subprocess
 import sys
 import time
@@ -111,14 +110,18 @@ def test_without_libaio_there_is_one_line(tmp_path: Path, ranks: RankPool) -> No
 def with_a_lock(folder: Path) -> str:
     from torch.utils import cpp_extension
 
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+    said = folder / "said"  # a file: the trial compilation wants a descriptor
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        said.open("w", buffering=1) as file,
+        contextlib.redirect_stderr(file),
+    ):
         patch.setattr(cpp_extension, "_get_build_directory", lambda *_, **__: str(folder))
         nvme.check_async_io(zero_runtime.import_deepspeed("cpu"))
-        assert not said.getvalue()
+        assert not said.read_text()
         (folder / "lock").touch()
         nvme.check_async_io(zero_runtime.import_deepspeed("cpu"))
-    return said.getvalue()
+    return said.read_text()
 
 
 def test_a_build_that_was_killed_is_told_of(tmp_path: Path, ranks: RankPool) -> None:
