@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
 from portable import launch
 from portable import model as models
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 32
 _DECIDE_ON_MEMORY = ("backend", "strategy", "precision", "compile", "model", "memory", "fsdp", "deepspeed")
 EXIT_DONE, EXIT_STOPPED = 0, 75
+BAR_DELAY = 1.0  # seconds that an evaluation takes before it has a bar
 
 
 def train_leg(
@@ -658,7 +660,17 @@ class Prepared:
         )
         limit = self.config.train.eval_batches
         # Counted in global batches, so that every world size evaluates the same samples.
-        return islice(loader, None if limit is None else limit * self.plan.accumulation_steps)
+        most = len(loader) if limit is None else min(len(loader), limit * self.plan.accumulation_steps)
+        yield from tqdm(
+            islice(loader, most),
+            total=most,
+            unit="batch",
+            desc="evaluating",
+            leave=False,
+            delay=BAR_DELAY,
+            dynamic_ncols=True,
+            disable=self.backend.rank != 0 or not sys.stderr.isatty(),
+        )
 
     def evaluate_only(self, folder: Place) -> int:
         if self.data.eval is None:

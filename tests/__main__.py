@@ -31,7 +31,8 @@ def checks(arguments: list[str]) -> list[Check]:
     rest = [argument for argument in arguments if argument != "--fast"]
     spread = [] if any(argument.startswith(("-n", "-p", "--pdb")) for argument in rest) else workers()
     # Ahead of the tests, whose limits on time are not made for compilers; not for a few that are named.
-    build = [] if rest else [("deepspeed's ops", ["-m", "tests.deepspeed_ops"])]
+    named = any(not argument.startswith("-") for argument in rest)
+    build = [] if named else [("deepspeed's ops", ["-m", "tests.deepspeed_ops"])]
     return [
         ("ruff check", ["-m", "ruff", "check"]),
         ("ruff format", ["-m", "ruff", "format", "--check"]),

@@ -6,13 +6,16 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from portable import run
 from portable.checkpointing import CheckpointFolder, TrainerState
 from portable.config import load_config
 from portable.errors import RunError, UserError
@@ -221,6 +224,23 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(
     leg(folder, corpus, train__eval_every=4)
     evals = {row["step"]: row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row}
     assert evals == {row["step"]: row["eval_loss"] for row in read_metrics(finished) if "eval_loss" in row}
+
+
+def test_an_evaluation_on_a_terminal_has_a_bar(
+    finished: Path,
+    tmp_path: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "BAR_DELAY", 0.0)
+    shutil.copytree(finished, tmp_path / "run")
+    config = configured(tmp_path / "run", corpus)
+    assert train_leg("cpu", config, eval_only=True) == 0
+    assert "evaluating" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert train_leg("cpu", config, eval_only=True) == 0
+    assert "\revaluating: " in capsys.readouterr().err
 
 
 def test_a_refused_resume_leaves_no_folder_behind(tmp_path: Path, corpus: Path, finished: Path) -> None:
