@@ -147,6 +147,7 @@ def measure(options: Options, strategy: str) -> list[Result]:
     Raises:
         AssertionError: in fp32, if this project's losses are not those of the bare loop.
     """
+    forget_accelerators()  # what else ran in this process may have set them up without DeepSpeed
     with tempfile.TemporaryDirectory(prefix="zero-") as scratch:
         folder = Path(scratch)
         backend = create_backend(options.backend)

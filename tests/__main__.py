@@ -1,7 +1,7 @@
 """Every check of the project: ``python -m tests [--fast] [pytest arguments]``.
 
-``--fast`` leaves out the tests marked slow. Several processes share the tests, file by file; ``-n 0`` runs
-them in one. The exit code is 0 only where every check passed.
+``--fast`` leaves out the tests marked slow; ``-n 3 --dist loadfile`` has several processes share them. The exit
+code is 0 only where every check passed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 Check = tuple[str, list[str]]
-MOST_WORKERS = 4
-"""Each keeps ranks up between its tests, which take some gigabytes."""
-
-
-def workers() -> list[str]:
-    """Arguments for as many processes as keep the cores busy: many a test waits for a process of its own."""
-    count = min((os.cpu_count() or 1) + 1, MOST_WORKERS)
-    return ["-n", str(count), "--dist", "loadfile"]
 
 
 def checks(arguments: list[str]) -> list[Check]:
     """The checks in order, quick ones first, each as a heading and a command of this Python."""
     fast = ["-m", "not slow"] if "--fast" in arguments else []
     rest = [argument for argument in arguments if argument != "--fast"]
-    spread = [] if any(argument.startswith(("-n", "-p", "--pdb")) for argument in rest) else workers()
     # Ahead of the tests, whose limits on time are not made for compilers; not for a few that are named.
     named = any(not argument.startswith("-") for argument in rest)
     build = [] if named else [("deepspeed's ops", ["-m", "tests.deepspeed_ops"])]
@@ -40,7 +31,7 @@ def checks(arguments: list[str]) -> list[Check]:
         ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as main; main()"]),
         ("reference", ["-m", "portable.config.reference", "--check"]),
         *build,
-        ("pytest", ["-m", "pytest", *spread, *fast, *rest]),
+        ("pytest", ["-m", "pytest", *fast, *rest]),
     ]
 
 
@@ -49,9 +40,8 @@ def run(check: Check) -> tuple[bool, str]:
     name, command = check
     print(f"\n=== {name}", flush=True)
     start = time.monotonic()
-    # UTF-8 mode: what the tools print must not depend on the locale of the shell. One thread in each process:
-    # several at a time would wait for each other.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUTF8": "1"}
+    # UTF-8 mode: what the tools print must not depend on the locale of the shell.
+    environment = {**os.environ, "PYTHONUTF8": "1"}
     code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=False).returncode
     verdict = "passed" if code == 0 else f"FAILED (exit code {code})"
     print(f"--- {name} {verdict} in {time.monotonic() - start:.1f} s", flush=True)
