@@ -1,7 +1,7 @@
 """Every check of the project: ``python -m tests [--fast] [pytest arguments]``.
 
-``--fast`` leaves out the tests marked slow; ``-n 3 --dist loadfile`` has several processes share them. The exit
-code is 0 only where every check passed.
+``--fast`` leaves out the tests marked slow; with ``-n3 --dist=loadfile`` several processes share them. The
+exit code is 0 only where every check passed.
 """
 
 from __future__ import annotations
