@@ -69,7 +69,7 @@ def check_async_io(deepspeed: Any) -> None:
         "memory: offloading to nvme needs DeepSpeed's async_io, which cannot be built here; install the "
         "system's libaio (Debian: apt install libaio-dev) and a C++ compiler, or offload to cpu",
     )
-    if lock := _lock_of_a_build():
+    if os.environ.get("RANK", "0") == "0" and (lock := _lock_of_a_build()):
         print(
             "note: waiting for another process to build DeepSpeed's async_io; if none does, since it was "
             f"killed, remove {lock}",

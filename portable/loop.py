@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from portable.errors import RunError
 from portable.loss import count_valid
+from portable.quiet import at_a_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -219,7 +219,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         nonlocal received
         received = True
         signal.signal(number, previous[signal.Signals(number)])
-        if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        if at_a_terminal():
             os.write(2, _STOPPING)  # print may not be called in a signal handler
 
     numbers = (signal.SIGTERM, signal.SIGINT)

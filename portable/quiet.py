@@ -22,10 +22,15 @@ def quiet_checkpoint_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+def at_a_terminal() -> bool:
+    """Whether this process is the one rank that speaks, and a person may be watching."""
+    return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def loading() -> Iterator[None]:
     """Say on a terminal what the first seconds go to; the words go when it is done."""
-    shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" and "torch" not in sys.modules
+    shown = at_a_terminal() and "torch" not in sys.modules
     if shown:
         print("loading torch and transformers ...", end="", file=sys.stderr, flush=True)
     try:
