@@ -10,14 +10,16 @@ import os
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 PATIENCE = 540.0  # seconds that a test may take for it
+PATIENCE_AHEAD = 1800.0  # seconds until a build ahead of the tests is given up: it waits for a lock
 
 
 @cache
-def require_async_io(patience: float | None = PATIENCE) -> None:
+def require_async_io(patience: float = PATIENCE) -> None:
     """Skip where the system library is missing; else have DeepSpeed build its op for swapping to disks."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -27,12 +29,12 @@ def require_async_io(patience: float | None = PATIENCE) -> None:
 
 
 @cache
-def require_cpu_adam(patience: float | None = PATIENCE) -> None:
+def require_cpu_adam(patience: float = PATIENCE) -> None:
     """Have DeepSpeed build its optimizer for the CPU."""
     _build("CPUAdamBuilder", patience)
 
 
-def _build(builder: str, patience: float | None) -> None:
+def _build(builder: str, patience: float) -> None:
     program = f"from deepspeed.ops.op_builder import {builder}; {builder}().load()"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-c", program]
@@ -42,14 +44,21 @@ def _build(builder: str, patience: float | None) -> None:
 def main() -> int:
     try:
         import deepspeed  # noqa: F401
+        from torch.utils.cpp_extension import get_default_build_root
     except ImportError:
         print("deepspeed is not installed")
         return 0
+    # A build that was killed leaves its lock, for which the next one waits without end.
+    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root())).rglob("lock"):
+        print(f"{lock} is there; if nothing is being built, remove it", flush=True)
     for require in (require_async_io, require_cpu_adam):
         try:
-            require(None)
+            require(PATIENCE_AHEAD)
         except pytest.skip.Exception as skipped:
             print(f"left out: {skipped}")
+        except subprocess.TimeoutExpired as late:
+            print(f"given up: {late}")
+            return 1
     return 0
 
 
