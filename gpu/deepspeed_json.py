@@ -430,8 +430,29 @@ def _over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def say_once(document: Document, rank: int) -> None:
-    """Tell the person what was changed in the JSON, on the first rank."""
-    if rank == 0:
-        for notice in document.notices:
-            print(f"note: {document.name}: {notice}", file=sys.stderr)
+_SWAPPING = {
+    "zero_optimization.offload_param.buffer_size": "as much as the largest parameter's share needs",
+    "zero_optimization.stage3_max_reuse_distance": "parameters that stay gathered keep their swap buffers, "
+    "and the run would end for want of one",
+}
+"""What the run decides where parameters are swapped to a disk, and why."""
+
+
+def say_once(document: Document, settings: Mapping[str, Any], rank: int) -> None:
+    """Tell the person what was changed in the JSON, on the first rank.
+
+    Args:
+        document: the JSON.
+        settings: what it was merged into.
+        rank: this one.
+    """
+    if rank != 0:
+        return
+    used = replace(document, values=dict(settings))
+    changed = [
+        f"{path}: {used.get(path)} in place of {document.get(path)}: {why}"
+        for path, why in _SWAPPING.items()
+        if document.get(path) not in (None, used.get(path))
+    ]
+    for notice in (*document.notices, *changed):
+        print(f"note: {document.name}: {notice}", file=sys.stderr)

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from portable.backend import require
 from portable.errors import UserError, one_line
 from portable.metrics import human_bytes
@@ -104,6 +106,29 @@ def check_room(config: RunConfig, parameters: int, compute_bytes: int, share: fl
         f"{_KEY}: {config.memory.nvme_path} has {human_bytes(free)} left and this run swaps "
         f"{human_bytes(needed)} there; make room, or name another disk",
     )
+
+
+def give_buffers_back(engine: Any) -> None:
+    """After each forward pass without gradients, free the buffers that parameters are swapped through.
+
+    DeepSpeed keeps what the backward pass would use next, which after an evaluation does not come, and reads
+    ahead for it; the next pass would find no buffer free.
+
+    Args:
+        engine: of ZeRO-3, with parameters on a disk.
+    """
+    parameters: list[Any] = list(engine.module.parameters())
+    swapper = parameters[0].nvme_swapper
+
+    def give_back(*_: object) -> None:
+        if torch.is_grad_enabled():
+            return
+        engine.optimizer.empty_partition_cache()
+        swapper.synchronize_reads()
+        held = swapper.param_id_to_buffer_id
+        swapper.remove_partition_and_release_buffers([p for p in parameters if p.ds_id in held])
+
+    engine.module.register_forward_hook(give_back)
 
 
 def run_folder(config: RunConfig) -> Path:

@@ -87,9 +87,9 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
     zero_runtime.start(deepspeed, machine.device)
     plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
     document = deepspeed_json.read(config)
-    if document is not None:
-        deepspeed_json.say_once(document, machine.rank)
     settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
+    if document is not None:
+        deepspeed_json.say_once(document, settings, machine.rank)
     if nvme.in_use(config):
         _make_room(model, config, machine)
     on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
@@ -104,6 +104,8 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
+    if config.memory.offload_params == "nvme":
+        nvme.give_buffers_back(engine)
     return ZeroEngine(engine, stage, config, machine)
 
 

@@ -50,6 +50,9 @@ def settings_for(
         # Of one parameter's share each: smaller ones fail in the first step, larger ones are memory lost.
         share = -(-sizes.largest_parameter // plan.world_size)
         zero["offload_param"]["buffer_size"] = (share // _SWAP_BLOCK + 1) * _SWAP_BLOCK
+        # A parameter has a buffer for as long as it is gathered. Those that stay so, to be used again soon,
+        # would take all of them, and the run would end for want of one.
+        zero["stage3_max_reuse_distance"] = 0
     return settings
 
 

@@ -166,6 +166,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def human_count(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``: ``noun`` is one that takes an s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def human_time(seconds: float) -> str:
     """``1:02:03``, or ``2:03`` under an hour."""
     minutes, rest = divmod(round(seconds), 60)

@@ -11,7 +11,7 @@ from portable.config import dump_yaml
 from portable.data import inspect_data
 from portable.errors import UserError
 from portable.foreign import open_foreign
-from portable.metrics import human_bytes, table
+from portable.metrics import human_bytes, human_count, table
 from portable.places import place_of, storage_errors
 from portable.plan import checkpoint_bytes, parameter_count, total_steps
 from portable.planner.here import memory_rows, planner_here
@@ -72,11 +72,12 @@ def _plan_rows(
         ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
         (
             "batch",
-            f"{plan.global_batch_size} sequences a step = {plan.world_size} ranks x "
+            f"{human_count(plan.global_batch_size, 'sequence')} a step = "
+            f"{human_count(plan.world_size, 'rank')} x "
             + (
                 f"{plan.sequences_per_rank}, as many at a time as fit"
                 if config.train.micro_batch_size == "auto"
-                else f"{plan.accumulation_steps} accumulation steps x {plan.micro_batch_size}"
+                else f"{human_count(plan.accumulation_steps, 'accumulation step')} x {plan.micro_batch_size}"
             ),
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),

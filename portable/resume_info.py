@@ -11,7 +11,7 @@ from portable.checkpointing import STATE_FILE, TrainerState
 from portable.config import load_config
 from portable.config.schema import Strategy
 from portable.errors import UserError, one_line
-from portable.metrics import human_bytes, table
+from portable.metrics import human_bytes, human_count, table
 from portable.plan import plan_batches
 from portable.run_folder import CONFIG_FILE, earlier_config
 
@@ -44,8 +44,8 @@ def _rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[s
         ("precision", config.precision),
         ("seed", str(state.seed)),
         ("written", written),
-        ("written by", f"{state.world_size} ranks, {state.backend}, {state.strategy}"),
-        ("size on disk", f"{human_bytes(sum(files))} in {len(files)} files"),
+        ("written by", f"{human_count(state.world_size, 'rank')}, {state.backend}, {state.strategy}"),
+        ("size on disk", f"{human_bytes(sum(files))} in {human_count(len(files), 'file')}"),
     ]
 
 

@@ -26,6 +26,7 @@ def require_async_io(patience: float = PATIENCE) -> None:
     if not AsyncIOBuilder().is_compatible(verbose=False):
         pytest.skip("the system has no libaio")
     _build("AsyncIOBuilder", patience)
+    _build("PinMemoryBuilder", patience)  # of the buffers that it swaps through
 
 
 @cache

@@ -297,5 +297,5 @@ def test_a_dry_run_leaves_it_open(tmp_path: Path, corpus: Path, capsys: pytest.C
     arguments = flags(tiny(tmp_path, corpus, train__micro_batch_size="auto"))
     assert main([*arguments, "--dry-run"]) == 0
     told = capsys.readouterr().out
-    assert "1 ranks x 6, as many at a time as fit" in told
+    assert "1 rank x 6, as many at a time as fit" in told
     assert "micro_batch_size: auto" in told

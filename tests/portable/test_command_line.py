@@ -182,7 +182,7 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(
     )
     assert "parameters" in rows["model"]
     assert rows["tokens a step"].strip() == "192"
-    assert "2 ranks x 1 accumulation steps x 3" in rows["batch"]
+    assert "2 ranks x 1 accumulation step x 3" in rows["batch"]
     assert rows["steps"].strip() == "8"
     assert "KiB" in rows["a checkpoint"]
     assert "on each device" in rows["memory, planned"]
@@ -195,7 +195,7 @@ def test_a_launched_dry_run_writes_nothing_either(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([*flags(tiny(tmp_path / "out", corpus)), "--dry-run"]) == 0
-    assert "2 ranks x 1 accumulation steps x 3" in capsys.readouterr().out
+    assert "2 ranks x 1 accumulation step x 3" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 
@@ -246,7 +246,7 @@ def test_what_can_take_a_checkpoint_on(
     assert (rows["optimizer"], rows["precision"], rows["written by"]) == (
         "adafactor",
         "fp32",
-        "1 ranks, cpu, full_shard",
+        "1 rank, cpu, full_shard",
     )
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert rows["size on disk"].startswith(f"{human_bytes(size)} in ")

@@ -16,7 +16,7 @@ from portable.cli import main
 from portable.config import load_config
 from portable.config.reference import ROOT
 from portable.data import build_data
-from portable.metrics import read_metrics
+from portable.metrics import human_count, read_metrics
 from portable.run import train_leg
 from tests.runs import configured
 
@@ -137,7 +137,7 @@ def test_a_dry_run(
     ranks = RANKS.get(load_config(path).strategy, 2)
     assert main(["--config", str(path), *arguments, "--nproc", str(ranks), "--dry-run"]) == 0
     told = capfd.readouterr().out
-    assert "# What this run will do" in told and f"{ranks} ranks x" in told
+    assert "# What this run will do" in told and f"{human_count(ranks, 'rank')} x" in told
     assert not (tmp_path / "run").exists()
 
 
