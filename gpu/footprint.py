@@ -54,6 +54,8 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
             yield Setting(strategy, "cpu")
         yield Setting("zero3", "none", "cpu")
         yield Setting("zero3", "cpu", "cpu")
+        yield Setting("zero3", "nvme")
+        yield Setting("zero3", "nvme", "nvme")
     yield Setting("shard_grad_op")
     yield Setting("full_shard")
     yield Setting("full_shard", "cpu")
@@ -213,6 +215,8 @@ class _Zero:
         self._hidden = int(getattr(text, "hidden_size", 1024))
         self._optimizer_on_host = config.memory.offload_optimizer != "none"
         self._parameters_on_host = config.memory.offload_params != "none"
+        self._optimizer_on_disk = config.memory.offload_optimizer == "nvme"
+        self._parameters_on_disk = config.memory.offload_params == "nvme"
 
     def footprint(self) -> Footprint:
         whole, compute, share = self._whole, self._compute, self._shard
@@ -235,6 +239,11 @@ class _Zero:
             moved = Traffic(per_pass=MASTER * share, per_step=compute * share)
         if self._parameters_on_host:
             moved = Traffic(moved.per_pass + 2 * compute * share, moved.per_step)
+        swapped = Traffic()
+        if self._optimizer_on_disk:  # the state is read and written, gradients written and read
+            swapped = Traffic(per_step=2 * (master + moments + MASTER * share))
+        if self._parameters_on_disk:
+            swapped = Traffic(2 * compute * share, swapped.per_step + compute * share)
         passes, layers, at_end = self._in_passes()
         network = Traffic(_across(traffic.per_pass, self._cluster), _across(traffic.per_step, self._cluster))
         return Footprint(
@@ -248,11 +257,13 @@ class _Zero:
             in_update=self._in_update(),
             # Stages 1 and 2 save the compute copy as well.
             also_saved=compute * whole if self._stage < 3 else 0,
-            host=self._host(resident, master, moments),
+            host=self._host(resident),
+            disk=self._disk(),
             links=traffic,
             network=network,
             host_link=moved,
             host_update=2 * (master + moments) + MASTER * share if on_host else 0,
+            disk_link=swapped,
         )
 
     # -- what stays ----------------------------------------------------------------------------------------
@@ -283,23 +294,34 @@ class _Zero:
 
     def _moments(self) -> int:
         """Bytes: of flat partitions, so that no moment knows rows, and each has one step count."""
-        kept = {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
-        counts = MASTER * self._sub_groups if self._config.train.optimizer == "adamw" else 0
-        return kept * MASTER * self._shard + counts
+        return self._moments_kept * MASTER * self._shard + self._step_counts
 
     @property
-    def _sub_groups(self) -> int:
-        if self._stage < 3:
-            return len(self._groups)
+    def _moments_kept(self) -> int:
+        """Of each element."""
+        return {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
+
+    @property
+    def _step_counts(self) -> int:
+        """Bytes: each group, or sub-group, has one."""
+        if self._config.train.optimizer != "adamw":
+            return 0
+        return MASTER * len(self._groups if self._stage < 3 else self._sub_groups)
+
+    @cached_property
+    def _sub_groups(self) -> list[list[nn.Parameter]]:
+        """Parameters that stage 3 updates together, and swaps together."""
         most = self._size("sub_group_size")
-        count = 0
+        found: list[list[nn.Parameter]] = []
         for group in self._groups:
-            filled = 0
-            for index, parameter in enumerate(group):
-                filled += parameter.numel()
-                if filled >= most or index == len(group) - 1:
-                    count, filled = count + 1, 0
-        return count
+            filled = most  # so that each group begins with a sub-group of its own
+            for parameter in group:
+                if filled >= most:
+                    found.append([])
+                    filled = 0
+                found[-1].append(parameter)
+                filled += self._shard_of([parameter])
+        return found
 
     def _gradients(self) -> int:
         """Bytes: whole in the compute type under stage 1, this rank's in fp32 else."""
@@ -323,15 +345,68 @@ class _Zero:
                 row += parameter.numel()
         return reached
 
-    def _host(self, resident: int, master: int, moments: int) -> int:
+    def _host(self, resident: int) -> int:
         """Bytes: also of the buffers through which gradients and parameters pass."""
-        host = resident if self._parameters_on_host else 0
+        host = 0
+        if self._parameters_on_host:
+            host += self._host_of_swapped_parameters() if self._parameters_on_disk else resident
         if not self._optimizer_on_host:
             return host
-        host += master + moments + MASTER * self._shard
+        in_memory = self._shard
+        if self._optimizer_on_disk:
+            largest = max(self._shard_of(group) for group in self._sub_groups)
+            in_memory -= sum(self._shard_of(group) for group in self._swapped_groups)
+            host += self._size("offload_optimizer.buffer_count") * zero_sizes.aligned(largest, MASTER)
+        host += (2 + self._moments_kept) * MASTER * in_memory + self._step_counts  # with their gradients
         if self._stage == 3:
             return host + MASTER * self._shard
         return host + self._compute * (self._shard + self._largest)
+
+    # -- on a disk -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _swapped_groups(self) -> list[list[nn.Parameter]]:
+        """The sub-groups whose masters and moments are swapped."""
+        if not self._optimizer_on_disk:
+            return []
+        least = zero_sizes.SWAPPED_BYTES
+        return [group for group in self._sub_groups if MASTER * self._shard_of(group) >= least]
+
+    def _host_of_swapped_parameters(self) -> int:
+        """Bytes of buffers, and of the compute copies that are in memory besides."""
+        compute, ranks = self._compute, self._ranks
+        buffers = self._size("offload_param.buffer_count") * zero_sizes.swap_buffer(self._largest, ranks)
+        most = self._size("offload_param.max_in_cpu")
+        room = min(most, self._shard)
+        filled, outside = 0, 0
+        apart: list[list[nn.Parameter]] = []
+        for group in self._sub_groups:
+            share = self._shard_of(group)
+            if filled + share > room:
+                apart.append(group)
+                outside += self._shard_of([p for p in group if not self._swaps(p)])
+            filled += share
+        outside += self._shard_of([p for p in self._parameters if not p.requires_grad and not self._swaps(p)])
+        # What is not in the room is written through a buffer, for which DeepSpeed counts whole parameters.
+        largest = max(apart, key=self._shard_of, default=[])
+        written = sum(zero_sizes.aligned(p.numel(), compute) for p in largest)
+        return compute * (buffers + room + outside) + written
+
+    def _swaps(self, parameter: nn.Parameter) -> bool:
+        """Whether its compute copy has a file."""
+        return self._compute * self._shard_of([parameter]) >= zero_sizes.SWAPPED_BYTES
+
+    def _disk(self) -> int:
+        """Bytes of all files."""
+        found = 0
+        for group in self._swapped_groups:
+            found += (1 + self._moments_kept) * zero_sizes.aligned(self._shard_of(group), MASTER)
+            gradients = [MASTER * self._shard_of([parameter]) for parameter in group]
+            found += sum(size for size in gradients if size >= zero_sizes.SWAPPED_BYTES)
+        if self._parameters_on_disk:
+            swapped = [self._shard_of([p]) for p in self._parameters if self._swaps(p)]
+            found += sum(zero_sizes.aligned(share, self._compute) for share in swapped)
+        return found
 
     # -- what comes and goes -------------------------------------------------------------------------------
 
@@ -353,7 +428,9 @@ class _Zero:
         threshold = self._size("stage3_param_persistence_threshold")
         persistent = sum(p.numel() for p in self._parameters if p.numel() <= threshold)
         coming = self._whole - persistent
-        live = min(coming, max(self._size("stage3_max_live_parameters"), self._largest))
+        # What is swapped in is given back after each use.
+        most = 0 if self._parameters_on_disk else self._size("stage3_max_live_parameters")
+        live = min(coming, max(most, self._largest))
         # Gathered in one row ahead of the layers, and copied out of it into each parameter.
         row = min(coming, max(self._size("stage3_prefetch_bucket_size"), self._largest))
         there = MASTER * bucket + compute * (persistent + live)
@@ -375,16 +452,19 @@ class _Zero:
             return (MASTER + 2 * self._compute) * self._shard - self._gradients()
         if self._stage == 2 and self._compute != MASTER:
             return 2 * MASTER * self._largest
-        most = self._size("sub_group_size") // self._ranks
-        return MASTER * (min(self._shard, most) if self._stage == 3 else self._shard)
+        if self._stage == 3:
+            return MASTER * max(self._shard_of(group) for group in self._sub_groups)
+        return MASTER * self._shard
 
     # -- its JSON ------------------------------------------------------------------------------------------
 
     def _size(self, name: str) -> int:
-        given = self._document.get(name, zero_sizes.DEFAULTS[name])
-        if given == "auto":
-            return zero_sizes.automatic(self._hidden)[name]
-        return int(given)
+        given: Any = self._document
+        for part in name.split("."):
+            given = given.get(part) if isinstance(given, dict) else None
+        if given is None:
+            return zero_sizes.DEFAULTS[name]
+        return zero_sizes.automatic(self._hidden)[name] if given == "auto" else int(given)
 
     @cached_property
     def _document(self) -> dict[str, Any]:

@@ -87,18 +87,8 @@ def _lock_of_a_build() -> Path | None:
     return lock if lock.exists() else None
 
 
-def check_room(config: RunConfig, parameters: int, compute_bytes: int, share: float) -> None:
-    """Raise UserError if the disk is too small for what this machine's ranks will keep on it.
-
-    Args:
-        config: of the run.
-        parameters: of the whole model.
-        compute_bytes: a parameter's size in the compute type.
-        share: of the ranks, those on this machine.
-    """
-    each = 16 if config.memory.offload_optimizer == "nvme" else 0  # master, gradient, two moments
-    each += compute_bytes if config.memory.offload_params == "nvme" else 0
-    needed = int(each * parameters * share)
+def check_room(config: RunConfig, needed: int) -> None:
+    """Raise UserError if the disk has not the bytes ``needed`` that this machine's ranks will keep on it."""
     assert config.memory.nvme_path is not None
     free = shutil.disk_usage(config.memory.nvme_path).free
     require(

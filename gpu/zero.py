@@ -11,6 +11,7 @@ from torch import nn
 from converters import Tensor as StoredTensor
 from gpu import deepspeed_json, nvme, zero_optimizer, zero_runtime
 from gpu.compiling import compile_layers
+from gpu.footprint import footprint
 from gpu.generation import continue_text
 from gpu.loss_scale import LossScale
 from gpu.zero_partitions import FlatPartitions, ShardedPartitions
@@ -21,7 +22,8 @@ from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import token_loss
 from portable.model import materialize, state_tensors
 from portable.optim import set_rates
-from portable.plan import parameter_count, plan_batches
+from portable.plan import plan_batches
+from portable.planner.footprint import Cluster
 from portable.quiet import native_stdout_closed
 from portable.recompute import checkpoint_activations
 from portable.resume import stored_state
@@ -112,9 +114,9 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
 def _make_room(model: nn.Module, config: RunConfig, machine: Machine) -> None:
     """An empty folder for this run's swap files, removed when the run ends."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    compute_bytes = 4 if config.precision in ("fp32", "tf32") else 2
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        nvme.check_room(config, parameter_count(model), compute_bytes, local / machine.world_size)
+        of_a_rank = footprint(model, config, Cluster(machine.world_size, local)).disk
+        nvme.check_room(config, of_a_rank * local)
         zero_runtime.empty_until_stop(nvme.run_folder(config))
     torch.distributed.barrier()
 

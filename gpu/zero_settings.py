@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpu import deepspeed_json, nvme
+from gpu.zero_sizes import swap_buffer
 
 if TYPE_CHECKING:
     from torch import nn
 
     from portable.config import RunConfig
     from portable.plan import BatchPlan
-
-# Swap buffers are laid out in whole blocks: room for the last one, in elements.
-_SWAP_BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,7 @@ def settings_for(
         if part in zero and device_type == "cpu":
             zero[part]["pin_memory"] = False  # page-locked memory is for copies to a GPU
     if zero.get("offload_param", {}).get("device") == "nvme":
-        # Of one parameter's share each: smaller ones fail in the first step, larger ones are memory lost.
-        share = -(-sizes.largest_parameter // plan.world_size)
-        zero["offload_param"]["buffer_size"] = (share // _SWAP_BLOCK + 1) * _SWAP_BLOCK
+        zero["offload_param"]["buffer_size"] = swap_buffer(sizes.largest_parameter, plan.world_size)
         # A parameter has a buffer for as long as it is gathered. Those that stay so, to be used again soon,
         # would take all of them, and the run would end for want of one.
         zero["stage3_max_reuse_distance"] = 0

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MASTER = 4
 """Bytes of a master weight, a gradient of it and a moment: all fp32."""
+SOME_DISK = "/a/folder/on/a/local/disk"
+"""Where a config that names no disk would swap to."""
 COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -55,11 +57,13 @@ class Setting:
 
     def into(self, config: RunConfig) -> RunConfig:
         """``config`` with this setting. Raises ``UserError`` where a rule is broken."""
+        swaps = "nvme" in (self.offload_optimizer, self.offload_params)
         return config.replaced(
             {
                 "strategy": self.strategy,
                 "memory.offload_optimizer": self.offload_optimizer,
                 "memory.offload_params": self.offload_params,
+                "memory.nvme_path": (config.memory.nvme_path or SOME_DISK) if swaps else None,
             }
         )
 
@@ -102,6 +106,8 @@ class Footprint:
     """What the update takes on top, when neither is there."""
     host: int = 0
     """Of a rank."""
+    disk: int = 0
+    """Of a rank, where it swaps to a local disk."""
     also_saved: int = 0
     """Of a checkpoint, by all ranks, beside fp32 weights and the optimizer's state."""
     links: Traffic = Traffic()
@@ -111,6 +117,8 @@ class Footprint:
     host_link: Traffic = Traffic()
     host_update: int = 0
     """Bytes that an update on the host reads and writes there."""
+    disk_link: Traffic = Traffic()
+    """Read from and written to the local disk."""
 
 
 class FootprintRoom(Protocol):

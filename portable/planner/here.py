@@ -64,6 +64,8 @@ def memory_rows(planner: Planner) -> list[tuple[str, str]]:
         rows.append(("fits", f"{'yes' if option.fits else 'no'}, of {human_bytes(usable)} usable"))
     if option.host_bytes:
         rows.append(("host memory", f"{human_bytes(option.host_bytes)} on each node"))
+    if option.disk_bytes:
+        rows.append(("disk", f"{human_bytes(option.disk_bytes)} on each node, to swap"))
     return rows
 
 

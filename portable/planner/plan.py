@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from portable.config.rules import largest_divisor
 from portable.errors import UserError, one_line
 from portable.plan import checkpoint_bytes, flops_per_token, parameter_count
 from portable.planner.activations import Activations, Peak, Request, activations
-from portable.planner.footprint import Cluster, Footprint, Setting, footprint_room
+from portable.planner.footprint import SOME_DISK, Cluster, Footprint, Setting, footprint_room
 from portable.planner.speed import StepTime, step_time
 
 if TYPE_CHECKING:
@@ -44,8 +46,10 @@ _ORDER: dict[Setting, int] = {
     Setting("full_shard", "cpu"): 8,
     Setting("zero3", "cpu", "cpu"): 9,
     Setting("full_shard", "none", "cpu"): 9,
+    Setting("zero3", "nvme"): 10,
+    Setting("zero3", "nvme", "nvme"): 11,
 }
-_LAST = 10
+_LAST = 12
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class Option:
     device_bytes: DeviceBytes
     host_bytes: int
     """On a node, of all its ranks."""
+    disk_bytes: int
+    """The same of what they swap to a local disk."""
     checkpoint_bytes: int
     communication_bytes: int
     """That a device sends in a step."""
@@ -102,20 +108,22 @@ class Option:
         """Of a step, roughly."""
         return None if self.time is None else self.time.total
 
-    def yaml(self, precision: str) -> str:
-        """The lines to put into the run's file."""
-        return "\n".join(
-            [
-                f"strategy: {self.setting.strategy}",
-                f"precision: {precision}",
-                "train:",
-                f"  micro_batch_size: {self.micro_batch}",
-                "memory:",
-                f"  activation_checkpointing: {self.recompute}",
-                f"  offload_optimizer: {self.setting.offload_optimizer}",
-                f"  offload_params: {self.setting.offload_params}",
-            ]
-        )
+    def yaml(self, config: RunConfig) -> str:
+        """The lines to put into the run's file, which has the rest of ``config``."""
+        memory = {
+            "activation_checkpointing": self.recompute,
+            "offload_optimizer": self.setting.offload_optimizer,
+            "offload_params": self.setting.offload_params,
+        }
+        if self.disk_bytes:
+            memory["nvme_path"] = str(config.memory.nvme_path or SOME_DISK)
+        lines = {
+            "strategy": self.setting.strategy,
+            "precision": config.precision,
+            "train": {"micro_batch_size": self.micro_batch},
+            "memory": memory,
+        }
+        return yaml.safe_dump(lines, sort_keys=False).rstrip()
 
 
 class Planner:
@@ -206,7 +214,8 @@ class Planner:
             )
         sent = max(footprint.links.of(micro_batches), footprint.network.of(micro_batches))
         saved = self._checkpoint + footprint.also_saved
-        return Option(setting, micro_batch, recompute, found, host, saved, int(sent), time, fits)
+        disk = footprint.disk * ranks
+        return Option(setting, micro_batch, recompute, found, host, disk, saved, int(sent), time, fits)
 
     def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
         on_gpu = self.target.backend == "cuda"
@@ -266,11 +275,9 @@ class Planner:
         if not later:
             return None
         found = min(later, key=self._rank)
-        told = f"strategy {found.strategy}"
-        for name in ("offload_optimizer", "offload_params"):
-            if getattr(found, name) != "none":
-                told += f" with memory.{name} {getattr(found, name)}"
-        return told
+        places = {"offload_optimizer": found.offload_optimizer, "offload_params": found.offload_params}
+        moved = [f"memory.{name} {place}" for name, place in places.items() if place != "none"]
+        return f"strategy {found.strategy}" + (f" with {' and '.join(moved)}" if moved else "")
 
     def best(self, options: list[Option]) -> Option | None:
         """The fastest way that fits, giving up one thing after another; None if none does, or nobody knows.

@@ -22,6 +22,7 @@ _COLUMNS = (
     "activations",
     "device",
     "host",
+    "disk",
     "sends/step",
     "step",
     "fits",
@@ -57,6 +58,7 @@ def _option(option: Option) -> dict[str, Any]:
         "activation_checkpointing": option.recompute,
         "device_bytes": {**asdict(option.device_bytes), "total": option.device_bytes.total},
         "host_bytes": option.host_bytes,
+        "disk_bytes": option.disk_bytes,
         "checkpoint_bytes": option.checkpoint_bytes,
         "communication_bytes": option.communication_bytes,
         "seconds_per_step": option.seconds,
@@ -85,7 +87,7 @@ def as_text(planner: Planner, options: Sequence[Option], best: Option | None) ->
     if device is not None:
         parts.append(f"{reason(planner, options, best)}")
     if best is not None:
-        parts.append(best.yaml(planner.config.precision))
+        parts.append(best.yaml(planner.config))
     parts.append(columns(options))
     if device is None:
         parts.append("name a device to see what fits: --device h100, --device v5e, or --device-memory 80GB")
@@ -103,7 +105,10 @@ def short_time(seconds: float) -> str:
 def columns(options: Sequence[Option]) -> str:
     """The options as aligned columns, one line each."""
     lines = [_COLUMNS, *(_cells(option) for option in options)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+    if not any(option.disk_bytes for option in options):
+        disk = _COLUMNS.index("disk")
+        lines = [(*line[:disk], *line[disk + 1 :]) for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if i < 2 else cell.rjust(width)
@@ -129,6 +134,7 @@ def _cells(option: Option) -> tuple[str, ...]:
                 size.activations,
                 size.total,
                 option.host_bytes,
+                option.disk_bytes,
                 option.communication_bytes,
             )
         ),
@@ -140,18 +146,18 @@ def _cells(option: Option) -> tuple[str, ...]:
 def offloading(option: Option) -> str:
     """What is offloaded, in a word or two."""
     setting = option.setting
-    moved = [
-        name
-        for name, place in (("optimizer", setting.offload_optimizer), ("params", setting.offload_params))
-        if place != "none"
-    ]
-    return "+".join(moved) or "-"
+    places = {"optimizer": setting.offload_optimizer, "params": setting.offload_params}
+    moved = {name: place for name, place in places.items() if place != "none"}
+    if set(moved.values()) == {"nvme"}:
+        return "+".join(moved) + " (nvme)"
+    return "+".join(f"{name} (nvme)" if place == "nvme" else name for name, place in moved.items()) or "-"
 
 
 def in_words(option: Option) -> str:
     """An option's name in a sentence."""
-    moved = offloading(option)
-    return option.setting.strategy + ("" if moved == "-" else f" with {moved} on the host")
+    moved = offloading(option).replace(" (nvme)", "")
+    where = "on a disk" if "nvme" in offloading(option) else "on the host"
+    return option.setting.strategy + ("" if moved == "-" else f" with {moved} {where}")
 
 
 def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> str:
@@ -172,6 +178,8 @@ def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> 
     )
     if best.host_bytes:
         told += f", and {human_bytes(best.host_bytes)} of a node's host memory"
+    if best.disk_bytes:
+        told += f", and {human_bytes(best.disk_bytes)} of its disk"
     before = [option for option in options if option.fits is False and planner.comes_before(option, best)]
     if before:
         last = before[-1]
@@ -225,6 +233,4 @@ def _last_resorts(planner: Planner) -> str:
     more = ["more devices", "a shorter data.seq_len"]
     if planner.config.train.optimizer == "adamw":
         more.append("train.optimizer adafactor")
-    if planner.target.backend != "xla":
-        more.append("strategy zero3 with memory.offload_params nvme and memory.offload_optimizer nvme")
     return "take " + ", ".join(more[:-1]) + " or " + more[-1]

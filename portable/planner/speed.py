@@ -2,7 +2,7 @@
 
 A roofline of four rates: the products at a share of the data sheet's peak, collectives over the links between
 devices, copies over the link to the host, and updates there at the host's memory. Collectives run beside the
-products and are seen where they take longer; whatever the host does is waited for.
+products and are seen where they take longer; whatever the host and its disk do is waited for.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ HIDDEN = 0.9
 """Share of the shorter of products and collectives that the longer one hides."""
 HOST_MEMORY = 150e9
 """Bytes a second that the ranks of a node read and write together in an update on the host."""
+DISK = 3e9
+"""Bytes a second that the ranks of a node read and write together on a local NVMe drive: about what one on
+PCIe 4.0 writes."""
 RECOMPUTED = {"none": 1.0, "selective": 1.08, "full": 4 / 3}
 """Work of a step with recomputation: all of the forward pass again is a third more."""
 
@@ -33,6 +36,7 @@ class StepTime:
     compute: float
     links: float
     host: float
+    """With the disk that it swaps to."""
 
     @property
     def total(self) -> float:
@@ -67,8 +71,9 @@ def step_time(
     network = footprint.network.of(micro_batches) / (device.network * LINKS_ACHIEVED)
     moved = footprint.host_link.of(micro_batches) / (device.host_link * LINKS_ACHIEVED)
     updated = footprint.host_update * ranks_per_node / HOST_MEMORY
+    swapped = footprint.disk_link.of(micro_batches) * ranks_per_node / DISK
     return StepTime(
         compute=flops * RECOMPUTED[recompute] / (peak * ACHIEVED),
         links=max(links, network),
-        host=moved + updated,
+        host=moved + updated + swapped,
     )

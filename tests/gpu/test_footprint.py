@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from gpu.footprint import footprint, settings
+from gpu import nvme
+from gpu.footprint import adopt, footprint, settings
 from portable import model as models
 from portable.backend import backend_room
 from portable.loop import train_step
 from portable.plan import checkpoint_bytes
 from portable.planner.footprint import Cluster, Setting
 from portable.run import Prepared, resolve
+from tests.deepspeed_ops import require_async_io
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -92,6 +94,12 @@ def on_host_by_zero(engine: Any) -> int:
         buffers = [zero.grad_partitions_flat_buffer]
         if zero.offload_param:
             buffers += [p.ds_tensor for p in engine.model.parameters()]
+        if zero.optimizer_swapper is not None:
+            buffers += zero.optimizer_swapper.swap_buffer_manager.all_buffers
+        if zero.params_in_nvme_and_cpu:
+            swapper = zero.fp16_groups[0][0].nvme_swapper
+            buffers += [*zero.param_groups_fp16_flat_cpu_memory, swapper.buffers]
+            buffers += [swapper.partitioned_swap_buffer]
     else:
         flats = zero.single_partition_of_fp32_groups
         buffers = [
@@ -110,6 +118,17 @@ def live(config: RunConfig) -> Kept:
 def live_host(config: RunConfig) -> int:
     """The same of ZeRO's host memory."""
     return stepped(config, on_host_by_zero)
+
+
+def live_host_and_disk(config: RunConfig) -> tuple[int, int]:
+    """The same where it swaps, with the bytes of the first rank's files."""
+    swap = nvme.run_folder(config)
+
+    def look(engine: Any) -> tuple[int, int]:
+        files = [file for file in swap.rglob("*") if file.is_file() and "rank0" in file.parts]
+        return on_host_by_zero(engine), sum(file.stat().st_size for file in files)
+
+    return stepped(config, look)
 
 
 def saved(config: RunConfig) -> int:
@@ -151,10 +170,12 @@ def planned(config: RunConfig, ranks: int) -> Any:
     return footprint(model, config, Cluster(ranks, ranks))
 
 
-def config_for(folder: Path, corpus: Path, strategy: str, **settings: Any) -> RunConfig:
+def config_for(
+    folder: Path, corpus: Path, strategy: str, zero: dict[str, Any] = BUCKETS, **settings: Any
+) -> RunConfig:
     if strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
-        document = {"zero_optimization": {"stage": int(strategy[-1]), **BUCKETS}}
+        document = {"zero_optimization": {"stage": int(strategy[-1]), **zero}}
         settings["deepspeed__config"] = document
     sizes = {"train__global_batch_size": 12, "train__micro_batch_size": 1, "data__vocab_size": 384}
     return configured(folder, corpus, **{"strategy": strategy, "model__config": MODEL, **sizes, **settings})
@@ -235,6 +256,45 @@ def test_what_zero_offloads_is_on_the_host(
 ) -> None:
     config = config_for(tmp_path, corpus, strategy, **settings)
     assert planned(config, world_size).host == ranks.run(world_size, live_host, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "zero"),
+    [
+        ({"memory__offload_optimizer": "nvme"}, {}),
+        ({"memory__offload_optimizer": "cpu", "memory__offload_params": "nvme"}, {}),
+        ({"memory__offload_optimizer": "nvme", "memory__offload_params": "nvme"}, {}),
+        (
+            {},
+            {
+                "sub_group_size": 1_500_000,
+                "offload_optimizer": {"device": "nvme", "buffer_count": 5},
+                "offload_param": {"device": "nvme", "buffer_count": 6, "max_in_cpu": 1_000_000},
+            },
+        ),
+    ],
+    ids=["optimizer", "parameters", "both", "both, in parts"],
+)
+def test_what_zero_swaps_is_on_the_disk(
+    settings: dict[str, Any], zero: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    require_async_io()
+    config = config_for(
+        tmp_path,
+        corpus,
+        "zero3",
+        {**BUCKETS, **zero},
+        # Of each layer three matrices are swapped; of others, and of vectors, the shares are too small.
+        model__config={**MODEL, "hidden_size": 512, "intermediate_size": 1101},
+        memory__nvme_path=str(tmp_path),
+        **settings,
+    )
+    config = adopt(config, Cluster(2, 2))
+    found = planned(config, 2)
+    host, disk = ranks.run(2, live_host_and_disk, config)
+    assert found.disk == disk
+    assert 0 <= host - found.host <= 8  # an element where there is none
 
 
 @pytest.mark.parametrize(

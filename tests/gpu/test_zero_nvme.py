@@ -69,7 +69,7 @@ def refused(folder: Path, corpus: Path, path: Path) -> str:
 
     with pytest.raises(UserError) as caught:
         nvme.check(config, deepspeed)
-        nvme.check_room(config, 10**15, 4, 1.0)
+        nvme.check_room(config, 10**18)
     return str(caught.value)
 
 

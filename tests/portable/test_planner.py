@@ -11,7 +11,7 @@ from portable import model as models
 from portable.config import load_config
 from portable.planner import devices
 from portable.planner.cli import main
-from portable.planner.footprint import Cluster, Setting
+from portable.planner.footprint import SOME_DISK, Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.report import short_time
 
@@ -64,6 +64,7 @@ def test_json_has_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
             "offload_params",
             "device_bytes",
             "host_bytes",
+            "disk_bytes",
             "checkpoint_bytes",
             "fits",
         }
@@ -85,6 +86,8 @@ def test_the_order_is_the_guides(capsys: pytest.CaptureFixture[str]) -> None:
         ("zero3", "none", "cpu"),
         ("zero3", "cpu", "none"),
         ("zero3", "cpu", "cpu"),
+        ("zero3", "nvme", "none"),
+        ("zero3", "nvme", "nvme"),
     ]
     assert found[0] == ("no_shard", "none", "none")
     assert found.index(("zero1", "none", "none")) < found.index(zero[0])
@@ -188,6 +191,24 @@ def test_host_memory_bounds_offloading(capsys: pytest.CaptureFixture[str]) -> No
     found = plan(capsys, "--device", "h100", "--devices", "8", "--host-memory", "1kB")
     for option in found["options"]:
         assert option["fits"] is (option["host_bytes"] == 0)
+
+
+def test_a_disk_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a host has no room for what is offloaded."""
+    arguments = ["--device", "a100-40", "--devices", "2", "--host-memory", "400GB"]
+    found = plan(capsys, *arguments, model=LARGE)
+    swapping = [option for option in found["options"] if "nvme" in option["offload_optimizer"]]
+    assert [option for option in found["options"] if option["disk_bytes"]] == swapping
+    for option in swapping:
+        each = 18 if option["offload_params"] == "nvme" else 16
+        assert option["disk_bytes"] == pytest.approx(each * found["parameters"], rel=0.001)
+    best = found["best"]
+    assert (best["strategy"], best["offload_optimizer"]) == ("zero3", "nvme")
+    given = ["--model.config", json.dumps(LARGE), "--train.global_batch_size", "64", "--data.seq_len", "64"]
+    assert main([*given, *arguments]) == 0
+    told = capsys.readouterr().out
+    assert f"nvme_path: {SOME_DISK}" in told
+    assert "of its disk" in told
 
 
 def test_a_tpu_runs_what_xla_runs(capsys: pytest.CaptureFixture[str]) -> None:
