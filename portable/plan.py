@@ -129,7 +129,8 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: i
 
     The convention of the PaLM paper (appendix B): 6 for each weight that takes part in a matrix product,
     which leaves out looked-up embeddings but not a tied output head, plus 12 x layers x hidden size x
-    sequence length for the attention scores. Recomputation is not counted.
+    sequence length for the attention scores. Of a mixture of experts, those that a token goes through count.
+    Recomputation is not counted.
     """
     text = config.get_text_config()
     embedding = cast("Any", model.get_input_embeddings()).weight
@@ -137,4 +138,21 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: i
     looked_up = 0 if head is not None and head.weight is embedding else embedding.numel()
     layers = len(transformer_layers(model))
     hidden: int = getattr(text, "hidden_size", embedding.shape[1])
-    return 6.0 * (parameter_count(model) - looked_up) + 12.0 * layers * hidden * seq_len
+    weights = parameter_count(model) - looked_up - _idle_experts(model, text)
+    return 6.0 * weights + 12.0 * layers * hidden * seq_len
+
+
+def _idle_experts(model: nn.Module, text: PretrainedConfig) -> float:
+    """Parameters of the experts that a token does not go through, on average over the layers."""
+    chosen = getattr(text, "num_experts_per_tok", None)
+    counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    experts = next((count for count in counts if count), None)
+    if not chosen or not experts:
+        return 0.0
+    # transformers stacks a layer's experts, the first dim counts them.
+    stacked = [
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and parameter.dim() > 1 and parameter.shape[0] == experts
+    ]
+    return sum(stacked) * (1.0 - float(chosen / experts))

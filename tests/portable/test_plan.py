@@ -3,6 +3,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from portable import model as models
 from portable.config import load_config
@@ -65,3 +67,29 @@ def test_flops_count_the_products() -> None:
     norms = 6 * (2 * layers + 1) * hidden  # counted with the weights, though they are no matrix products
     assert flops_per_token(model, config, length) == pytest.approx(expected + norms)
     assert parameter_count(model) == weights + vocabulary * hidden + (2 * layers + 1) * hidden
+
+
+@pytest.mark.parametrize(
+    ("family", "inner"),
+    [
+        ("mixtral", {"num_local_experts": 8}),
+        ("qwen2_moe", {"num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}),
+    ],
+)
+def test_flops_of_a_mixture_are_those_that_torch_counts(family: str, inner: dict[str, int]) -> None:
+    """Of the experts, only those that a token goes through."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "num_experts_per_tok": 2}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings = load_config(None, {"model.config": {"model_type": family, **sizes, **heads, **inner}}).model
+    config = models.model_config(settings)
+    model = models.build_model(config, settings).to_empty(device="cpu")
+    # What torch counts: no products of groups, and no attention kernels of CPUs.
+    model.set_experts_implementation("eager")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    tokens = torch.arange(64)[None]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens)
+    assert flops_per_token(model, config, 64) == pytest.approx(3 * counter.get_total_flops() / 64, rel=0.02)
