@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -14,13 +15,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.object_store import ObjectStore
-from tests.ranks import RankPool
+from tests.ranks import PRELOADED, RankPool
 from tests.runs import write_corpus
 from tests.xla import XlaPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+# Here, so that whoever starts the server first, ranks are forks of it.
+multiprocessing.set_forkserver_preload(list(PRELOADED))
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
-"""Ranks that stay up from one test to the next.
+"""Ranks for tests: processes that run functions in a process group of their own.
 
-Importing torch and transformers takes seconds, so a session starts four processes once; each test then runs
-functions on the first one to four of them, in a process group of its own.
+Importing torch and transformers takes seconds, so a session does it in one process, of which all ranks are
+forks. They serve a few tests each. What is left over from a run adds up otherwise: DeepSpeed keeps process
+groups, whose threads wake a hundred times a second.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 import time
 import traceback
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -22,6 +24,18 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 4
 GRACE = 10.0  # seconds that the others have to notice that a rank has failed
+MOST_THREADS = 40
+"""Of a rank; one that has more by the end of a test is replaced."""
+PRELOADED = (
+    "portable.run",
+    "gpu.backend",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "deepspeed",
+)
+"""What ranks have imported when they start; what is not installed is left out."""
 
 
 class RankError(AssertionError):
@@ -29,7 +43,10 @@ class RankError(AssertionError):
 
 
 def serve(connection: Connection) -> None:
-    """Run tasks (environment variables, function, arguments) from ``connection``, one after another."""
+    """Run tasks (environment variables, function, arguments) from ``connection``, one after another.
+
+    Each answer is whether it went well, what it returned or its traceback, and how many threads there are.
+    """
     os.environ["USE_TORCH_XLA"] = "0"
     import torch
 
@@ -46,14 +63,12 @@ def serve(connection: Connection) -> None:
         environment, function, arguments = task
         os.environ.update(environment)
         try:
-            connection.send((True, function(*arguments)))
+            answer = (True, function(*arguments))
         except BaseException:
-            connection.send((False, traceback.format_exc()))
-        finally:
-            import torch.distributed as dist
-
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            answer = (False, traceback.format_exc())
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        connection.send((*answer, sum(1 for _ in Path("/proc/self/task").iterdir())))
 
 
 class RankPool:
@@ -89,7 +104,7 @@ class RankPool:
             connection.send((environment, function, arguments))
             waiting[connection] = rank
         answers: dict[int, Any] = {}
-        failure = ""
+        failure, worn = "", False
         deadline = time.monotonic() + timeout
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -100,20 +115,21 @@ class RankPool:
             for connection in [known for known in waiting if known in ready]:
                 rank = waiting.pop(connection)
                 try:
-                    ok, answers[rank] = connection.recv()
+                    ok, answers[rank], threads = connection.recv()
                 except EOFError:
-                    ok, answers[rank] = False, "it died"
+                    ok, answers[rank], threads = False, "it died", 0
+                worn = worn or threads > MOST_THREADS
                 if not ok and not failure:
                     failure = f"rank {rank} of {world_size}:\n{answers[rank]}"
                     deadline = min(deadline, time.monotonic() + GRACE)
+        if worn or not all(process.is_alive() for _, process in self._ranks):
+            self.close()
         if failure:
-            if not all(process.is_alive() for _, process in self._ranks):
-                self.close()
             raise RankError(failure)
         return answers[0]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         for _ in range(MOST_RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)

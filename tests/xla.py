@@ -40,7 +40,7 @@ class XlaPool:
         connection.send((environment, function, arguments))
         if not connection.poll(timeout):
             raise RankError(f"no answer in {timeout} s")
-        ok, value = connection.recv()
+        ok, value, _ = connection.recv()
         if not ok:
             raise RankError(value)
         return value

@@ -69,7 +69,7 @@ def test_on_a_terminal_ctrl_c_is_answered_at_once(
 ) -> None:
     """Not only when the step is over, by which time a person would have pressed it again."""
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr("portable.loop.sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("portable.quiet.sys.stderr.isatty", lambda: True)
     with stop_signals() as stop_requested:
         assert not stop_requested()
         os.kill(os.getpid(), signal.SIGINT)
