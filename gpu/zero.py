@@ -106,6 +106,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
+    zero_runtime.keep_until_stop(engine)
     if config.memory.offload_params == "nvme":
         nvme.give_buffers_back(engine)
     return ZeroEngine(engine, stage, config, machine)

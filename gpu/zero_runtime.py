@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -90,12 +92,21 @@ def empty_until_stop(folder: Path) -> None:
     _scratch.append(folder)
 
 
+def keep_until_stop(engine: Any) -> None:
+    """Have :func:`stop` take a DeepSpeed engine apart, which holds on to itself and all its memory else."""
+    _engines.append(engine)
+
+
+_engines: list[Any] = []
 _scratch: list[Path] = []
 _variables: list[str] = []
 
 
 def stop() -> None:
     """Leave the process group, so that another run in this process can start on a new one."""
+    while _engines:
+        with suppress(Exception):  # of a device that has failed; what has, is being raised already
+            _engines.pop().destroy()
     while _scratch:
         shutil.rmtree(_scratch.pop(), ignore_errors=True)
     while _variables:  # a notebook's next run would take itself for a rank of some launcher
@@ -103,6 +114,17 @@ def stop() -> None:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is None or deepspeed.comm.comm.cdb is None:
         return
+    _forget_models(deepspeed)
     if dist.is_initialized():
         deepspeed.comm.destroy_process_group()
     deepspeed.comm.comm.cdb = None
+
+
+def _forget_models(deepspeed: Any) -> None:
+    """Let go of what stage 3 keeps for the life of a process: each model, and with it all its memory."""
+    zero = deepspeed.runtime.zero
+    zero.parameter_offload.FWD_MODULE_STACK.clear()
+    # A method with a cache has it in common with all instances, and it holds them and their modules.
+    coordinator = zero.partitioned_param_coordinator.PartitionedParameterCoordinator
+    cached = coordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(cached).nonlocals["func"].cache_clear()

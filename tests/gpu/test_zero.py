@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -144,3 +145,24 @@ def test_sgd_and_padding(strategy: str, tmp_path: Path, corpus: Path, ranks: Ran
     plain = ranks.run(1, our_losses, zero_config(tmp_path, corpus, strategy="no_shard", **settings))
     config = zero_config(tmp_path, corpus, strategy=strategy, **settings)
     assert_close(ranks.run(3, zero_losses, config), plain, 1e-5)
+
+
+def models_left_over(config: RunConfig) -> list[int]:
+    """How many models there are in this process before a run and after it."""
+
+    def present() -> int:
+        gc.collect()
+        return sum(type(thing).__name__ == "LlamaForCausalLM" for thing in gc.get_objects())
+
+    before = present()
+    our_losses(config)
+    return [before, present()]
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_nothing_of_a_run_stays_in_memory(
+    strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    """Or a search for the micro-batch, and a notebook's second run, would have the less."""
+    before, after = ranks.run(2, models_left_over, zero_config(tmp_path, corpus, strategy=strategy))
+    assert after == before
