@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = sys.argv[1:]
         # This process computes nothing: without this, transformers takes seconds to import torch_xla.
         os.environ.setdefault("USE_TORCH_XLA", "0")
+        gc.disable()  # nothing that it makes in its few seconds is worth looking for garbage
     try:
         return run(argv)
     except UserError as error:
