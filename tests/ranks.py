@@ -14,7 +14,7 @@ import time
 import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import Mock
 
 if TYPE_CHECKING:
@@ -75,9 +75,13 @@ class RankPool:
     """Up to :data:`MOST_RANKS` processes that run functions as ranks.
 
     Ranks that are left waiting for one that failed are replaced, so that no test suffers from another.
+
+    Args:
+        start_method: of the processes; ``spawn`` for such as obey variables that are read when one starts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start_method: Literal["forkserver", "spawn"] = "forkserver") -> None:
+        self._start_method = start_method
         self._ranks: list[tuple[Connection, BaseProcess]] = []
 
     def run(
@@ -129,7 +133,7 @@ class RankPool:
         return answers[0]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context: Any = multiprocessing.get_context(self._start_method)
         for _ in range(MOST_RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)

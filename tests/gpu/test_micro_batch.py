@@ -58,10 +58,9 @@ def ranks() -> Iterator[RankPool]:
     """Ranks that give memory back once they have no use for it, so that a limit means what it says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB // 4))
-        pool = RankPool()
-        pool.run(1, os.getpid)
-    yield pool
-    pool.close()
+        pool = RankPool("spawn")
+        yield pool
+        pool.close()
 
 
 # The logits, 0.4 MB a sequence and several times over, are what takes the memory.
