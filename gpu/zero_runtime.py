@@ -123,8 +123,10 @@ def stop() -> None:
 def _forget_models(deepspeed: Any) -> None:
     """Let go of what stage 3 keeps for the life of a process: each model, and with it all its memory."""
     zero = deepspeed.runtime.zero
-    zero.parameter_offload.FWD_MODULE_STACK.clear()
-    # A method with a cache has it in common with all instances, and it holds them and their modules.
-    coordinator = zero.partitioned_param_coordinator.PartitionedParameterCoordinator
-    cached = coordinator._PartitionedParameterCoordinator__params_to_release
-    inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
+    # Another release may have none of these: what stays behind is no reason for a run to fail at its end.
+    with suppress(AttributeError, KeyError):
+        zero.parameter_offload.FWD_MODULE_STACK.clear()
+        # A method with a cache has it in common with all instances, and it holds them and their modules.
+        coordinator = zero.partitioned_param_coordinator.PartitionedParameterCoordinator
+        cached = coordinator._PartitionedParameterCoordinator__params_to_release
+        inspect.getclosurevars(cached).nonlocals["func"].cache_clear()

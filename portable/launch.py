@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable import watchdog
 from portable.errors import RUN_ERROR, USER_ERROR, RunError, ToldElsewhereError, UserError, one_line
+from portable.metrics import human_count
 from portable.oom import killed_since, oom_kills
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def launch(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if sys.stderr.isatty():  # each loads the libraries anew, which takes seconds
-        print(f"waiting for {ranks} rank{'s' if ranks > 1 else ''} to load", file=sys.stderr, flush=True)
+        print(f"waiting for {human_count(ranks, 'rank')} to load", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="portable-launch-") as scratch:
         config = LaunchConfig(
             min_nodes=1,
