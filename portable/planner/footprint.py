@@ -55,15 +55,25 @@ class Setting:
         """That of ``config``."""
         return cls(config.strategy, config.memory.offload_optimizer, config.memory.offload_params)
 
+    @property
+    def offloaded(self) -> dict[str, str]:
+        """Where each part goes that does not stay on the device."""
+        places = {"optimizer": self.offload_optimizer, "params": self.offload_params}
+        return {part: place for part, place in places.items() if place != "none"}
+
+    @property
+    def swaps(self) -> bool:
+        """Whether anything goes to a disk."""
+        return "nvme" in self.offloaded.values()
+
     def into(self, config: RunConfig) -> RunConfig:
         """``config`` with this setting. Raises ``UserError`` where a rule is broken."""
-        swaps = "nvme" in (self.offload_optimizer, self.offload_params)
         return config.replaced(
             {
                 "strategy": self.strategy,
                 "memory.offload_optimizer": self.offload_optimizer,
                 "memory.offload_params": self.offload_params,
-                "memory.nvme_path": (config.memory.nvme_path or SOME_DISK) if swaps else None,
+                "memory.nvme_path": (config.memory.nvme_path or SOME_DISK) if self.swaps else None,
             }
         )
 

@@ -115,7 +115,7 @@ class Option:
             "offload_optimizer": self.setting.offload_optimizer,
             "offload_params": self.setting.offload_params,
         }
-        if self.disk_bytes:
+        if self.setting.swaps:
             memory["nvme_path"] = str(config.memory.nvme_path or SOME_DISK)
         lines = {
             "strategy": self.setting.strategy,
@@ -275,8 +275,7 @@ class Planner:
         if not later:
             return None
         found = min(later, key=self._rank)
-        places = {"offload_optimizer": found.offload_optimizer, "offload_params": found.offload_params}
-        moved = [f"memory.{name} {place}" for name, place in places.items() if place != "none"]
+        moved = [f"memory.offload_{part} {place}" for part, place in found.offloaded.items()]
         return f"strategy {found.strategy}" + (f" with {' and '.join(moved)}" if moved else "")
 
     def best(self, options: list[Option]) -> Option | None:

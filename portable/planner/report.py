@@ -145,9 +145,7 @@ def _cells(option: Option) -> tuple[str, ...]:
 
 def offloading(option: Option) -> str:
     """What is offloaded, in a word or two."""
-    setting = option.setting
-    places = {"optimizer": setting.offload_optimizer, "params": setting.offload_params}
-    moved = {name: place for name, place in places.items() if place != "none"}
+    moved = option.setting.offloaded
     if set(moved.values()) == {"nvme"}:
         return "+".join(moved) + " (nvme)"
     return "+".join(f"{name} (nvme)" if place == "nvme" else name for name, place in moved.items()) or "-"
@@ -155,9 +153,9 @@ def offloading(option: Option) -> str:
 
 def in_words(option: Option) -> str:
     """An option's name in a sentence."""
-    moved = offloading(option).replace(" (nvme)", "")
-    where = "on a disk" if "nvme" in offloading(option) else "on the host"
-    return option.setting.strategy + ("" if moved == "-" else f" with {moved} {where}")
+    moved = "+".join(option.setting.offloaded)
+    where = "on a disk" if option.setting.swaps else "on the host"
+    return option.setting.strategy + (f" with {moved} {where}" if moved else "")
 
 
 def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> str:
