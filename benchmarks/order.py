@@ -39,6 +39,7 @@ from portable.planner.footprint import Cluster, Setting
 from portable.planner.here import planner_here
 from portable.planner.plan import Planner, Target
 from portable.planner.report import in_words
+from portable.planner.subject import LiveSubject
 from portable.run import Prepared, resolve
 
 if TYPE_CHECKING:
@@ -198,10 +199,11 @@ def measure(options: Options) -> list[Row]:
 
 def _planner(prepared: Prepared, backend: Backend, device: Device | None) -> Planner:
     if device is None:
-        return planner_here(prepared.config, prepared.model, prepared.model_config, backend)
+        return planner_here(prepared.config, prepared.model, backend)
     cluster = Cluster(backend.world_size, backend.world_size)
     target = Target(backend.name, cluster, device, None)
-    return Planner(prepared.config, prepared.model, prepared.model_config, target)
+    subject = LiveSubject(prepared.model, footprint.units(prepared.model, prepared.config))
+    return Planner(prepared.config, subject, target)
 
 
 def _turns(options: Options, backend: Backend, loops: dict[str, PortableLoop]) -> dict[str, list[float]]:

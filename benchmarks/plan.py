@@ -33,9 +33,11 @@ from gpu import rehearsal
 from gpu.strategies import Machine, engine_room
 from portable import model as models
 from portable.config import load_config
-from portable.planner.activations import Request, fake_batch
-from portable.planner.footprint import Cluster, Setting
+from portable.planner.activations import fake_batch
+from portable.planner.footprint import Cluster, Setting, footprint_room
+from portable.planner.passes import Request
 from portable.planner.plan import DeviceBytes, Planner, Target
+from portable.planner.subject import LiveSubject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -149,10 +151,10 @@ def measure(config: RunConfig, ranks: int) -> int:
 
 
 def planned(config: RunConfig, ranks: int) -> DeviceBytes:
-    model_config = models.model_config(config.model)
-    model = models.build_model(model_config, config.model)
+    model = models.build_model(models.model_config(config.model), config.model)
     target = Target(config.backend, Cluster(ranks, ranks), None, None)
-    return Planner(config, model, model_config, target).option(Setting.of(config)).device_bytes
+    subject = LiveSubject(model, footprint_room(config.backend).units(model, config))
+    return Planner(config, subject, target).option(Setting.of(config)).device_bytes
 
 
 def measured_here(families: Sequence[str], ranks: int, folder: str) -> Iterator[Row]:

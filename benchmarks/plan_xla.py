@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from portable import model as models
 from portable.backend import backend_room
 from portable.config import load_config
-from portable.planner.activations import Request, fake_batch
+from portable.planner.activations import fake_batch
+from portable.planner.passes import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

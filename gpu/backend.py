@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gpu import compiling, devices, host_memory, rehearsal, zero_runtime
 from gpu.sharding import shard_group_size, transport
 from gpu.strategies import CountingEngine, Machine, engine_room
-from portable.backend import Backend, Engine, require, unsupported
+from portable.errors import require, unsupported
 from portable.host import host_memory as memory_of_this_process
 from portable.hosts import any_rank, gather_text
 from portable.quiet import native_stdout_closed
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from portable.backend import Batch
+    from portable.backend import Backend, Batch, Engine
     from portable.config import RunConfig
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -66,7 +66,7 @@ class TorchBackend:
                 torch.cuda.is_available(),
                 "backend: cuda needs a GPU, and torch finds none; use --backend cpu",
             )
-            self.device = torch.device("cuda", devices.index(self.local_rank))
+            self.device = torch.device("cuda", devices.index(self.local_rank, torch.cuda.device_count()))
         else:
             self.device = torch.device("cpu")
             if self.local_world_size > 1:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from portable.backend import require
+from portable.errors import require
 from portable.model import transformer_layers
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import AdamW
 
-from portable.backend import require
 from portable.config.suggest import did_you_mean
-from portable.errors import UserError
+from portable.errors import UserError, require
 from portable.schedule import SCHEDULES, own_params
 
 if TYPE_CHECKING:

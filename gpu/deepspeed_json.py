@@ -26,8 +26,7 @@ from gpu.deepspeed_blocks import (
 from gpu.deepspeed_keys import check_keys
 from gpu.deepspeed_values import AUTO, check_values, shown
 from gpu.zero_sizes import automatic
-from portable.backend import require
-from portable.errors import UserError, one_line
+from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ import os
 import re
 from dataclasses import replace
 
-import torch
-
 from portable.errors import UserError
 from portable.planner.devices import Device
 
@@ -72,13 +70,12 @@ _FP16_ONLY = ("V100", "T4")
 BOUND_BY_SRUN = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
 
-def index(local_rank: int) -> int:
-    """CUDA's number of the GPU that the node's rank ``local_rank`` drives.
+def index(local_rank: int, visible: int) -> int:
+    """CUDA's number of the GPU that the node's rank ``local_rank`` drives, of the ``visible`` ones here.
 
     Raises:
         UserError: if there are fewer GPUs than ranks.
     """
-    visible = torch.cuda.device_count()
     if local_rank < visible:
         return local_rank
     if visible == 1 and any(name in os.environ for name in BOUND_BY_SRUN):

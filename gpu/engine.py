@@ -17,8 +17,8 @@ from gpu.host_copies import HostCopies
 from gpu.loss_scale import DeviceScaler, LossScale
 from gpu.saving import Saver
 from gpu.sharding import shard
-from portable.backend import Batch, unsupported
 from portable.chunked_loss import chunked_head
+from portable.errors import unsupported
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import token_loss
 from portable.model import embeddings, state_tensors
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from converters import Checkpoint
     from gpu.sharding import ShardedModel
     from gpu.strategies import CountingEngine, Machine
-    from portable.backend import SaveHandle
+    from portable.backend import Batch, SaveHandle
     from portable.chunked_loss import ChunkedHead
     from portable.config import RunConfig
     from portable.optim import Optimizer
@@ -76,7 +76,7 @@ def _offloading(config: RunConfig) -> Iterator[tuple[bool, str]]:
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
     """Spread a model from the meta device over the ranks; the weights are still unset."""
-    head = chunked_head(model, config)
+    head = chunked_head(model, config.memory.loss_chunk_tokens)
     return TorchEngine(shard(model, config, machine), head, config, machine.device)
 
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from gpu import zero_sizes
-from gpu.units import units
-from portable.model import embeddings
 from portable.planner.footprint import (
     COMPUTE_BYTES,
     MASTER,
@@ -25,11 +23,12 @@ from portable.planner.footprint import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
 
     from portable.config import RunConfig
+    from portable.planner.inventory import Inventory, Weight
 
 _ZERO_OPTIMIZERS = ("adamw", "sgd")
 _HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
@@ -65,7 +64,14 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
         yield Setting("hybrid_shard")
 
 
-def footprint(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprint:
+def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
+    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    from gpu.units import units  # only here: it needs torch
+
+    return units(model, config)
+
+
+def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """See :class:`portable.planner.footprint.FootprintRoom`."""
     if config.strategy.startswith("zero"):
         return _Zero(model, config, cluster).footprint()
@@ -75,14 +81,11 @@ def footprint(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprin
     return _fully_sharded(model, config, cluster)
 
 
-def _replicated(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprint:
-    everything = sum(p.numel() for p in model.parameters())
-    trained = [p for p in model.parameters() if p.requires_grad]
-    gradients = MASTER * sum(p.numel() for p in trained)
-    tables = {id(p) for p in embeddings(model)}
+def _replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+    trained = [w for w in model.weights if w.trained]
+    gradients = MASTER * _elements(trained)
     moments = sum(
-        moment_bytes(config.train, p.shape, p.shape[0] if p.dim() else 1, exact=id(p) in tables)
-        for p in trained
+        moment_bytes(config.train, w.shape, w.shape[0] if w.shape else 1, exact=w.table) for w in trained
     )
     on_host = config.memory.offload_optimizer == "cpu"
     share = (cluster.devices - 1) / cluster.devices
@@ -93,7 +96,7 @@ def _replicated(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footpr
     return Footprint(
         gathered=beside,
         in_layers=beside,
-        parameters=MASTER * everything,
+        parameters=MASTER * model.elements,
         gradients=gradients,
         optimizer=0 if on_host else moments,
         compute="autocast",
@@ -103,6 +106,10 @@ def _replicated(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footpr
         host_link=Traffic(per_step=2 * gradients) if on_host else Traffic(),
         host_update=4 * gradients + 2 * moments if on_host else 0,
     )
+
+
+def _elements(weights: Iterable[Weight]) -> int:
+    return sum(w.elements for w in weights)
 
 
 def _across(volume: float, cluster: Cluster) -> float:
@@ -116,22 +123,21 @@ def _across(volume: float, cluster: Cluster) -> float:
 # -- FSDP2 -----------------------------------------------------------------------------------------------
 
 
-def _fully_sharded(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprint:
+def _fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     group = cluster.devices
     if config.strategy in _HYBRID:
         group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
     compute = COMPUTE_BYTES[config.precision]
-    tables = {id(p) for p in embeddings(model)}
     parameters = gradients = moments = 0
-    for p in model.parameters():
-        shape = tuple(p.shape)
+    for weight in model.weights:
+        shape = weight.shape
         rows = -(-shape[0] // group) if shape else 1  # cut along dim 0, and padded: the first rank's part
-        size = MASTER * rows * (p.numel() // max(1, shape[0]) if shape else 1)
+        size = MASTER * rows * (weight.elements // max(1, shape[0]) if shape else 1)
         parameters += size
-        if p.requires_grad:
+        if weight.trained:
             gradients += size
-            moments += moment_bytes(config.train, shape, rows, exact=id(p) in tables)
-    whole = sum(p.numel() for p in model.parameters())
+            moments += moment_bytes(config.train, shape, rows, exact=weight.table)
+    whole = model.elements
     before, layers, end = _gathered(model, config, group, compute)
     offload_params = config.memory.offload_params == "cpu"
     offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
@@ -165,7 +171,7 @@ def _fully_sharded(model: nn.Module, config: RunConfig, cluster: Cluster) -> Foo
     )
 
 
-def _gathered(model: nn.Module, config: RunConfig, group: int, compute: int) -> tuple[int, int, int]:
+def _gathered(model: Inventory, config: RunConfig, group: int, compute: int) -> tuple[int, int, int]:
     """Bytes of gathered parameters and of gradients on their way: before the backward pass comes to a unit,
     in the units, and at the end.
 
@@ -173,19 +179,11 @@ def _gathered(model: nn.Module, config: RunConfig, group: int, compute: int) -> 
     gradients, and these once more in fp32 to be summed, of which a share remains. What lies outside the units
     is there all the time; of its gradients, the head's come first and wait for the others.
     """
-    inner = units(model, config)
-    inside: set[int] = set()
-    largest = 0
-    for unit in reversed(inner):  # what lies inside another unit is that unit's own
-        own = {id(p): p.numel() for p in unit.parameters() if id(p) not in inside}
-        inside |= own.keys()
-        largest = max(largest, sum(own.values()))
-    whole = sum(p.numel() for p in model.parameters())
-    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    head: Any = cast("Any", model).get_output_embeddings()
-    waiting = head.weight.numel() if head is not None and id(head.weight) not in inside else 0
+    largest = max(model.sizes("unit"), default=0)
+    outside = _elements(w for w in model.weights if w.unit is None)
+    waiting = _elements(w for w in model.weights if w.head and w.unit is None)
     reduced = MASTER + MASTER / group
-    there = compute * (outside + (whole - outside if _keeps(config) else 2 * largest))
+    there = compute * (outside + (model.elements - outside if _keeps(config) else 2 * largest))
     layers = there + compute * (waiting + largest) + reduced * largest
     end = 2 * compute * outside + reduced * outside
     return int(there), int(layers), int(end)
@@ -201,18 +199,16 @@ def _keeps(config: RunConfig) -> bool:
 class _Zero:
     """What the stages of ZeRO keep, in DeepSpeed 0.19; elements unless bytes are said."""
 
-    def __init__(self, model: nn.Module, config: RunConfig, cluster: Cluster) -> None:
+    def __init__(self, model: Inventory, config: RunConfig, cluster: Cluster) -> None:
         self._config, self._cluster = config, cluster
         self._ranks = cluster.devices
         self._stage = int(config.strategy[-1])
         self._compute = COMPUTE_BYTES[config.precision]
-        self._parameters = list(model.parameters())
-        self._trained = [p for p in self._parameters if p.requires_grad]
-        self._whole = sum(p.numel() for p in self._parameters)
-        self._largest = max(p.numel() for p in self._parameters)
-        self._tables = {id(p) for p in embeddings(model)}
-        text: Any = cast("Any", model).config.get_text_config()
-        self._hidden = int(getattr(text, "hidden_size", 1024))
+        self._weights = model.weights
+        self._trained = [w for w in self._weights if w.trained]
+        self._whole = model.elements
+        self._largest = max(w.elements for w in self._weights)
+        self._hidden = model.hidden_size
         self._optimizer_on_host = config.memory.offload_optimizer != "none"
         self._parameters_on_host = config.memory.offload_params != "none"
         self._optimizer_on_disk = config.memory.offload_optimizer == "nvme"
@@ -224,7 +220,7 @@ class _Zero:
         moments = self._moments()
         gradients = self._gradients()
         on_host = self._optimizer_on_host
-        resident = compute * (self._shard_of(self._parameters) if self._stage == 3 else self._flat_row)
+        resident = compute * (self._shard_of(self._weights) if self._stage == 3 else self._flat_row)
         links = (self._ranks - 1) / self._ranks
         summed = MASTER * whole * links
         if self._stage == 3:
@@ -269,28 +265,28 @@ class _Zero:
     # -- what stays ----------------------------------------------------------------------------------------
 
     @cached_property
-    def _groups(self) -> list[list[nn.Parameter]]:
+    def _groups(self) -> list[list[Weight]]:
         """The optimizer's groups of parameters; see :func:`portable.optim.parameter_groups`."""
-        groups = [[p for p in self._trained if p.dim() >= 2], [p for p in self._trained if p.dim() < 2]]
+        groups = [[w for w in self._trained if (len(w.shape) >= 2) is matrices] for matrices in (True, False)]
         return [group for group in groups if group]
 
     @cached_property
     def _flat_row(self) -> int:
         """All parameters under stages 1 and 2: a group's lie end to end, padded for all ranks to be equal."""
         alignment = 2 * self._ranks
-        row = sum(-(-sum(p.numel() for p in group) // alignment) * alignment for group in self._groups)
-        return row + self._whole - sum(p.numel() for p in self._trained)
+        row = sum(-(-_elements(group) // alignment) * alignment for group in self._groups)
+        return row + self._whole - _elements(self._trained)
 
     @cached_property
     def _shard(self) -> int:
         """What a rank updates."""
         if self._stage == 3:
             return self._shard_of(self._trained)
-        frozen = self._whole - sum(p.numel() for p in self._trained)
+        frozen = self._whole - _elements(self._trained)
         return (self._flat_row - frozen) // self._ranks
 
-    def _shard_of(self, parameters: list[nn.Parameter]) -> int:
-        return sum(-(-p.numel() // self._ranks) for p in parameters)
+    def _shard_of(self, weights: Iterable[Weight]) -> int:
+        return sum(-(-w.elements // self._ranks) for w in weights)
 
     def _moments(self) -> int:
         """Bytes: of flat partitions, so that no moment knows rows, and each has one step count."""
@@ -309,10 +305,10 @@ class _Zero:
         return MASTER * len(self._groups if self._stage < 3 else self._sub_groups)
 
     @cached_property
-    def _sub_groups(self) -> list[list[nn.Parameter]]:
+    def _sub_groups(self) -> list[list[Weight]]:
         """Parameters that stage 3 updates together, and swaps together."""
         most = self._size("sub_group_size")
-        found: list[list[nn.Parameter]] = []
+        found: list[list[Weight]] = []
         for group in self._groups:
             filled = most  # so that each group begins with a sub-group of its own
             for parameter in group:
@@ -325,7 +321,7 @@ class _Zero:
 
     def _gradients(self) -> int:
         """Bytes: whole in the compute type under stage 1, this rank's in fp32 else."""
-        trained = sum(p.numel() for p in self._trained)
+        trained = _elements(self._trained)
         if self._stage == 1:
             return self._compute * trained
         if self._optimizer_on_host and self._stage == 3:
@@ -338,11 +334,11 @@ class _Zero:
         """The parameters that the first rank's part of a row reaches, which stage 2 keeps whole in fp32."""
         reached = 0
         for group in self._groups:
-            row, end = 0, -(-sum(p.numel() for p in group) // (2 * self._ranks)) * 2
+            row, end = 0, -(-_elements(group) // (2 * self._ranks)) * 2
             for parameter in group:
                 if row < end:
-                    reached += parameter.numel()
-                row += parameter.numel()
+                    reached += parameter.elements
+                row += parameter.elements
         return reached
 
     def _host(self, resident: int) -> int:
@@ -365,7 +361,7 @@ class _Zero:
     # -- on a disk -----------------------------------------------------------------------------------------
 
     @cached_property
-    def _swapped_groups(self) -> list[list[nn.Parameter]]:
+    def _swapped_groups(self) -> list[list[Weight]]:
         """The sub-groups whose masters and moments are swapped."""
         if not self._optimizer_on_disk:
             return []
@@ -379,20 +375,20 @@ class _Zero:
         most = self._size("offload_param.max_in_cpu")
         room = min(most, self._shard)
         filled, outside = 0, 0
-        apart: list[list[nn.Parameter]] = []
+        apart: list[list[Weight]] = []
         for group in self._sub_groups:
             share = self._shard_of(group)
             if filled + share > room:
                 apart.append(group)
-                outside += self._shard_of([p for p in group if not self._swaps(p)])
+                outside += self._shard_of([w for w in group if not self._swaps(w)])
             filled += share
-        outside += self._shard_of([p for p in self._parameters if not p.requires_grad and not self._swaps(p)])
+        outside += self._shard_of([w for w in self._weights if not w.trained and not self._swaps(w)])
         # What is not in the room is written through a buffer, for which DeepSpeed counts whole parameters.
         largest = max(apart, key=self._shard_of, default=[])
-        written = sum(zero_sizes.aligned(p.numel(), compute) for p in largest)
+        written = sum(zero_sizes.aligned(w.elements, compute) for w in largest)
         return compute * (buffers + room + outside) + written
 
-    def _swaps(self, parameter: nn.Parameter) -> bool:
+    def _swaps(self, parameter: Weight) -> bool:
         """Whether its compute copy has a file."""
         return self._compute * self._shard_of([parameter]) >= zero_sizes.SWAPPED_BYTES
 
@@ -404,7 +400,7 @@ class _Zero:
             gradients = [MASTER * self._shard_of([parameter]) for parameter in group]
             found += sum(size for size in gradients if size >= zero_sizes.SWAPPED_BYTES)
         if self._parameters_on_disk:
-            swapped = [self._shard_of([p]) for p in self._parameters if self._swaps(p)]
+            swapped = [self._shard_of([w]) for w in self._weights if self._swaps(w)]
             found += sum(zero_sizes.aligned(share, self._compute) for share in swapped)
         return found
 
@@ -416,7 +412,7 @@ class _Zero:
         bucket = self._size("reduce_bucket_size")
         compute = self._compute
         cast = 0 if compute == MASTER else MASTER
-        layer = max(p.numel() for p in self._parameters if id(p) not in self._tables)
+        layer = max(w.elements for w in self._weights if not w.table)
         if self._stage < 3:
             buffer = compute * bucket
             if self._optimizer_on_host:
@@ -426,7 +422,7 @@ class _Zero:
             own = compute * self._shard  # a copy of this rank's part of them, once it is summed
             return buffer, layers, buffer + own + (compute + cast) * self._alone(self._largest)
         threshold = self._size("stage3_param_persistence_threshold")
-        persistent = sum(p.numel() for p in self._parameters if p.numel() <= threshold)
+        persistent = sum(w.elements for w in self._weights if w.elements <= threshold)
         coming = self._whole - persistent
         # What is swapped in is given back after each use.
         most = 0 if self._parameters_on_disk else self._size("stage3_max_live_parameters")

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.backend import require
-from portable.errors import UserError, one_line
+from portable.errors import UserError, one_line, require
 from portable.metrics import human_bytes
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from portable.backend import Engine, require
+from portable.backend import Engine
+from portable.errors import require
 
 if TYPE_CHECKING:
     import torch

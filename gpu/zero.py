@@ -17,13 +17,14 @@ from gpu.loss_scale import LossScale
 from gpu.zero_partitions import FlatPartitions, ShardedPartitions
 from gpu.zero_saving import ZeroSaver
 from gpu.zero_settings import ModelSizes, settings_for
-from portable.backend import Batch, unsupported
+from portable.errors import unsupported
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import token_loss
 from portable.model import materialize, state_tensors
 from portable.optim import set_rates
 from portable.plan import plan_batches
 from portable.planner.footprint import Cluster
+from portable.planner.subject import inspect
 from portable.quiet import native_stdout_closed
 from portable.recompute import checkpoint_activations
 from portable.resume import stored_state
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from gpu.strategies import CountingEngine, Machine
-    from portable.backend import SaveHandle
+    from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
     from portable.weights import ReadableTensor
 
@@ -116,7 +117,7 @@ def _make_room(model: nn.Module, config: RunConfig, machine: Machine) -> None:
     """An empty folder for this run's swap files, removed when the run ends."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        of_a_rank = footprint(model, config, Cluster(machine.world_size, local)).disk
+        of_a_rank = footprint(inspect(model), config, Cluster(machine.world_size, local)).disk
         nvme.check_room(config, of_a_rank * local)
         zero_runtime.empty_until_stop(nvme.run_folder(config))
     torch.distributed.barrier()

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.backend import require
-from portable.errors import UserError, one_line
+from portable.errors import UserError, one_line, require
 from portable.optim import build_optimizer, parameter_groups
 from portable.quiet import native_stdout_closed
 

@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.blocks import block_size
 from portable.shards import local, zeros_beside
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from torch import Tensor, nn
-
-MOST_IN_A_BLOCK, FEWEST_IN_A_BLOCK = 256, 32
-SMALLEST = 4096
-"""Parameters with fewer elements keep 32-bit moments, as bitsandbytes and torchao do."""
 
 
 @cache  # on each device: a copy from the host would wait for all that is queued there
@@ -147,15 +144,6 @@ class AdamW8bit(torch.optim.Optimizer):
         fresh = encode(value, value[0].numel() // scales.shape[1], signed=name == "exp_avg")
         for kept, new in zip((codes, scales), fresh, strict=True):
             kept.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, kept, new))
-
-
-def block_size(shape: tuple[int, ...]) -> int | None:
-    """Elements in a block of a parameter, a divisor of its rows; None where its moments stay in 32 bits."""
-    if len(shape) < 2 or math.prod(shape) < SMALLEST:
-        return None
-    row = math.prod(shape[1:])
-    block = next(n for n in range(min(row, MOST_IN_A_BLOCK), 0, -1) if row % n == 0)
-    return block if block >= FEWEST_IN_A_BLOCK else None
 
 
 def _moment(state: dict[str, Tensor], name: str) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -288,15 +288,3 @@ def backend_room(name: str) -> BackendRoom:
         )
         raise UserError(f"backend: {name} needs the package {error.name}{remedy}") from error
     return room  # type: ignore[no-any-return]
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ``UserError(message)`` unless ``condition`` holds."""
-    if not condition:
-        raise UserError(message)
-
-
-def unsupported(settings: Iterable[tuple[bool, str]]) -> None:
-    """Raise for the first setting that is in use though it is not supported, with its reason."""
-    for used, reason in settings:
-        require(not used, reason)

@@ -8,13 +8,13 @@ summed in another order is the head's gradient alone, and that in fp32.
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from portable.backend import require
+from portable.errors import require
 from portable.loss import IGNORED
 from portable.model import trial_forward
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.backend import Batch
-    from portable.config import RunConfig
 
 LOGITS_HELD = 1 << 26
 """Logits that ``memory.loss_chunk_tokens: auto`` computes at a time; 256 MiB in fp32."""
@@ -79,13 +78,16 @@ class ChunkedHead:
         return losses.view(*self._labels.shape, 1)
 
 
-def chunked_head(model: nn.Module, config: RunConfig) -> ChunkedHead | None:
-    """Prepare ``model``, on the meta device, for ``memory.loss_chunk_tokens``; None where it has no use.
+def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead | None:
+    """Prepare ``model``, on the meta device, for a loss in parts; None where it has no use.
+
+    Args:
+        model: whose head it is.
+        wanted: ``memory.loss_chunk_tokens``.
 
     Raises:
         UserError: for a number of tokens with a model that does more with its logits than return them.
     """
-    wanted = config.memory.loss_chunk_tokens
     if wanted == 0:
         return None
     head: Any = cast("Any", model).get_output_embeddings()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 USER_ERROR, RUN_ERROR = 2, 1
 """Exit codes."""
 
@@ -34,3 +39,15 @@ def one_line(text: object) -> str:
 
 class RunError(Exception):
     """A run that cannot go on, through nothing that its input shows. One ``error: ...`` line, exit code 1."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``UserError(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def unsupported(settings: Iterable[tuple[bool, str]]) -> None:
+    """Raise for the first setting that is in use though it is not supported, with its reason."""
+    for used, reason in settings:
+        require(not used, reason)

@@ -6,6 +6,7 @@ whoever reads need not know which it is.
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from portable.errors import RunError, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Place", "place_of", "storage_errors"]
+__all__ = ["Place", "default_cache_dir", "place_of", "storage_errors"]
 
 _ALMOST_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
@@ -38,6 +39,12 @@ def place_of(key: str, text: str) -> Place:
     if isinstance(named, Path) and _ALMOST_URL.match(text):
         raise UserError(f"{key}: {text} is neither a path nor a URL; write a URL with two slashes (s3://...)")
     return named
+
+
+def default_cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/portable-trainer``, by default under ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "portable-trainer"
 
 
 @contextmanager

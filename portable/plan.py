@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from portable.config.rules import largest_divisor
 from portable.errors import UserError
-from portable.model import embeddings, state_tensors, transformer_layers
-from portable.planner.footprint import moment_bytes
+from portable.model import transformer_layers
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from portable.config import RunConfig, TrainConfig
+    from portable.config import RunConfig
 
 MAX_STEPS = 1 << 53  # beyond, floating-point numbers skip whole numbers
 
@@ -111,17 +110,6 @@ def total_steps(config: RunConfig, samples: int) -> int:
 def parameter_count(model: nn.Module) -> int:
     """Parameters of the model, tied ones counted once."""
     return sum(p.numel() for p in model.parameters())
-
-
-def checkpoint_bytes(model: nn.Module, train: TrainConfig) -> int:
-    """Bytes of one checkpoint's tensors: fp32 weights, and the optimizer's state of what is trained."""
-    weights = sum(t.numel() * t.element_size() for t in state_tensors(model).values())
-    tables = {id(p) for p in embeddings(model)}
-    return weights + sum(
-        moment_bytes(train, p.shape, p.shape[0] if p.dim() else 1, exact=id(p) in tables)
-        for p in model.parameters()
-        if p.requires_grad
-    )
 
 
 def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: int) -> float:

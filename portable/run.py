@@ -32,13 +32,13 @@ from portable.output import open_output
 from portable.places import place_of, storage_errors
 from portable.plan import (
     BatchPlan,
-    checkpoint_bytes,
     flops_per_token,
     parameter_count,
     plan_batches,
     total_steps,
 )
 from portable.planner.here import planner_here, what_fits
+from portable.planner.subject import inspect
 from portable.plot import plot_loss
 from portable.profiling import Profiler
 from portable.replay import replay_step
@@ -270,7 +270,7 @@ class Prepared:
         """The largest of ``sizes`` that fits by plan: where the search begins."""
         try:
             model = models.build_model(self.model_config, self.config.model)
-            planner = planner_here(self.config, model, self.model_config, self.backend)
+            planner = planner_here(self.config, model, self.backend)
             return planner.largest_micro_batch(sizes) or FIRST_GUESS
         except UserError:  # the search itself will tell
             return FIRST_GUESS
@@ -279,7 +279,7 @@ class Prepared:
         """What else would fit by plan."""
         try:
             model = models.build_model(self.model_config, self.config.model)
-            return what_fits(planner_here(self.config, model, self.model_config, self.backend))
+            return what_fits(planner_here(self.config, model, self.backend))
         except UserError:
             return None
 
@@ -326,7 +326,7 @@ class Prepared:
 
     def train(self, output: Output, *, profile: bool = False) -> int:
         config, backend, folder = self.config, self.backend, output.work
-        output.open(checkpoint_bytes(self.model, config.train) // backend.world_size)
+        output.open(inspect(self.model).checkpoint_bytes(config.train) // backend.world_size)
         checkpoints = output.checkpoints(keep=config.checkpoint.keep)
         check_same_run(output.place, config)  # again, now that no other run can write there
         source = resume_source(config, checkpoints)

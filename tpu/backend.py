@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from portable.backend import Backend, Engine, require, unsupported
-from portable.data import default_cache_dir
+from portable.errors import require, unsupported
 from portable.host import host_memory
 from portable.hosts import any_rank, gather_text
+from portable.places import default_cache_dir
 from tpu import devices, graphs, runtime
 from tpu.checks import unusable
 from tpu.engine import XlaEngine
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from portable.backend import Batch
+    from portable.backend import Backend, Batch, Engine
     from portable.config import RunConfig
 
 HOST_TIMEOUT = datetime.timedelta(minutes=30)  # a host may compile for long while another waits

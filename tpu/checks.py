@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable.schedule import build_schedule
-from tpu.optim import NAMES as OPTIMIZERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 STRATEGIES = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
 GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")
 PRECISIONS = ("fp32", "bf16")
+OPTIMIZERS = ("adamw", "adafactor", "sgd")
 
 
 def recomputed(config: RunConfig) -> bool:

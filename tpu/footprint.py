@@ -7,10 +7,9 @@ make another.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from portable.backend import unsupported
-from portable.model import embeddings, transformer_layers
+from portable.errors import unsupported
 from portable.planner.footprint import (
     COMPUTE_BYTES,
     MASTER,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from portable.config import RunConfig
+    from portable.planner.inventory import Inventory
 
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
@@ -45,7 +45,12 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
     yield from map(Setting, strategies)
 
 
-def footprint(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprint:
+def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
+    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    return []
+
+
+def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """See :class:`portable.planner.footprint.FootprintRoom`."""
     group = cluster.devices
     if config.strategy in HYBRID:
@@ -53,32 +58,30 @@ def footprint(model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprin
     cuts = Cuts(config, group)
     compute = COMPUTE_BYTES.get(config.precision, MASTER)
     parameters = gradients = moments = cut = copied = 0
-    for name, p in model.named_parameters():
-        shape = list(p.shape)
-        dim = cuts.dim(name, shape)
+    for weight in model.weights:
+        shape = list(weight.shape)
+        dim = cuts.dim(weight.name, shape)
         if dim is not None:
-            cut += p.numel()
+            cut += weight.elements
             shape[dim] //= group
-        size = p.numel() // group if dim is not None else p.numel()
+        size = weight.elements // group if dim is not None else weight.elements
         parameters += MASTER * size
         copied += compute * size if compute != MASTER else 0
-        if p.requires_grad:
+        if weight.trained:
             gradients += MASTER * size
             moments += moment_bytes(config.train, shape, shape[0] if shape else 1, exact=True)
-    counted = sum(p.requires_grad for p in model.parameters())
+    counted = sum(w.trained for w in model.weights)
     # One vector of step counts is on every device, whatever counts them.
     moments += MASTER * counted - (0 if config.train.optimizer == "sgd" else MASTER * counted)
-    layers = [sum(p.numel() for p in layer.parameters()) for _, layer in transformer_layers(model)]
-    whole = sum(p.numel() for p in model.parameters())
+    layers = model.sizes("layer")
+    whole = model.elements
     outside = whole - sum(layers)
     largest = max(layers, default=0)
     once = config.strategy in GATHERED_ONCE
     # The compiler sees that the backward pass gathers what the forward pass has gathered, and keeps it; where
     # layers are recomputed, barriers keep it from seeing that, and there are the layer at work and the next.
     # What is looked up in a table goes where it is needed, and the table stays; but not the head's.
-    ends: Any = model
-    head = ends.get_output_embeddings()
-    outside -= sum(p.numel() for p in embeddings(model) if head is None or p is not head.weight)
+    outside -= sum(w.elements for w in model.weights if w.table and not w.head)
     kept = once or not recomputed(config)
     gathered = compute * (outside + (sum(layers) if kept else 0))
     in_layers = compute * (outside + (sum(layers) if kept else 2 * largest) + 2 * largest)

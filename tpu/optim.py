@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tpu.layout import Layout, Spec
 
 State = dict[str, torch.Tensor]
-NAMES = ("adamw", "adafactor", "sgd")
 
 
 class Rule(Protocol):

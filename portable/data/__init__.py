@@ -1,7 +1,6 @@
 """Data: sources, tokenizer, token cache, data sets, their order, and the loaders that feed the loop."""
 
 from portable.data.build import TASKS, Data, DataSettings, DataSizes, build_data, inspect_data
-from portable.data.cache import default_cache_dir
 from portable.data.loader import BatchIterator, EvalLoader, TrainLoader
 from portable.data.order import Permutation, locate, permutation
 from portable.data.samples import IGNORED, Batch, Samples
@@ -19,7 +18,6 @@ __all__ = [
     "Samples",
     "TrainLoader",
     "build_data",
-    "default_cache_dir",
     "inspect_data",
     "locate",
     "permutation",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from portable.data.cache import CacheDamagedError, TokenCache, default_cache_dir
+from portable.data.cache import CacheDamagedError, TokenCache
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
@@ -29,6 +29,7 @@ from portable.data.tokenizer import (
     trained_vocab_size,
 )
 from portable.errors import UserError
+from portable.places import default_cache_dir
 
 if TYPE_CHECKING:
     import os

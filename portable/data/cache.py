@@ -16,7 +16,6 @@ import shutil
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -26,18 +25,13 @@ from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 FORMAT = 1
 _PROBE = 1 << 16  # bytes at either end of a file that are checked when it is opened
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _OFFSET = np.dtype("<u8")
 _LABEL = np.dtype("<i8")
-
-
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/portable-trainer``, by default under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "portable-trainer"
 
 
 class CacheDamagedError(Exception):

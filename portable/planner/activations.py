@@ -12,8 +12,7 @@ import warnings
 import weakref
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,94 +25,19 @@ from torch.utils._pytree import tree_leaves
 from portable.chunked_loss import chunked_head
 from portable.loss import token_loss
 from portable.model import LayerKinds, layer_kinds, replace_tensors, shortened, transformer_layers
+from portable.planner.passes import Activations, Peak
 from portable.quirks import one_sequence_a_row
 from portable.recompute import checkpoint_activations
 
 if TYPE_CHECKING:
     from portable.backend import Batch
-    from portable.config import RunConfig
+    from portable.planner.passes import Request
 
-Compute = Literal["plain", "autocast", "cast"]
-"""How a compute type comes about: none but fp32; by autocast, which keeps a copy of each weight; or by
-parameters that are in that type themselves, as FSDP2 and DeepSpeed have them."""
-
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODEL, _GRADIENT, _COPY, _WORK = range(4)
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Bytes on one device when they are the most."""
-
-    work: int
-    """Kept for the backward pass, and what it works with; logits and loss included."""
-    copies: int
-    """Of weights, in the compute type of autocast."""
-
-    @property
-    def total(self) -> int:
-        return self.work + self.copies
-
-
-@dataclass(frozen=True)
-class Activations:
-    """The peaks of the parts of a pass."""
-
-    before: Peak
-    """In the forward pass, and in the backward pass until the first layer has gradients."""
-    in_layers: Peak
-    """From there on."""
-
-    @property
-    def total(self) -> int:
-        return max(self.before.total, self.in_layers.total)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be run."""
-
-    micro_batch: int
-    seq_len: int
-    task: str
-    packed: bool
-    compute: Compute
-    dtype: torch.dtype
-    recompute: str
-    on_gpu: bool
-    """Whether autocast chooses types as on CUDA, which takes fp32 for more operations than on a CPU."""
-    chunked: bool
-    """Whether the loss of a large vocabulary is computed in parts; see ``memory.loss_chunk_tokens``."""
-    compiled: bool = False
-    """Whether XLA compiles it: without kernels of their own for attention, whose scores are there in full."""
-
-    @classmethod
-    def of(
-        cls,
-        config: RunConfig,
-        *,
-        micro_batch: int,
-        compute: Compute,
-        on_gpu: bool,
-        compiled: bool = False,
-    ) -> Request:
-        """For a run of ``config``."""
-        dtype = DTYPES[config.precision]
-        return cls(
-            micro_batch,
-            config.data.seq_len,
-            config.model.task,
-            config.data.packing,
-            "plain" if dtype == torch.float32 else compute,
-            dtype,
-            "full" if config.xla.xla_fsdp_grad_ckpt else config.memory.activation_checkpointing,
-            on_gpu,
-            config.memory.loss_chunk_tokens != 0 and not (compiled or config.strategy.startswith("zero")),
-            compiled,
-        )
-
-
-def activations(model: nn.Module, config: RunConfig, request: Request) -> Activations:
+def activations(model: nn.Module, request: Request) -> Activations:
     """Run ``model`` (on the meta device, left as it is) at two depths, and tell what it takes at its own.
 
     Raises:
@@ -121,13 +45,13 @@ def activations(model: nn.Module, config: RunConfig, request: Request) -> Activa
     """
     kinds = layer_kinds(model)
     base = dict.fromkeys(kinds, 1)
-    first = _passes(model, config, request, kinds, base)
+    first = _passes(model, request, kinds, base)
     found = [list(phase) for phase in first]
     for kind, names in kinds.items():
         more = len(names) - base[kind]
         if more == 0:
             continue
-        deeper = _passes(model, config, request, kinds, {**base, kind: base[kind] + 1})
+        deeper = _passes(model, request, kinds, {**base, kind: base[kind] + 1})
         for phase, was, now in zip(found, first, deeper, strict=True):
             for i in range(len(phase)):
                 phase[i] += more * (now[i] - was[i])
@@ -136,19 +60,20 @@ def activations(model: nn.Module, config: RunConfig, request: Request) -> Activa
 
 
 def _passes(
-    model: nn.Module, config: RunConfig, request: Request, kinds: LayerKinds, counts: dict[Any, int]
+    model: nn.Module, request: Request, kinds: LayerKinds, counts: dict[Any, int]
 ) -> list[tuple[int, int]]:
     """Peaks as (work, copies): forward, then backward until a layer has gradients, and from there on."""
     kept = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
     small = shortened(model, kept)
+    dtype = DTYPES[request.precision]
     # Ahead of the fake tensors: it tries the model out on the meta device.
-    chunked = chunked_head(small, config) if request.chunked else None
+    chunked = chunked_head(small, request.loss_chunk_tokens)
     if chunked is not None:
         chunked.most_parts = 2  # each takes as much as the last, and a large vocabulary makes for hundreds
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of what is fake about the tensors
-        _fake(small, request)
+        _fake(small, dtype if request.compute == "cast" else torch.float32)
         checkpoint_activations(small, request.recompute)
         small.train()
         batch = fake_batch(small, request)
@@ -161,8 +86,8 @@ def _passes(
         with one_sequence_a_row():
             if request.compute == "autocast":
                 if request.on_gpu:
-                    stack.enter_context(_CudaAutocast(request.dtype))
-                with torch.autocast("cpu", request.dtype):
+                    stack.enter_context(_CudaAutocast(dtype))
+                with torch.autocast("cpu", dtype):
                     loss = token_loss(small, batch, chunked)
             else:
                 loss = token_loss(small, batch, chunked)
@@ -191,9 +116,7 @@ def _keep_logits(model: nn.Module, kept: list[torch.Tensor]) -> None:
         head.register_forward_hook(lambda _, __, logits: kept.append(logits))
 
 
-def _fake(model: nn.Module, request: Request) -> None:
-    dtype = request.dtype if request.compute == "cast" else torch.float32
-
+def _fake(model: nn.Module, dtype: torch.dtype) -> None:
     def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
         kind = dtype if meta.is_floating_point() else meta.dtype
         return nn.Parameter(torch.empty(meta.shape, dtype=kind), requires_grad=meta.requires_grad)

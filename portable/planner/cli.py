@@ -8,11 +8,21 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from portable.config.arguments import CONFIG_OPTIONS, read_command
+from portable.config.flags import Option
 from portable.errors import UserError, one_line
+from portable.planner import devices
+from portable.planner.footprint import Cluster, footprint_room
+from portable.planner.kept import KeptSubject
+from portable.planner.plan import Planner, Target
+from portable.planner.report import as_json, as_text
 from portable.quiet import loading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from portable.config import RunConfig
+    from portable.planner.subject import Subject
 
 USAGE = """\
 usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--json] [--SECTION.KEY VALUE ...]
@@ -46,9 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Plan, and print."""
-    from portable.config.arguments import CONFIG_OPTIONS, read_command
-    from portable.config.flags import Option
-
     options = (
         CONFIG_OPTIONS[0],
         Option(
@@ -66,11 +73,13 @@ def run(argv: Sequence[str]) -> int:
         CONFIG_OPTIONS[1],
     )
     config, given = read_command(argv, options, USAGE)
-    planner = _planner(config, given)
-    from portable.planner.report import as_json, as_text
+    config, target = _target(config, given)
+    subject = KeptSubject(config, lambda: _built(config))
+    planner = Planner(config, subject, target)
 
     found = planner.options()
     best = planner.best(found)
+    subject.keep()
     if given.get("json"):
         print(json.dumps(as_json(planner, found, best), indent=1))
     else:
@@ -78,13 +87,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _planner(config: Any, given: dict[str, Any]) -> Any:
-    with loading():
-        from portable import model as models
-        from portable.planner import devices
-        from portable.planner.footprint import Cluster, footprint_room
-        from portable.planner.plan import Planner, Target
-
+def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target]:
+    """The config as it would be run there, and where that is."""
     memory = given.get("device_memory")
     memory = None if memory is None else devices.parse_bytes(memory, "--device-memory")
     host = given.get("host_memory")
@@ -113,10 +117,17 @@ def _planner(config: Any, given: dict[str, Any]) -> Any:
     config = footprint_room(backend).adopt(config.replaced({"backend": backend}), target.cluster)
     if config.precision == "auto":
         config = config.replaced({"precision": "fp32" if device and "bf16" not in device.flops else "bf16"})
+    return config, target
+
+
+def _built(config: RunConfig) -> Subject:
+    with loading():
+        from portable import model as models
+        from portable.planner.subject import LiveSubject
     model_config = models.model_config(config.model)
     models.check_length(model_config, config.data.seq_len)
     model = models.build_model(model_config, config.model)
-    return Planner(config, model, model_config, target)
+    return LiveSubject(model, footprint_room(config.backend).units(model, config))
 
 
 if __name__ == "__main__":

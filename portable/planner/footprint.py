@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from portable.adamw_8bit import block_size
+from portable.blocks import block_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from portable.config import RunConfig, TrainConfig
-    from portable.planner.activations import Compute
+    from portable.planner.inventory import Inventory
+    from portable.planner.passes import Compute
 
 MASTER = 4
 """Bytes of a master weight, a gradient of it and a moment: all fp32."""
@@ -105,7 +106,7 @@ class Footprint:
     compute: Compute
     """How parameters come to the compute type."""
     compiled: bool = False
-    """Whether XLA compiles the step; see :class:`portable.planner.activations.Request`."""
+    """Whether XLA compiles the step; see :class:`portable.planner.passes.Request`."""
     gathered: int = 0
     """Gathered parameters and communication buffers, until the backward pass has come to a layer."""
     in_layers: int = 0
@@ -144,8 +145,11 @@ class FootprintRoom(Protocol):
     def settings(self, config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
         """The ways that this room has to spread the run's state."""
 
-    def footprint(self, model: nn.Module, config: RunConfig, cluster: Cluster) -> Footprint:
-        """What ``config`` comes to for ``model``, which is on the meta device."""
+    def units(self, model: nn.Module, config: RunConfig) -> list[nn.Module]:
+        """The modules of ``model`` that are gathered as one, where that is not each transformer layer."""
+
+    def footprint(self, model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+        """What ``config`` comes to for ``model``."""
 
 
 _ROOMS = {"cpu": "gpu.footprint", "cuda": "gpu.footprint", "xla": "tpu.footprint"}

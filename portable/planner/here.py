@@ -8,30 +8,24 @@ from typing import TYPE_CHECKING
 
 from portable.metrics import human_bytes
 from portable.planner import devices
-from portable.planner.footprint import Cluster, Setting
+from portable.planner.footprint import Cluster, Setting, footprint_room
 from portable.planner.plan import Planner, Target
 from portable.planner.report import in_words
+from portable.planner.subject import LiveSubject
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from portable.backend import Backend
     from portable.config import RunConfig
 
 
-def planner_here(
-    config: RunConfig,
-    model: PreTrainedModel,
-    model_config: PretrainedConfig,
-    backend: Backend,
-    ranks: int = 1,
-) -> Planner:
+def planner_here(config: RunConfig, model: PreTrainedModel, backend: Backend, ranks: int = 1) -> Planner:
     """A planner for ``config``, resolved, on the devices of ``backend``.
 
     Args:
         config: of the run.
         model: on the meta device.
-        model_config: of the model.
         backend: whose driver, where there is one, tells the memory of a device.
         ranks: that this process will start; 1 where it is a rank itself.
     """
@@ -48,7 +42,8 @@ def planner_here(
             per_node=per_node,
             flops=common.flops if peak is None else {config.precision: peak},
         )
-    return Planner(config, model, model_config, Target(backend.name, Cluster(count, per_node), device, None))
+    subject = LiveSubject(model, footprint_room(backend.name).units(model, config))
+    return Planner(config, subject, Target(backend.name, Cluster(count, per_node), device, None))
 
 
 def memory_rows(planner: Planner) -> list[tuple[str, str]]:

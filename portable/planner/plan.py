@@ -8,25 +8,23 @@ saves more and does more for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from portable.config.rules import largest_divisor
-from portable.errors import UserError, one_line
-from portable.plan import checkpoint_bytes, flops_per_token, parameter_count
-from portable.planner.activations import Activations, Peak, Request, activations
+from portable.errors import UserError
 from portable.planner.footprint import SOME_DISK, Cluster, Footprint, Setting, footprint_room
+from portable.planner.passes import Activations, Request
 from portable.planner.speed import StepTime, step_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PretrainedConfig, PreTrainedModel
-
     from portable.config import RunConfig
     from portable.planner.devices import Device
+    from portable.planner.inventory import Inventory
+    from portable.planner.subject import Subject
 
 # Fastest first. The numbers say what is held to be alike; within a number the family of the config's own
 # strategy comes first.
@@ -131,18 +129,14 @@ class Planner:
 
     Args:
         config: of the run, with a precision that is not ``auto``.
-        model: on the meta device; left as it is.
-        model_config: of the model.
+        subject: the model.
         target: where it is to run.
     """
 
-    def __init__(
-        self, config: RunConfig, model: PreTrainedModel, model_config: PretrainedConfig, target: Target
-    ) -> None:
+    def __init__(self, config: RunConfig, subject: Subject, target: Target) -> None:
         self.target = target
-        self.architecture = type(model).__name__
-        self._model = model
-        self._model_config = model_config
+        self.model: Inventory = subject.inventory
+        self._subject = subject
         self._room = footprint_room(target.backend)
         share = max(1, config.train.global_batch_size // target.cluster.devices)
         wanted = config.train.micro_batch_size
@@ -150,24 +144,11 @@ class Planner:
         self.micro_batch = largest_divisor(share, 1 if wanted == "auto" else wanted)
         self.config = config.replaced({"train.micro_batch_size": self.micro_batch})
         self.share = share
-        self._traced: dict[Request, Activations] = {}
         self._footprints: dict[tuple[Setting, int, str], Footprint] = {}
         self.failure: str | None = None
         """Why activations could not be run, where they are a guess."""
-
-    @cached_property
-    def parameters(self) -> int:
-        """Of the model, tied ones once."""
-        return parameter_count(self._model)
-
-    @cached_property
-    def _flops(self) -> float:
-        """Of a token, forward and backward."""
-        return flops_per_token(self._model, self._model_config, self.config.data.seq_len)
-
-    @cached_property
-    def _checkpoint(self) -> int:
-        return checkpoint_bytes(self._model, self.config.train)
+        self._flops = self.model.flops_per_token(config.data.seq_len)
+        self._checkpoint = self.model.checkpoint_bytes(config.train)
 
     # -- one option ----------------------------------------------------------------------------------------
 
@@ -187,7 +168,7 @@ class Planner:
         cluster = self.target.cluster
         key = setting, micro_batch, recompute
         if key not in self._footprints:
-            self._footprints[key] = self._room.footprint(self._model, config, cluster)
+            self._footprints[key] = self._room.footprint(self.model, config, cluster)
         footprint = self._footprints[key]
         working = self._activations(config, footprint, micro_batch)
         found = _device_bytes(footprint, working)
@@ -218,21 +199,16 @@ class Planner:
         return Option(setting, micro_batch, recompute, found, host, disk, saved, int(sent), time, fits)
 
     def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
-        on_gpu = self.target.backend == "cuda"
         request = Request.of(
             config,
             micro_batch=micro_batch,
             compute=footprint.compute,
-            on_gpu=on_gpu,
+            on_gpu=self.target.backend == "cuda",
             compiled=footprint.compiled,
         )
-        if request not in self._traced:
-            try:
-                self._traced[request] = activations(self._model, config, request)
-            except Exception as error:  # code that looks at values which nobody has computed
-                self.failure = f"{type(error).__name__}: {one_line(error)}"
-                self._traced[request] = _guess(self._model, self._model_config, request)
-        return self._traced[request]
+        found = self._subject.activations(request)
+        self.failure = found.failure or self.failure
+        return found
 
     # -- all of them ---------------------------------------------------------------------------------------
 
@@ -360,22 +336,3 @@ def _device_bytes(footprint: Footprint, working: Activations) -> DeviceBytes:
     ]
     gathered, work = max(moments, key=sum)
     return DeviceBytes(footprint.parameters, gathered, footprint.gradients, footprint.optimizer, work)
-
-
-def _guess(model: PreTrainedModel, config: PretrainedConfig, request: Request) -> Activations:
-    """Activations by formula, for a model that cannot be run without values.
-
-    34 bytes a token, layer and hidden unit in 16 bits (Korthikanti et al., 2022, "Reducing Activation
-    Recomputation in Large Transformer Models", without attention scores), 2 where layers are recomputed, and
-    logits three times in fp32.
-    """
-    text: Any = config.get_text_config()
-    tokens = request.micro_batch * request.seq_len
-    width = 2 if request.compute == "plain" else 1
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    a_layer = 34 * tokens * hidden * width
-    kept = layers * (2 * tokens * hidden * width if request.recompute == "full" else a_layer)
-    logits = 12 * tokens * int(getattr(text, "vocab_size", 0))
-    copies = 2 * parameter_count(model) if request.compute == "autocast" else 0
-    peak = Peak(kept + a_layer + logits, copies)
-    return Activations(peak, peak)

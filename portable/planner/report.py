@@ -34,8 +34,8 @@ def as_json(planner: Planner, options: Sequence[Option], best: Option | None) ->
     target = planner.target
     device = target.device
     return {
-        "model": planner.architecture,
-        "parameters": planner.parameters,
+        "model": planner.model.architecture,
+        "parameters": planner.model.elements,
         "precision": planner.config.precision,
         "backend": target.backend,
         "device": None if device is None else device.name,
@@ -72,7 +72,7 @@ def as_text(planner: Planner, options: Sequence[Option], best: Option | None) ->
     device, cluster = target.device, target.cluster
     where = f"{cluster.devices} x {device.name}" if device is not None else f"{cluster.devices} devices"
     rows = [
-        ("model", f"{planner.architecture}, {planner.parameters:,} parameters"),
+        ("model", f"{planner.model.architecture}, {planner.model.elements:,} parameters"),
         ("devices", where + ("" if device is None else f", {human_bytes(device.memory)} each")),
         (
             "batch",

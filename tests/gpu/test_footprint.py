@@ -10,12 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from gpu import nvme
-from gpu.footprint import adopt, footprint, settings
+from gpu.footprint import adopt, footprint, settings, units
 from portable import model as models
 from portable.backend import backend_room
 from portable.loop import train_step
-from portable.plan import checkpoint_bytes
 from portable.planner.footprint import Cluster, Setting
+from portable.planner.subject import inspect
 from portable.run import Prepared, resolve
 from tests.deepspeed_ops import require_async_io
 from tests.runs import TINY_MODEL, configured
@@ -167,7 +167,7 @@ def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
 
 def planned(config: RunConfig, ranks: int) -> Any:
     model = models.build_model(models.model_config(config.model), config.model)
-    return footprint(model, config, Cluster(ranks, ranks))
+    return footprint(inspect(model, units(model, config)), config, Cluster(ranks, ranks))
 
 
 def config_for(
@@ -314,7 +314,7 @@ def test_a_checkpoint_on_disk_has_the_planned_bytes(
     large = {**MODEL, "vocab_size": 8192}
     config = config_for(tmp_path, corpus, strategy, **settings, model__config=large)
     model = models.build_model(models.model_config(config.model), config.model)
-    tensors = checkpoint_bytes(model, config.train) + planned(config, world_size).also_saved
+    tensors = inspect(model).checkpoint_bytes(config.train) + planned(config, world_size).also_saved
     beside = ranks.run(world_size, saved, config) - tensors
     assert 0 <= beside <= METADATA * world_size * len(list(model.parameters()))
 
@@ -326,7 +326,7 @@ def test_a_checkpoint_has_the_bytes_that_the_live_state_has(
         config = config_for(tmp_path, corpus, "no_shard", train__optimizer=optimizer)
         kept = ranks.run(1, live, config)
         model = models.build_model(models.model_config(config.model), config.model)
-        assert checkpoint_bytes(model, config.train) == kept["parameters"] + kept["optimizer"]
+        assert inspect(model).checkpoint_bytes(config.train) == kept["parameters"] + kept["optimizer"]
 
 
 def test_each_setting_saves_more_than_the_one_before(tmp_path: Path, corpus: Path) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 
 from converters import open_checkpoint
 from portable.adafactor import Adafactor
-from portable.adamw_8bit import AdamW8bit, block_size, decode, encode, levels
+from portable.adamw_8bit import AdamW8bit, decode, encode, levels
+from portable.blocks import block_size
 from tests.gpu.test_fsdp import FOUR, leg, losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured

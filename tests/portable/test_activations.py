@@ -17,7 +17,8 @@ from portable.config import load_config
 from portable.loss import token_loss
 from portable.model import layer_kinds
 from portable.planner import activations as planner
-from portable.planner.activations import Compute, Request, activations, fake_batch
+from portable.planner.activations import DTYPES, activations, fake_batch
+from portable.planner.passes import Compute, Request
 from portable.quirks import one_sequence_a_row
 from portable.recompute import checkpoint_activations
 
@@ -88,23 +89,24 @@ def built(config: RunConfig) -> Any:
     return models.build_model(models.model_config(config.model), config.model)
 
 
-def measured(model: nn.Module, config: RunConfig, request: Request) -> int:
+def measured(model: nn.Module, request: Request) -> int:
     """The peak of the allocator in forward and backward, beyond parameters and gradients, which are there."""
     real = copy.deepcopy(model)
-    dtype = request.dtype if request.compute == "cast" else torch.float32
+    computed = DTYPES[request.precision]
+    dtype = computed if request.compute == "cast" else torch.float32
     models.replace_tensors(
         real,
         lambda _, p: nn.Parameter(0.02 * torch.randn(p.shape).to(dtype)),
         lambda _, b: torch.zeros(b.shape, dtype=b.dtype),
     )
-    head = chunked_head(real, config) if request.chunked else None
+    head = chunked_head(real, request.loss_chunk_tokens)
     checkpoint_activations(real, request.recompute)
     real.train()
     batch = fake_batch(real, request)
 
     def passes() -> None:
         cast = request.compute == "autocast"
-        with torch.autocast("cpu", request.dtype) if cast else nullcontext(), one_sequence_a_row():
+        with torch.autocast("cpu", computed) if cast else nullcontext(), one_sequence_a_row():
             loss = token_loss(real, batch, head)
         loss.backward()
 
@@ -139,9 +141,7 @@ def test_within_a_tenth_of_what_is_allocated(
     config = config_of(family, precision, recompute)
     model = built(config)
     request = Request.of(config, micro_batch=BATCH, compute=compute, on_gpu=False)
-    assert activations(model, config, request).total == pytest.approx(
-        measured(model, config, request), rel=0.1
-    )
+    assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
 
 
 @pytest.mark.parametrize("chunk", [0, 32])
@@ -149,9 +149,7 @@ def test_the_loss_in_parts_counts(chunk: int) -> None:
     config = config_of("llama", "bf16", "full", **{"memory.loss_chunk_tokens": chunk})
     model = built(config)
     request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
-    assert activations(model, config, request).total == pytest.approx(
-        measured(model, config, request), rel=0.1
-    )
+    assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
 
 
 def test_depth_is_proportion() -> None:
@@ -168,10 +166,10 @@ def test_depth_is_proportion() -> None:
         return took(*arguments)
 
     kinds = layer_kinds(model)
-    (phases,) = [took(model, config, request, kinds, dict.fromkeys(kinds, 9))]
+    (phases,) = [took(model, request, kinds, dict.fromkeys(kinds, 9))]
     with pytest.MonkeyPatch.context() as patch, allocations() as recording, recording.phase("all"):
         patch.setattr(planner, "_passes", counted)
-        found = activations(model, config, request)
+        found = activations(model, request)
     assert passes == 2
     assert found.total == max(sum(phase) for phase in phases)
     assert recording.phases["all"].peak < found.total / 100

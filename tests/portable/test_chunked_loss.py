@@ -56,7 +56,7 @@ def built(task: str, config: dict[str, Any], chunk: int | str) -> tuple[nn.Modul
     run = load_config(None, {**settings, "data.source": "texts.jsonl", "precision": "fp32"})
     model = build_model(model_config(run.model), run.model)
     blueprint = Blueprint.of(model)
-    head = chunked_head(model, run)
+    head = chunked_head(model, run.memory.loss_chunk_tokens)
     materialize(model, torch.device("cpu"))
     for weights in blueprint.initial_weights(0):
         for name, value in weights.items():

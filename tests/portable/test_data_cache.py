@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from portable.data import tokenize as tokenizing
-from portable.data.cache import CacheDamagedError, TokenCache, TokenWriter, default_cache_dir, locked_folder
+from portable.data.cache import CacheDamagedError, TokenCache, TokenWriter, locked_folder
 from portable.data.sources import Document, Fields, Source, open_source
 from portable.data.tokenize import frame, token_cache_folder, tokenize
 from portable.data.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import UserError
+from portable.places import default_cache_dir
 from tests.portable.data_support import corpus, texts, token_cache, write_jsonl
 
 if TYPE_CHECKING:

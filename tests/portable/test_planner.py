@@ -11,12 +11,15 @@ from portable import model as models
 from portable.config import load_config
 from portable.planner import devices
 from portable.planner.cli import main
-from portable.planner.footprint import SOME_DISK, Cluster, Setting
+from portable.planner.footprint import SOME_DISK, Cluster, Setting, footprint_room
 from portable.planner.plan import Planner, Target
 from portable.planner.report import short_time
+from portable.planner.subject import LiveSubject
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from portable.config import RunConfig
 
 SMALL = {
     "model_type": "llama",
@@ -48,6 +51,11 @@ def plan(
     assert main([*given, "--data.seq_len", "64", "--json", *arguments]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def subject_of(config: RunConfig) -> LiveSubject:
+    model = models.build_model(models.model_config(config.model), config.model)
+    return LiveSubject(model, footprint_room("cuda").units(model, config))
 
 
 def names(found: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -138,10 +146,8 @@ def test_what_is_skipped_on_the_way_could_not_have_been_best() -> None:
             "train.micro_batch_size": 8,
         },
     )
-    model_config = models.model_config(config.model)
-    model = models.build_model(model_config, config.model)
     device = devices.unnamed("cuda")
-    planner = Planner(config, model, model_config, Target("cuda", Cluster(1, 8), device, None))
+    planner = Planner(config, subject_of(config), Target("cuda", Cluster(1, 8), device, None))
     offloaded = [planner.option(s) for s in planner._room.settings(config, planner.target.cluster)]
     plain = [o for o in offloaded if {o.setting.offload_optimizer, o.setting.offload_params} == {"none"}]
     offloaded = [o for o in offloaded if o not in plain]
@@ -171,12 +177,11 @@ def test_what_is_skipped_on_the_way_could_not_have_been_best() -> None:
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     config = load_config(None, {"precision": "bf16", "strategy": "full_shard", "data.seq_len": 64})
     config = config.replaced({"model.config": SMALL, "train.global_batch_size": 64})
-    model_config = models.model_config(config.model)
-    model = models.build_model(model_config, config.model)
+    subject = subject_of(config)
 
     def planner(memory: int) -> Planner:
         device = devices.unnamed("cuda").with_memory(memory)
-        return Planner(config, model, model_config, Target("cuda", Cluster(1, 8), device, None))
+        return Planner(config, subject, Target("cuda", Cluster(1, 8), device, None))
 
     own, sizes = Setting.of(config), [1, 2, 4, 8, 16, 32, 64]
     needs = [planner(1).option(own, micro_batch=size).device_bytes.total for size in sizes]

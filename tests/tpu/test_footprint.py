@@ -11,6 +11,7 @@ from portable import model as models
 from portable.backend import backend_room
 from portable.planner.footprint import Cluster, Setting
 from portable.planner.plan import Planner, Target
+from portable.planner.subject import LiveSubject, inspect
 from portable.run import Prepared, resolve
 from tests.runs import TINY_MODEL, configured
 from tests.xla import XlaPool
@@ -64,7 +65,7 @@ def test_what_stays_is_exact(
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 1, "model__config": TINY_MODEL}
     config = configured(tmp_path, corpus, **{**sizes, "backend": "xla", **settings})
     model = models.build_model(models.model_config(config.model), config.model)
-    found = footprint(model, config, Cluster(devices, devices))
+    found = footprint(inspect(model), config, Cluster(devices, devices))
     assert (found.parameters, found.optimizer) == xla.run(devices, kept, config)
 
 
@@ -95,10 +96,9 @@ def test_a_step_takes_what_is_planned(
     config = configured(
         tmp_path, corpus, **{**sizes, "backend": "xla", "model__config": {**TINY_MODEL, **wide}, **settings}
     )
-    model_config = models.model_config(config.model)
-    model = models.build_model(model_config, config.model)
+    model = models.build_model(models.model_config(config.model), config.model)
     target = Target("xla", Cluster(devices, devices), None, None)
-    planned = Planner(config, model, model_config, target).option(Setting.of(config)).device_bytes
+    planned = Planner(config, LiveSubject(model, ()), target).option(Setting.of(config)).device_bytes
     taken = compiler.run(devices, measure, config)
     assert planned.resident == pytest.approx(taken.resident, rel=0.01)
     assert planned.total == pytest.approx(taken.peak, rel=0.2)
