@@ -321,3 +321,5 @@ def test_a_model_of_the_hub_is_looked_at_again_when_it_has_changed_there(
     assert second > first
     assert loaded == "['torch', 'transformers']"
     assert planned() == (second, "[]")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
+    assert planned() == (second, "[]")
