@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpu.compiling import compile_layers
 from gpu.units import order_prefetches, units
 from portable.errors import UserError
-from portable.model import materialize
+from portable.model import every_parameter_counts, materialize
 from portable.recompute import checkpoint_activations
 
 if TYPE_CHECKING:
@@ -103,6 +103,9 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     are to wait in host memory.
     """
     device = machine.device
+    replicated = config.strategy == "no_shard" and machine.world_size > 1
+    # Asked before anything is wrapped. DDP looks for what gets no gradient in each backward pass, if it must.
+    all_count = every_parameter_counts(model) if replicated else True
     checkpoint_activations(model, config.memory.activation_checkpointing)
     compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
@@ -112,10 +115,11 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     if stands_alone(machine, offload=offload):
         materialize(model, device)
         return ShardedModel(model, model, device, autocast_dtype)
-    if config.strategy == "no_shard":
+    if replicated:
         materialize(model, device)
         scale = float(machine.world_size)
-        return ShardedModel(model, _replicate(model, device), device, autocast_dtype, scale)
+        replica = _replicate(model, device, all_count=all_count)
+        return ShardedModel(model, replica, device, autocast_dtype, scale)
     if not dist.is_initialized():  # one rank, which FSDP wants a group of as well
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(transport(device), store=store, rank=0, world_size=1)
@@ -173,13 +177,14 @@ def _offload_policy(offload: bool, device: torch.device) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
 
 
-def _replicate(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+def _replicate(model: nn.Module, device: torch.device, *, all_count: bool) -> DistributedDataParallel:
     replica = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         broadcast_buffers=False,
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank fills in the same weights itself
+        find_unused_parameters=not all_count,
     )
     if dist.get_backend() == "fake":  # of a rehearsal, which DDP's own way to reduce finds no result in
         replica.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))

@@ -172,12 +172,27 @@ def _check_forward(model: PreTrainedModel, place: str) -> None:
             ) from error
 
 
-def trial_forward(model: nn.Module, prepare: Callable[[nn.Module], None] = lambda _: None) -> Any:
+def every_parameter_counts(model: nn.Module) -> bool:
+    """Whether all that is trained of ``model``, on the meta device, gets a gradient; False if nobody knows."""
+    one_of_each = {names[0] for names in layer_kinds(model).values()}
+    tried: list[nn.Module] = []
+    try:
+        output = trial_forward(shortened(model, one_of_each), tried.append, gradients=True)
+        output.logits.sum().backward()
+    except Exception:  # code that looks at values, which nobody has computed
+        return False
+    return all(p.grad is not None for p in tried[0].parameters() if p.requires_grad)
+
+
+def trial_forward(
+    model: nn.Module, prepare: Callable[[nn.Module], None] = lambda _: None, *, gradients: bool = False
+) -> Any:
     """What a copy of ``model`` returns for two tokens on the meta device, where nothing is computed.
 
     Args:
         model: on the meta device, with buffers anywhere.
         prepare: called with the copy before its forward pass.
+        gradients: whether a backward pass may follow.
     """
     trial: Any = copy.deepcopy(model)
     trial.to("meta").eval()
@@ -187,7 +202,7 @@ def trial_forward(model: nn.Module, prepare: Callable[[nn.Module], None] = lambd
     inputs = {"input_ids": tokens}
     if trial.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         return trial(**inputs)
 
 

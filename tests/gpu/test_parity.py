@@ -11,6 +11,7 @@ from torch.nn import functional
 from portable.backend import backend_room
 from portable.data import TrainLoader
 from portable.loop import train_step
+from portable.model import build_model, every_parameter_counts, model_config
 from portable.run import Prepared, resolve
 from tests.runs import configured
 
@@ -152,6 +153,28 @@ def test_ranks_do_not_change_the_loss(
 ) -> None:
     config = configured(tmp_path, corpus, strategy=strategy, data__packing=packing, train__micro_batch_size=1)
     assert_close(ranks.run(world_size, our_losses, config), truth[packing], 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_a_parameter_without_a_gradient_is_no_obstacle(
+    strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    """XLNet's embedding of masked positions, of which this task has none."""
+    xlnet = {
+        "model_type": "xlnet",
+        "vocab_size": 384,
+        "d_model": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "d_inner": 64,
+        "dropout": 0.0,
+    }
+    settings: dict[str, Any] = {"model__config": xlnet, "train__micro_batch_size": 1}
+    alone = configured(tmp_path, corpus, **settings)
+    assert not every_parameter_counts(build_model(model_config(alone.model), alone.model))
+    truth = our_losses(alone)
+    config = configured(tmp_path, corpus, strategy=strategy, **settings)
+    assert_close(ranks.run(2, our_losses, config), truth, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
