@@ -202,7 +202,7 @@ def _planner(prepared: Prepared, backend: Backend, device: Device | None) -> Pla
         return planner_here(prepared.config, prepared.model, backend)
     cluster = Cluster(backend.world_size, backend.world_size)
     target = Target(backend.name, cluster, device, None)
-    subject = LiveSubject(prepared.model, footprint.units(prepared.model, prepared.config))
+    subject = LiveSubject(prepared.model, prepared.config)
     return Planner(prepared.config, subject, target)
 
 

@@ -34,7 +34,7 @@ from gpu.strategies import Machine, engine_room
 from portable import model as models
 from portable.config import load_config
 from portable.planner.activations import fake_batch
-from portable.planner.footprint import Cluster, Setting, footprint_room
+from portable.planner.footprint import Cluster, Setting
 from portable.planner.passes import Request
 from portable.planner.plan import DeviceBytes, Planner, Target
 from portable.planner.subject import LiveSubject
@@ -153,7 +153,7 @@ def measure(config: RunConfig, ranks: int) -> int:
 def planned(config: RunConfig, ranks: int) -> DeviceBytes:
     model = models.build_model(models.model_config(config.model), config.model)
     target = Target(config.backend, Cluster(ranks, ranks), None, None)
-    subject = LiveSubject(model, footprint_room(config.backend).units(model, config))
+    subject = LiveSubject(model, config)
     return Planner(config, subject, target).option(Setting.of(config)).device_bytes
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu import zero_sizes
+from portable.errors import UserError
 from portable.planner.footprint import (
     COMPUTE_BYTES,
     MASTER,
@@ -82,11 +83,8 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
 
 
 def _replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    trained = [w for w in model.weights if w.trained]
-    gradients = MASTER * _elements(trained)
-    moments = sum(
-        moment_bytes(config.train, w.shape, w.shape[0] if w.shape else 1, exact=w.table) for w in trained
-    )
+    gradients = MASTER * _elements(w for w in model.weights if w.trained)
+    moments = model.moment_bytes(config.train)
     on_host = config.memory.offload_optimizer == "cpu"
     share = (cluster.devices - 1) / cluster.devices
     micro = config.train.micro_batch_size
@@ -179,6 +177,8 @@ def _gathered(model: Inventory, config: RunConfig, group: int, compute: int) -> 
     gradients, and these once more in fp32 to be summed, of which a share remains. What lies outside the units
     is there all the time; of its gradients, the head's come first and wait for the others.
     """
+    if model.no_units is not None:
+        raise UserError(model.no_units)
     largest = max(model.sizes("unit"), default=0)
     outside = _elements(w for w in model.weights if w.unit is None)
     waiting = _elements(w for w in model.weights if w.head and w.unit is None)

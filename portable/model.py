@@ -173,14 +173,21 @@ def _check_forward(model: PreTrainedModel, place: str) -> None:
 
 
 def every_parameter_counts(model: nn.Module) -> bool:
-    """Whether all that is trained of ``model``, on the meta device, gets a gradient; True if nobody knows."""
+    """Whether all that is trained of ``model``, on the meta device, gets a gradient in each pass.
+
+    False also where nobody knows: code that looks at values, which nobody has computed.
+    """
+    settings = cast("PreTrainedModel", model).config.to_dict()
+    if any(value for key, value in settings.items() if key.endswith("layerdrop")):
+        return False
     one_of_each = {names[0] for names in layer_kinds(model).values()}
     tried: list[nn.Module] = []
     try:
-        output = trial_forward(shortened(model, one_of_each), tried.append, gradients=True)
+        small = shortened(model, one_of_each).to(torch.bfloat16)  # the one type that every kernel has
+        output = trial_forward(small, tried.append, gradients=True)
         output.logits.sum().backward()
-    except Exception:  # code that looks at values, which nobody has computed, or kernels for real devices
-        return True
+    except Exception:
+        return False
     return all(p.grad is not None for p in tried[0].parameters() if p.requires_grad)
 
 
@@ -302,6 +309,15 @@ def embeddings(model: nn.Module) -> list[nn.Parameter]:
     """The lookup tables of ``model``; one of them may be the output head's matrix as well."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     return [parameter for table in tables for parameter in table.parameters(recurse=False)]
+
+
+def looked_up_table(model: PreTrainedModel) -> nn.Parameter | None:
+    """The embedding of tokens, float ``[vocabulary, hidden]``; None for a model that has no such table."""
+    try:
+        table = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:
+        return None
+    return table if isinstance(table, nn.Parameter) else None
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -452,8 +468,8 @@ def _snapshot(name_or_path: str) -> Path:
 
 def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
     """Raise UserError if the tokenizer can produce ids that the embedding has no row for."""
-    rows: int = cast("Any", model.get_input_embeddings()).weight.shape[0]
-    if tokenizer_size > rows:
+    table = looked_up_table(model)
+    if table is not None and tokenizer_size > (rows := table.shape[0]):
         raise UserError(
             f"data.tokenizer: it has {tokenizer_size} tokens and the model's vocabulary only {rows}; "
             f"set model.config.vocab_size to at least {tokenizer_size} or choose another tokenizer"

@@ -1,7 +1,7 @@
 """Where things are: a path of this machine, or a URL of an object store (``s3://bucket/run``).
 
 Both are read in the same words (``name``, ``/``, ``is_file``, ``iterdir``, ``read_text`` ...), so that
-whoever reads need not know which it is.
+whoever reads need not know which it is. And where this program keeps what it can do without.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from portable.config.rules import largest_divisor
 from portable.errors import UserError
-from portable.model import transformer_layers
+from portable.model import looked_up_table, transformer_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,11 +121,12 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: i
     Recomputation is not counted.
     """
     text = config.get_text_config()
-    embedding = cast("Any", model.get_input_embeddings()).weight
+    embedding = looked_up_table(model)
     head: Any = model.get_output_embeddings()
-    looked_up = 0 if head is not None and head.weight is embedding else embedding.numel()
+    tied = head is not None and head.weight is embedding
+    looked_up = 0 if embedding is None or tied else embedding.numel()
     layers = len(transformer_layers(model))
-    hidden: int = getattr(text, "hidden_size", embedding.shape[1])
+    hidden: int = getattr(text, "hidden_size", 0 if embedding is None else embedding.shape[1])
     weights = parameter_count(model) - looked_up - _idle_experts(model, text)
     return 6.0 * weights + 12.0 * layers * hidden * seq_len
 

@@ -127,7 +127,7 @@ def _built(config: RunConfig) -> Subject:
     model_config = models.model_config(config.model)
     models.check_length(model_config, config.data.seq_len)
     model = models.build_model(model_config, config.model)
-    return LiveSubject(model, footprint_room(config.backend).units(model, config))
+    return LiveSubject(model, config)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,12 @@ class FootprintRoom(Protocol):
         """The ways that this room has to spread the run's state."""
 
     def units(self, model: nn.Module, config: RunConfig) -> list[nn.Module]:
-        """The modules of ``model`` that are gathered as one, where that is not each transformer layer."""
+        """The modules of ``model`` that are gathered as one, the outer before the inner; none where that is
+        nothing to the footprint.
+
+        Raises:
+            UserError: where there are none as they are set.
+        """
 
     def footprint(self, model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
         """What ``config`` comes to for ``model``."""

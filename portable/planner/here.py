@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from portable.metrics import human_bytes
 from portable.planner import devices
-from portable.planner.footprint import Cluster, Setting, footprint_room
+from portable.planner.footprint import Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.report import in_words
 from portable.planner.subject import LiveSubject
@@ -42,7 +42,7 @@ def planner_here(config: RunConfig, model: PreTrainedModel, backend: Backend, ra
             per_node=per_node,
             flops=common.flops if peak is None else {config.precision: peak},
         )
-    subject = LiveSubject(model, footprint_room(backend.name).units(model, config))
+    subject = LiveSubject(model, config)
     return Planner(config, subject, Target(backend.name, Cluster(count, per_node), device, None))
 
 

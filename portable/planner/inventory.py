@@ -56,6 +56,8 @@ class Inventory:
     """Floating-point operations of matrix products, per trained token, forward and backward."""
     scores: float
     """Those of attention scores, per trained token and token of the sequence."""
+    no_units: str | None = None
+    """What keeps FSDP from making units of it, in a sentence for whoever set that."""
 
     @cached_property
     def elements(self) -> int:
@@ -77,9 +79,12 @@ class Inventory:
 
     def checkpoint_bytes(self, train: TrainConfig) -> int:
         """Bytes of one checkpoint's tensors: fp32 weights, and the optimizer's state of what is trained."""
-        moments = (
+        return self.state_bytes + self.moment_bytes(train)
+
+    def moment_bytes(self, train: TrainConfig) -> int:
+        """Bytes of the optimizer's state, all of it."""
+        return sum(
             moment_bytes(train, w.shape, w.shape[0] if w.shape else 1, exact=w.table)
             for w in self.weights
             if w.trained
         )
-        return self.state_bytes + sum(moments)

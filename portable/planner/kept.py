@@ -2,7 +2,7 @@
 
 Kept in the cache folder, under a fingerprint of all that it depends on: how the model is described, which
 parts of it are gathered, the releases of the libraries that build and run it, and our own source. A file that
-cannot be read, or says something else than expected, counts as none.
+cannot be read, or is not as it was written, counts as none.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MOST_MODELS = 100
 _BUILT_WITH = ("torch", "transformers", "accelerate")
+_UNFINISHED = re.compile(r"dev|git|\da\d")  # as development versions and builds of a branch are called
 _ROOMS = ("portable", "gpu", "tpu")
 
 
@@ -63,15 +65,20 @@ class KeptSubject:
 
     def keep(self) -> None:
         """Remember what was learned, if there is anything and it can be."""
-        file = self._file or _file_of(self._config)  # a model of the hub is in its cache by now
-        if file is None or not self._learned:
+        if not self._learned:
+            return
+        file = _file_of(self._config)
+        # A model of the hub is in its cache by now; one that has changed meanwhile is not what was built.
+        if file is None or self._file not in (None, file):
             return
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-            partial.write_text(json.dumps(_as_json(self.inventory, self._peaks)), "utf-8")
+            text = json.dumps(_as_json(self.inventory, self._peaks))
+            partial.write_text(f"{_digest(text)}\n{text}", "utf-8")
             partial.replace(file)
-            for old in sorted(file.parent.glob("*.json"), key=lambda f: -f.stat().st_mtime_ns)[MOST_MODELS:]:
+            by_use = sorted(file.parent.iterdir(), key=lambda other: -other.stat().st_mtime_ns)
+            for old in by_use[MOST_MODELS:]:
                 old.unlink()
 
     def _model(self) -> Subject:
@@ -83,16 +90,22 @@ class KeptSubject:
 def fingerprint(config: RunConfig) -> str | None:
     """Of all that the inventory and the peaks of a model depend on; None where that is not known.
 
-    Beside what a :class:`Request` says, these are the sections ``model`` and ``fsdp``, and the backend.
+    Beside what a :class:`Request` says, these are the sections ``model`` (with which of it was given: what is
+    asked for in words is refused where a default makes way) and ``fsdp``, and the backend.
     """
     described = _description(config.model)
     releases = [_release(package) for package in _BUILT_WITH]
     # Code from a hub, or from a development version, changes under the same name.
-    if described is None or config.model.trust_remote_code or any("dev" in release for release in releases):
+    if described is None or config.model.trust_remote_code or None in releases:
+        return None
+    try:
+        sources = list(_sources())
+    except (OSError, ValueError):
         return None
     digest = hashlib.sha256()
-    sections = config.model.model_dump_json(), config.fsdp.model_dump_json()
-    for text in (*sections, config.backend, sys.version, *releases, *_sources()):
+    given = ",".join(sorted(config.model.model_fields_set))
+    sections = config.model.model_dump_json(), given, config.fsdp.model_dump_json()
+    for text in (*sections, config.backend, sys.version, *filter(None, releases), *sources):
         digest.update(text.encode())
         digest.update(b"\0")
     digest.update(described)
@@ -101,7 +114,10 @@ def fingerprint(config: RunConfig) -> str | None:
 
 def _file_of(config: RunConfig) -> Path | None:
     found = fingerprint(config)
-    return None if found is None else default_cache_dir() / "plans" / f"{found}.json"
+    try:
+        return None if found is None else default_cache_dir() / "plans" / f"{found}.json"
+    except RuntimeError:  # nobody's home
+        return None
 
 
 def _description(settings: ModelConfig) -> bytes | None:
@@ -110,11 +126,11 @@ def _description(settings: ModelConfig) -> bytes | None:
         return b""
     folder = Path(settings.name_or_path)
     try:
-        if folder.is_dir():
-            return (folder / "config.json").read_bytes()
-        return _from_hub(settings.name_or_path)
+        found = (folder / "config.json").read_bytes() if folder.is_dir() else _from_hub(settings.name_or_path)
     except OSError:
         return None
+    # By that key transformers reads another file in its place.
+    return None if found is None or b'"configuration_files"' in found else found
 
 
 def _from_hub(name: str) -> bytes | None:
@@ -129,11 +145,14 @@ def _from_hub(name: str) -> bytes | None:
         return None
 
 
-def _release(package: str) -> str:
+def _release(package: str) -> str | None:
+    """Name and version; None for what may change without changing these."""
     try:
-        return f"{package} {version(package)}"
+        found = distribution(package)
     except PackageNotFoundError:
-        return f"{package} dev"
+        return None
+    editable = '"editable": true' in (found.read_text("direct_url.json") or "")
+    return None if editable or _UNFINISHED.search(found.version) else f"{package} {found.version}"
 
 
 def _sources() -> Iterator[str]:
@@ -141,7 +160,8 @@ def _sources() -> Iterator[str]:
         spec = find_spec(room)
         for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
             for file in sorted(Path(folder).rglob("*.py")):
-                yield file.read_text("utf-8")
+                if file.is_file():
+                    yield file.read_text("utf-8")
 
 
 def _as_json(inventory: Inventory, peaks: dict[Request, Activations]) -> dict[str, Any]:
@@ -153,11 +173,18 @@ def _as_json(inventory: Inventory, peaks: dict[Request, Activations]) -> dict[st
     }
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _read(file: Path | None) -> tuple[Inventory, dict[Request, Activations]] | None:
     if file is None:
         return None
     try:
-        known = json.loads(file.read_text("utf-8"))
+        digest, _, text = file.read_text("utf-8").partition("\n")
+        if digest != _digest(text):
+            return None
+        known = json.loads(text)
         weights = tuple(Weight(**{**w, "shape": tuple(w["shape"])}) for w in known["inventory"]["weights"])
         inventory = Inventory(**{**known["inventory"], "weights": weights})
         peaks = {
@@ -166,6 +193,7 @@ def _read(file: Path | None) -> tuple[Inventory, dict[Request, Activations]] | N
             )
             for entry in known["peaks"]
         }
+        os.utime(file)  # what is used stays longest
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return inventory, peaks

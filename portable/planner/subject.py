@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from portable.errors import one_line
+from portable.errors import UserError, one_line
 from portable.model import embeddings, state_tensors, transformer_layers
 from portable.plan import flops_per_token
 from portable.planner.activations import activations
+from portable.planner.footprint import footprint_room
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.passes import Activations, Peak
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from portable.config import RunConfig
     from portable.planner.passes import Request
 
 
@@ -36,11 +39,14 @@ class LiveSubject:
 
     Args:
         model: on the meta device; left as it is.
-        units: the modules of it that FSDP gathers as one, the outer before the inner.
+        config: of the run, with a backend that is not ``auto``.
     """
 
-    def __init__(self, model: PreTrainedModel, units: Sequence[nn.Module]) -> None:
-        self.inventory = inspect(model, units)
+    def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
+        try:
+            self.inventory = inspect(model, footprint_room(config.backend).units(model, config))
+        except UserError as error:  # it matters where units are gathered, and nowhere else
+            self.inventory = replace(inspect(model), no_units=str(error))
         self._model = model
         self._found: dict[Request, Activations] = {}
 
@@ -56,11 +62,17 @@ class LiveSubject:
 
 
 def inspect(module: nn.Module, units: Sequence[nn.Module] = ()) -> Inventory:
-    """What there is of a transformers model; see :class:`LiveSubject`."""
+    """What there is of a transformers model.
+
+    Args:
+        module: the model, on whatever device.
+        units: the modules of it that FSDP gathers as one, the outer before the inner.
+    """
     model = cast("PreTrainedModel", module)
-    # Of a parameter that several modules share, the first has it; of nested ones the innermost.
-    layer_of = _holders([layer for _, layer in reversed(transformer_layers(model))])
-    unit_of = _holders(units)
+    layers = [layer for _, layer in transformer_layers(model)]
+    # Of a parameter that several layers share, the first has it; of nested units the innermost.
+    layer_of = {id(p): i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
+    unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
     tables = {id(parameter) for parameter in embeddings(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(
@@ -82,16 +94,11 @@ def inspect(module: nn.Module, units: Sequence[nn.Module] = ()) -> Inventory:
         weights=weights,
         state_bytes=sum(t.numel() * t.element_size() for t in state_tensors(model).values()),
         hidden_size=int(getattr(text, "hidden_size", 1024)),
-        num_layers=int(getattr(text, "num_hidden_layers", len(layer_of))),
+        num_layers=int(getattr(text, "num_hidden_layers", len(layers))),
         vocab_size=int(getattr(text, "vocab_size", 0)),
         products=products,
         scores=flops_per_token(model, model.config, 1) - products,
     )
-
-
-def _holders(modules: Sequence[nn.Module]) -> dict[int, int]:
-    """For each parameter, by identity, the index of the last of ``modules`` that has it."""
-    return {id(p): index for index, module in enumerate(modules) for p in module.parameters()}
 
 
 def _guess(model: Inventory, request: Request, why: str) -> Activations:

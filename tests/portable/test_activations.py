@@ -184,3 +184,34 @@ def test_autocast_on_a_gpu_normalises_in_fp32() -> None:
         with planner._CudaAutocast(torch.bfloat16):
             assert nn.functional.layer_norm(values, (8,)).dtype == torch.float32
             assert nn.functional.linear(values, values).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_of_a_usual_model_counts(family: str) -> None:
+    assert models.every_parameter_counts(built(config_of(family, "fp32", "none")))
+
+
+OPT = {
+    "model_type": "opt",
+    **SIZES,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 64,
+}
+NOT_ALL: dict[str, dict[str, Any]] = {
+    "an embedding of masked positions": {
+        "model.config": {"model_type": "xlnet", "vocab_size": 512, "d_model": 64, "n_layer": 2, "n_head": 4}
+    },
+    "global attention": {
+        "model.config": {**WIDE, "model_type": "longformer", "num_hidden_layers": 2, "attention_window": 8},
+        "model.task": "masked-lm",
+    },
+    "layers left out by chance": {"model.config": {**OPT, "layerdrop": 0.5}},
+}
+
+
+@pytest.mark.parametrize("case", NOT_ALL)
+def test_or_it_is_known_that_some_may_not(case: str) -> None:
+    assert not models.every_parameter_counts(built(config_of("llama", "fp32", "none", **NOT_ALL[case])))

@@ -11,7 +11,7 @@ from portable import model as models
 from portable.config import load_config
 from portable.planner import devices
 from portable.planner.cli import main
-from portable.planner.footprint import SOME_DISK, Cluster, Setting, footprint_room
+from portable.planner.footprint import SOME_DISK, Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.report import short_time
 from portable.planner.subject import LiveSubject
@@ -55,7 +55,7 @@ def plan(
 
 def subject_of(config: RunConfig) -> LiveSubject:
     model = models.build_model(models.model_config(config.model), config.model)
-    return LiveSubject(model, footprint_room("cuda").units(model, config))
+    return LiveSubject(model, config.replaced({"backend": "cuda"}))
 
 
 def names(found: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -291,3 +291,31 @@ def test_devices_have_the_names_that_people_type() -> None:
         device = devices.named(name)
         assert device.memory > 10 * 10**9
         assert all(rate > 0 for rate in (device.link, device.network, device.host_link))
+
+
+def test_units_that_cannot_be_made_matter_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("--fsdp.transformer_layer_cls_to_wrap", '["GPT2Block"]', "--device", "h100")
+    found = plan(capsys, "--strategy", "full_shard", "--devices", "1", *wrong)
+    assert "full_shard" in {option["strategy"] for option in found["options"]}
+    found = plan(capsys, "--strategy", "no_shard", "--devices", "2", *wrong)
+    assert "full_shard" not in {option["strategy"] for option in found["options"]}
+    given = ["--model.config", json.dumps(SMALL), "--data.seq_len", "64", "--train.global_batch_size", "64"]
+    assert main([*given, "--strategy", "full_shard", "--devices", "2", *wrong]) == 2
+    assert "LlamaForCausalLM has no GPT2Block" in capsys.readouterr().err
+
+
+def test_a_model_without_a_table_of_tokens_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CANINE hashes characters."""
+    canine = {
+        "model_type": "canine",
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    task = ("--model.task", "sequence-classification", "--data.source", str(tmp_path / "labelled.jsonl"))
+    found = plan(capsys, *task, "--device", "h100", model=canine)
+    assert found["options"]
+    assert found["parameters"] > 0

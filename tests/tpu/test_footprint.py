@@ -98,7 +98,7 @@ def test_a_step_takes_what_is_planned(
     )
     model = models.build_model(models.model_config(config.model), config.model)
     target = Target("xla", Cluster(devices, devices), None, None)
-    planned = Planner(config, LiveSubject(model, ()), target).option(Setting.of(config)).device_bytes
+    planned = Planner(config, LiveSubject(model, config), target).option(Setting.of(config)).device_bytes
     taken = compiler.run(devices, measure, config)
     assert planned.resident == pytest.approx(taken.resident, rel=0.01)
     assert planned.total == pytest.approx(taken.peak, rel=0.2)
