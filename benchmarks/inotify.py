@@ -42,8 +42,10 @@ class Watch:
     def events(self, going_on: Callable[[], bool], seconds: float) -> Iterator[tuple[int, Path]]:
         """What happens to which path, until ``going_on`` says no or the time is over."""
         end = time.monotonic() + seconds
+        poll = select.poll()  # which, unlike select, takes any number of a file
+        poll.register(self._fd, select.POLLIN)
         while time.monotonic() < end and going_on():
-            if not select.select([self._fd], [], [], 0.05)[0]:
+            if not poll.poll(50):  # milliseconds
                 continue
             data = os.read(self._fd, 1 << 16)
             at = 0
