@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from converters.ties import resolve_ties
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from converters.places import Place
     from converters.tensor import Tensor
 
 Scalar = int | float | bool
 ParamGroups = list[dict[str, Any]]
+Aliases = Mapping[str, str]
+"""Tied alias -> the name that owns the values."""
 
 
 class OptimizerState:
@@ -54,8 +57,9 @@ class Checkpoint:
         metadata: what else the format tells (`step`, `world_size`, ...), as plain Python values.
         companions: `config.json`, tokenizer files and the like found beside the shards: file name -> path.
 
-    A format that has to work to name its optimizer state passes a function for `optimizer`, called at the
-    first use, so that the model can be read where the optimizer cannot; `counters` are found in the same way.
+    A format that has to work to name its optimizer state passes a function of `aliases` for `optimizer`,
+    called at the first use, so that the model can be read where the optimizer cannot; `counters` are found in
+    the same way. (Neither may know the checkpoint: its files close as soon as nobody has it any more.)
     """
 
     def __init__(
@@ -64,8 +68,8 @@ class Checkpoint:
         format: str,
         root: Place,
         tensors: Mapping[str, Tensor],
-        aliases: Mapping[str, str] | None = None,
-        optimizer: OptimizerState | Callable[[], OptimizerState | None] | None = None,
+        aliases: Aliases | None = None,
+        optimizer: OptimizerState | Callable[[Aliases], OptimizerState | None] | None = None,
         metadata: Mapping[str, Any] | None = None,
         companions: Mapping[str, Place] | None = None,
         counters: Callable[[], Mapping[str, Scalar]] | None = None,
@@ -99,7 +103,7 @@ class Checkpoint:
             CheckpointError: there is one, but which state belongs to which parameter cannot be told.
         """
         if callable(self._optimizer):
-            self._optimizer = self._optimizer()
+            self._optimizer = self._optimizer(self.aliases)
         if not self._named_by_owner:
             self._optimizer, self._named_by_owner = _by_owner(self._optimizer, self.aliases), True
         return self._optimizer

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
 
 from isal import isal_zlib
 
@@ -95,7 +96,8 @@ class Folder:
         self.verify = verify
         self.lock = threading.Lock()
         self.descriptors = _Descriptors()
-        self._files: dict[str, SourceFile] = {}
+        # Weakly, as files know their folder: whoever drops a checkpoint closes its files at once.
+        self._files: WeakValueDictionary[str, SourceFile] = WeakValueDictionary()
 
     def file(self, name: str) -> SourceFile:
         """The file `name`, a relative path; CheckpointError if it leaves the folder or is no plain file."""

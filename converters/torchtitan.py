@@ -14,7 +14,7 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
-from converters.checkpoint import Checkpoint, OptimizerState
+from converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
 from converters.tensor import Box, Tensor, View, row_major
@@ -22,7 +22,7 @@ from converters.tensor import Box, Tensor, View, row_major
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.checkpoint import ParamGroups, Scalar
+    from converters.checkpoint import Aliases, ParamGroups, Scalar
     from converters.storage import Source
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -66,7 +66,7 @@ def as_transformers_llama(checkpoint: Checkpoint, *, heads: int, key_value_heads
             return tensor
         return _in_halves(tensor, heads if ".q_proj." in names[name] else key_value_heads)
 
-    def optimizer() -> OptimizerState | None:
+    def optimizer(_: Aliases) -> OptimizerState | None:
         found = checkpoint.optimizer
         if found is None:
             return None

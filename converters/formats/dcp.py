@@ -36,7 +36,7 @@ from converters.torchzip import StoredTensor, TorchZip
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.checkpoint import OptimizerState
+    from converters.checkpoint import Aliases, OptimizerState
     from converters.naming import Path as KeyPath
     from converters.places import Place
 
@@ -84,7 +84,7 @@ def _open(source: Source) -> Checkpoint:
     stored = {name: _tensor(entries[key], name) for name, key in roles.model.items()}
     tensors = plain_names(stored, where=where)
 
-    def optimizer() -> OptimizerState | None:
+    def optimizer(aliases: Aliases) -> OptimizerState | None:
         if not roles.has_optimizer:
             return None
         return build_optimizer(
@@ -93,10 +93,10 @@ def _open(source: Source) -> Checkpoint:
             lambda key, name: _state(entries[key], name),
             lambda key: _value(entries[key]),
             where=where,
-            order=in_order(tensors, checkpoint),
+            order=in_order(tensors, aliases),
         )
 
-    checkpoint = Checkpoint(
+    return Checkpoint(
         format="dcp",
         root=source.path,
         tensors=tensors,
@@ -105,7 +105,6 @@ def _open(source: Source) -> Checkpoint:
         companions=find_companions(source.path),
         counters=lambda: _counters(roles.other, paths, entries),
     )
-    return checkpoint
 
 
 def read_tensors(folder: Place) -> dict[str, Tensor]:

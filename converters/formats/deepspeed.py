@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint, OptimizerState
+from converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from converters.companions import find_companions
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
@@ -351,7 +351,7 @@ class _Run:
             for alias, owner in zip(plain_names(aliases, where=self.where), aliases.values(), strict=True)
         }
 
-        def optimizer() -> OptimizerState | None:
+        def optimizer(_: Aliases) -> OptimizerState | None:
             return build_optimizer(self.stage, self.optim, self.layouts, short, self.swap)
 
         return Checkpoint(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint, OptimizerState
+from converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from converters.companions import find_companions
 from converters.errors import CheckpointError
 from converters.formats.deepspeed_files import ModelFile, OptimFile, flat, read_model
@@ -61,7 +61,7 @@ def open_unsharded(folder: Folder, name: str, root: Place) -> Checkpoint:
     masters = _masters(saved, stored, order, model)
     tensors = {key: as_tensor(value, key) for key, value in stored.items()} | masters.tensors
 
-    def optimizer() -> OptimizerState | None:
+    def optimizer(_: Aliases) -> OptimizerState | None:
         if not isinstance(saved, dict):
             return None
         if masters.flat is not None:

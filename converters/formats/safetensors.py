@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint, OptimizerState, Scalar
+from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
 from converters.companions import find_companions, trainer_metadata
 from converters.dtypes import NUMPY, itemsize
 from converters.errors import CheckpointError, blame
@@ -86,7 +86,7 @@ def _open(source: Source) -> Checkpoint:
     plain = plain_names(tensors, where=str(source.path))
     companions = find_companions(source.path)
 
-    def optimizer() -> OptimizerState | None:
+    def optimizer(aliases: Aliases) -> OptimizerState | None:
         if name not in (_SINGLE, _INDEX):
             return None
         if (folder.path / OPTIMIZER).is_file():
@@ -94,9 +94,9 @@ def _open(source: Source) -> Checkpoint:
         # The Trainer's and Accelerate's plain checkpoints.
         told = [name for name in source.order if name in plain]
         order = told or module_order(plain, companions.get("config.json"))
-        return optimizer_beside(folder, plain, lambda: order and in_order(order, checkpoint))
+        return optimizer_beside(folder, plain, lambda: order and in_order(order, aliases))
 
-    checkpoint = Checkpoint(
+    return Checkpoint(
         format="safetensors",
         root=source.path,
         tensors=plain,
@@ -104,7 +104,6 @@ def _open(source: Source) -> Checkpoint:
         metadata={**({"header": extra} if extra else {}), **trainer_metadata(root)},
         companions=companions,
     )
-    return checkpoint
 
 
 def _optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint, OptimizerState
+from converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from converters.companions import find_companions, trainer_metadata
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
@@ -118,16 +118,16 @@ def _open(source: Source) -> Checkpoint:
             tensors[plain] = as_tensor(view, plain)
     companions = find_companions(source.path)
 
-    def optimizer() -> OptimizerState | None:
+    def optimizer(aliases: Aliases) -> OptimizerState | None:
         if len(optimizers) > 1:
             raise CheckpointError(f"{where}: holds {len(optimizers)} optimizers; convert without --optimizer")
         if optimizers:
-            return read_optimizer(optimizers[0], tensors, in_order(tensors, checkpoint), where=where)
+            return read_optimizer(optimizers[0], tensors, in_order(tensors, aliases), where=where)
         if source.path.is_file():
             return None
-        return optimizer_beside(folder, tensors, lambda: in_order(tensors, checkpoint))
+        return optimizer_beside(folder, tensors, lambda: in_order(tensors, aliases))
 
-    checkpoint = Checkpoint(
+    return Checkpoint(
         format="torch",
         root=source.path,
         tensors=tensors,
@@ -137,7 +137,6 @@ def _open(source: Source) -> Checkpoint:
         companions=companions,
         counters=lambda: {"step": told["step"]} if "step" in told else {},
     )
-    return checkpoint
 
 
 def load(file: SourceFile) -> Any:
@@ -145,9 +144,9 @@ def load(file: SourceFile) -> Any:
     return TorchZip(file).load()
 
 
-def in_order(names: Iterable[str], checkpoint: Checkpoint) -> list[str]:
+def in_order(names: Iterable[str], aliases: Aliases) -> list[str]:
     """`names` with tied parameters once, where their first name stands: as `named_parameters` counts them."""
-    return list(dict.fromkeys(checkpoint.aliases.get(name, name) for name in names))
+    return list(dict.fromkeys(aliases.get(name, name) for name in names))
 
 
 def optimizer_beside(

@@ -283,7 +283,7 @@ class _Universal:
             root=root,
             tensors=made,
             aliases={alias: short[owner] for alias, owner in known.items()},
-            optimizer=lambda: self._optimizer(short),
+            optimizer=lambda _: self._optimizer(short),
             metadata={key: value for key, value in told.items() if isinstance(value, (int, str))},
             companions=find_companions(self.folder.path),
             counters=self.model.counters,

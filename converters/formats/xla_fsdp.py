@@ -26,7 +26,7 @@ from converters.storage import Folder
 from converters.torchzip import StoredTensor, TorchZip
 
 if TYPE_CHECKING:
-    from converters.checkpoint import OptimizerState
+    from converters.checkpoint import Aliases, OptimizerState
     from converters.places import Place
     from converters.tensor import Tensor
 
@@ -187,7 +187,7 @@ def _open(source: Source) -> Checkpoint:
     tensors = plain_names(stored, where=str(root))
     plain = {raw: short for short, raw in plain_names({raw: raw for raw in stored}, where=str(root)).items()}
 
-    def optimizer() -> OptimizerState | None:
+    def optimizer(_: Aliases) -> OptimizerState | None:
         if not optimizers:
             return None
         saved = [(file.where, file.content["optimizer"]) for file in optimizers]
