@@ -6,9 +6,12 @@ nothing but a refusal or a well-formed checkpoint may come of it.
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 import zlib
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +21,6 @@ from tests.converters.samples import Sample, all_samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
 QUICK, LONG = 60, 1000
@@ -159,6 +161,28 @@ def test_swapped_files(damaged: Damaged) -> None:
         if first != second:
             damaged.look(f"{left.name} twice", vouched=told_apart)
         right.write_bytes(second)
+
+
+def open_files(folder: Path) -> list[str]:
+    found = []
+    for number in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the listing itself
+            found.append(str(number.readlink()))
+    return [path for path in found if path.startswith(f"{folder}/")]
+
+
+def test_its_files_close_as_soon_as_it_is_dropped(damaged: Damaged) -> None:
+    """Without the garbage collector, which may take its time while a notebook opens the next."""
+    gc.collect()
+    gc.disable()
+    try:
+        checkpoint = open_checkpoint(damaged.folder)
+        everything(checkpoint)
+        assert open_files(damaged.folder)
+        del checkpoint
+        assert open_files(damaged.folder) == []
+    finally:
+        gc.enable()
 
 
 def test_the_sample_is_what_it_says(damaged: Damaged) -> None:
