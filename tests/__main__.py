@@ -1,7 +1,7 @@
 """Every check of the project: ``python -m tests [--fast] [pytest arguments]``.
 
-``--fast`` leaves out the tests marked slow; with ``-n3 --dist=loadfile`` several processes share them. The
-exit code is 0 only where every check passed.
+``--fast`` leaves out the tests marked slow. Several processes share the tests, file by file; ``-n1`` or tests
+that are named run in one. The exit code is 0 only where every check passed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+MOST = 8
+NEEDED = 5 << 30
+"""Bytes of memory for each process that runs tests, with the ranks that it keeps."""
+
 Check = tuple[str, list[str]]
 
 
@@ -24,6 +28,8 @@ def checks(arguments: list[str]) -> list[Check]:
     # Ahead of the tests, whose limits on time are not made for compilers; not for a few that are named.
     named = any(not argument.startswith("-") for argument in rest)
     build = [] if named else [("deepspeed's ops", ["-m", "tests.deepspeed_ops"])]
+    alone = named or any(argument.startswith(("-n", "-s", "--pdb")) for argument in rest)
+    spread = [] if alone else [f"-n{processes()}", "--dist=loadfile"]
     return [
         ("ruff check", ["-m", "ruff", "check"]),
         ("ruff format", ["-m", "ruff", "format", "--check"]),
@@ -31,8 +37,14 @@ def checks(arguments: list[str]) -> list[Check]:
         ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as main; main()"]),
         ("reference", ["-m", "portable.config.reference", "--check"]),
         *build,
-        ("pytest", ["-m", "pytest", *fast, *rest]),
+        ("pytest", ["-m", "pytest", *fast, *spread, *rest]),
     ]
+
+
+def processes() -> int:
+    """One more than there are cores, since some tests wait for others' clocks, as far as memory allows."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min((os.cpu_count() or 1) + 1, MOST, memory // NEEDED))
 
 
 def run(check: Check) -> tuple[bool, str]:
