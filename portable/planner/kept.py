@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MOST_MODELS = 100
 _BUILT_WITH = ("torch", "transformers", "accelerate")
 _UNFINISHED = re.compile(r"dev|git|\da\d")  # as development versions and builds of a branch are called
+_EDITABLE = re.compile(r'"editable":\s*true')
 _ROOMS = ("portable", "gpu", "tpu")
 
 
@@ -151,7 +152,7 @@ def _release(package: str) -> str | None:
         found = distribution(package)
     except PackageNotFoundError:
         return None
-    editable = '"editable": true' in (found.read_text("direct_url.json") or "")
+    editable = _EDITABLE.search(found.read_text("direct_url.json") or "")
     return None if editable or _UNFINISHED.search(found.version) else f"{package} {found.version}"
 
 
@@ -193,7 +194,8 @@ def _read(file: Path | None) -> tuple[Inventory, dict[Request, Activations]] | N
             )
             for entry in known["peaks"]
         }
-        os.utime(file)  # what is used stays longest
     except (OSError, ValueError, TypeError, KeyError):
         return None
+    with suppress(OSError):
+        os.utime(file)  # what is used stays longest
     return inventory, peaks

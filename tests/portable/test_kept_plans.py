@@ -169,6 +169,7 @@ class Installed:
         (Installed("5.24.0.dev0"), False),
         (Installed("2.10.0a0+git1234567"), False),
         (Installed("5.23.0", '{"url": "file:///src", "dir_info": {"editable": true}}'), False),
+        (Installed("5.23.0", '{"url":"file:///src","dir_info":{"editable":true}}'), False),
     ],
 )
 def test_only_releases_are_taken_to_stay_as_they_are(
