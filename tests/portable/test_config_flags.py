@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -220,9 +219,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_help_lists_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    start = time.perf_counter()
     text = printed(capsys, "--help")
-    assert time.perf_counter() - start < 0.5
     for key, setting in TABLE.items():
         assert f"--{key}" in text
         assert setting.description.split()[0] in text

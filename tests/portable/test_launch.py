@@ -249,11 +249,13 @@ def _rank_function(how: str) -> int:
         raise RuntimeError("connection closed by peer")
     if how == "slow to end":
         # Rank 0 fails, and has much to tear down before it says so; the other fails in its wake meanwhile.
+        note = Path(os.environ["NOTE_OF_RANK_0"])
         if rank == 0:
             failing()
+            note.touch()
             time.sleep(2)
             raise RunError("the disk is full")
-        time.sleep(0.3)
+        wait_for(note.exists)
         failing()
         raise RuntimeError("connection closed by peer")
     if how == "asked twice":
@@ -276,8 +278,14 @@ def _rank_function(how: str) -> int:
     ],
 )
 def test_the_first_rank_that_fails_is_reported(
-    how: str, kind: type[Exception], message: str, capfd: pytest.CaptureFixture[str]
+    how: str,
+    kind: type[Exception],
+    message: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("NOTE_OF_RANK_0", str(tmp_path / "fails"))
     begin = time.monotonic()
     with pytest.raises(kind, match=message):
         launch(_rank_function, (how,), ranks=2)
