@@ -65,11 +65,15 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         except Exception as error:
             raise UserError(f"model.config: {one_line(error)}") from error
     else:
-        try:
-            config = AutoConfig.from_pretrained(
-                settings.name_or_path, trust_remote_code=settings.trust_remote_code
+        name = settings.name_or_path
+        if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():
+            raise UserError(
+                f"model.name_or_path: {name}: no such folder; give a model's folder, or its name on the hub "
+                "(organisation/name)"
             )
-        except (OSError, ValueError) as error:
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+        except Exception as error:  # sizes that contradict each other have an error class of their own
             raise UserError(f"model.name_or_path: {one_line(error)}") from error
     return config
 

@@ -83,7 +83,7 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("positions", {"data.seq_len": 65}, ["data.seq_len", "max_position_embeddings"]),
     ("batch", {"train.micro_batch_size": 4}, ["train.micro_batch_size", "use 3"]),
     ("tokenizer", {"data.tokenizer": "no/such/tokenizer"}, ["data.tokenizer", "no/such/tokenizer"]),
-    ("model folder", {"model.config": None, "model.name_or_path": "no/such/model"}, ["model.name_or_path"]),
+    ("model folder", {"model.config": None, "model.name_or_path": "no/such/model"}, ["no such folder"]),
     ("resume path", {"checkpoint.resume": "no/such/step"}, ["checkpoint.resume", "no/such/step"]),
     ("optimizer", {"train.optimizer": "adafactor", "strategy": "zero1"}, ["train.optimizer", "full_shard"]),
     ("groups", {"strategy": "hybrid_shard", "fsdp.shard_group_size": 2}, ["fsdp.shard_group_size", "of 2"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -118,6 +119,14 @@ def test_a_pretrained_model_of_another_shape_is_refused(tmp_path: Path) -> None:
     settings = load_config({"model": {"name_or_path": str(tmp_path)}}).model
     with pytest.raises(UserError, match=r"has shape .* in the checkpoint"):
         models.pretrained_weights(settings, build(64))
+
+
+def test_a_models_config_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 63, "num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = load_config({"model": {"name_or_path": str(tmp_path)}}).model
+    with pytest.raises(UserError, match=r"^model\.name_or_path: .*63.* is not a multiple"):
+        models.model_config(settings)
 
 
 def test_a_base_model_fits_a_model_with_a_head(tmp_path: Path) -> None:
