@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakValueDictionary
 
 from isal import isal_zlib
 
@@ -88,16 +87,23 @@ class _Descriptors:
             return descriptor
 
 
+class _Common:
+    """What the files of a folder have in common. They do not know the folder, which knows them: so whoever
+    drops a checkpoint closes its files at once."""
+
+    def __init__(self, *, verify: bool) -> None:
+        self.verify = verify
+        self.lock = threading.Lock()
+        self.descriptors = _Descriptors()
+
+
 class Folder:
     """The files of one checkpoint folder, on a disk or in an object store, by names that stay inside it."""
 
     def __init__(self, path: Place, *, verify: bool = True) -> None:
         self.path = path
-        self.verify = verify
-        self.lock = threading.Lock()
-        self.descriptors = _Descriptors()
-        # Weakly, as files know their folder: whoever drops a checkpoint closes its files at once.
-        self._files: WeakValueDictionary[str, SourceFile] = WeakValueDictionary()
+        self._common = _Common(verify=verify)
+        self._files: dict[str, SourceFile] = {}
 
     def file(self, name: str) -> SourceFile:
         """The file `name`, a relative path; CheckpointError if it leaves the folder or is no plain file."""
@@ -113,15 +119,15 @@ class Folder:
                 raise CheckpointError(f"{path}: {error.strerror or error}") from None
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path}: not a regular file")
-            known = self._files[name] = _source_file(self, name, path, status.st_size)
+            known = self._files[name] = _source_file(self._common, name, path, status.st_size)
         return known
 
 
 class SourceFile:
     """One file of a checkpoint, opened when it is first read. What differs by place is in its kinds."""
 
-    def __init__(self, folder: Folder, name: str, path: Place, nbytes: int) -> None:
-        self.folder = folder
+    def __init__(self, common: _Common, name: str, path: Place, nbytes: int) -> None:
+        self.common = common
         self.name = name
         self.path = path
         self.nbytes = nbytes
@@ -165,7 +171,7 @@ class _LocalFile(SourceFile):
     path: Path
 
     def descriptor(self) -> Descriptor:
-        return self.folder.descriptors.get(self.path)
+        return self.common.descriptors.get(self.path)
 
     def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
         descriptor = self.descriptor()
@@ -180,12 +186,12 @@ class _LocalFile(SourceFile):
             done += count
 
 
-def _source_file(folder: Folder, name: str, path: Place, nbytes: int) -> SourceFile:
+def _source_file(common: _Common, name: str, path: Place, nbytes: int) -> SourceFile:
     if isinstance(path, RemotePath):
         from converters.remote_file import RemoteFile  # not at the top: it builds on this module
 
-        return RemoteFile(folder, name, path, nbytes)
-    return _LocalFile(folder, name, path, nbytes)
+        return RemoteFile(common, name, path, nbytes)
+    return _LocalFile(common, name, path, nbytes)
 
 
 class FileSpan:
@@ -203,7 +209,7 @@ class FileSpan:
         self.nbytes = nbytes
         self.what = what
         self.crc32 = crc32
-        self.settled = crc32 is None or not file.folder.verify
+        self.settled = crc32 is None or not file.common.verify
         # Disjoint parts read so far, sorted: (start, stop, crc32 of that part).
         self._parts: list[tuple[int, int, int]] = []
 
@@ -235,7 +241,7 @@ class FileSpan:
             part = scratch[: min(len(scratch), stop - start)]
             self.file.read_into(part, self.offset + start, self.offset + stop, self.offset + stop)
             self._record(start, part)
-        with self.file.folder.lock:
+        with self.file.common.lock:
             if not self.settled and (self._parts[0][2] if self._parts else 0) != self.crc32:
                 what = self.what or "a record"
                 raise CheckpointError(f"{self.file.path}: damaged, the checksum of {what} does not match")
@@ -244,7 +250,7 @@ class FileSpan:
 
     def _next_gap(self) -> tuple[int, int] | None:
         """The first run of bytes that nobody has read, None when there is none or nothing to check."""
-        with self.file.folder.lock:
+        with self.file.common.lock:
             if self.settled:
                 return None
             start = 0
@@ -257,7 +263,7 @@ class FileSpan:
     def _record(self, start: int, data: memoryview) -> None:
         """Note the CRC of bytes just read, merged with its neighbours; bytes read before count once."""
         crc, stop = isal_zlib.crc32(data), start + len(data)
-        with self.file.folder.lock:
+        with self.file.common.lock:
             parts = self._parts
             index = bisect_right(parts, start, key=_first)
             if (index > 0 and parts[index - 1][1] > start) or (index < len(parts) and parts[index][0] < stop):

@@ -22,7 +22,7 @@ from converters.tensor import Box, Tensor, View, row_major
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.checkpoint import Aliases, ParamGroups, Scalar
+    from converters.checkpoint import ParamGroups, Scalar
     from converters.storage import Source
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
