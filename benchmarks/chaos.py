@@ -14,7 +14,6 @@ import json
 import math
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -33,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.inotify import CREATED, RENAMED, Watch
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 from benchmarks.small_disk import SmallDisk, small_disk
 from benchmarks.train_overhead import SMALL_MODEL
@@ -545,7 +544,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the tables into this page")
     given = parser.parse_args(argv)
-    command = shlex.join(["python", "-m", "benchmarks.chaos", *(sys.argv[1:] if argv is None else argv)])
+    command = command_line("benchmarks.chaos", argv)
     machine = describe_machine(torch.device("cpu"), "deepspeed", "torch_xla")
     dice = random.Random(given.seed)
     begun = time.monotonic()
@@ -565,7 +564,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tqdm.write(f"BROKEN: {name}: {line}")
     told = (
         f"{time.strftime('%Y-%m-%d')}, `{command}`, {(time.monotonic() - begun) / 60:.0f} minutes; "
-        + ", ".join(f"{key} {value}" for key, value in machine.items())
+        + machine_in_words(machine)
     )
     print(f"{tables(outcomes)}\n\n{told}")
     broken = [f"{outcome.name}: {line}" for outcome in outcomes for line in outcome.broken]

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 
@@ -23,6 +29,16 @@ def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
         card = torch.cuda.get_device_properties(device)
         described["gpu"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     return described | {name: metadata.version(name) for name in (*LIBRARIES, *more)}
+
+
+def machine_in_words(machine: Mapping[str, str]) -> str:
+    """What :func:`describe_machine` says, in a line."""
+    return ", ".join(f"{name} {value}" for name, value in machine.items())
+
+
+def command_line(module: str, argv: Sequence[str] | None) -> str:
+    """How a benchmark was called, to be called so again: with ``argv``, or this process's arguments."""
+    return shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)])
 
 
 def cpu_model() -> str:

@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.loops import PortableLoop
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 from benchmarks.train_overhead import SMALL_MODEL, create_backend
 from gpu import footprint
@@ -265,12 +264,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(argv))
     page = given.pop("docs")
     options = Options(**given)
-    command = shlex.join(["python", "-m", "benchmarks.order", *(sys.argv[1:] if argv is None else argv)])
+    command = command_line("benchmarks.order", argv)
     machine = describe_machine(create_backend(options.backend).device, "deepspeed")
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         launch(_rank, (options, file.name), ranks=options.ranks)
         rows = [Row(**values) for values in json.loads(Path(file.name).read_text("utf-8"))]
-    on = ", ".join(f"{name} {value}" for name, value in machine.items())
+    on = machine_in_words(machine)
     told = f"{table(rows)}\n\n`{command}`; {options.ranks} ranks, {options.precision}; {on}"
     print(told)
     if page is not None:

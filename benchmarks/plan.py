@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ import torch
 
 from benchmarks import plan_xla
 from benchmarks.allocator import allocations
+from benchmarks.machine import command_line
 from benchmarks.pages import put_into
 from gpu import rehearsal
 from gpu.strategies import Machine, engine_room
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.backend == "xla" and given.by_strategy is not None:
         parser.error("--by-strategy goes with --backend cpu")
-    command = shlex.join(["python", "-m", "benchmarks.plan", *(sys.argv[1:] if argv is None else argv)])
+    command = command_line("benchmarks.plan", argv)
     rows = []
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         if given.backend == "xla":

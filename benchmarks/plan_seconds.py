@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 
 if TYPE_CHECKING:
@@ -100,12 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
     given = parser.parse_args(argv)
-    command = shlex.join(
-        ["python", "-m", "benchmarks.plan_seconds", *(sys.argv[1:] if argv is None else argv)]
-    )
+    command = command_line("benchmarks.plan_seconds", argv)
     machine = describe_machine(torch.device("cpu"), "deepspeed")
     seconds = measure(given.rounds, LLAMA_70B)
-    on = ", ".join(f"{name} {value}" for name, value in machine.items())
+    on = machine_in_words(machine)
     told = f"{table(seconds)}\n\n`{command}`; Llama, 70 billion parameters, 16 devices; {on}"
     print(told)
     if given.docs is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.big_state import config, on_ranks, step
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 from benchmarks.zero_memory import Sampler, anonymous, file_backed, trim
 from portable.backend import backend_room
@@ -206,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--moves", type=int, nargs="+", choices=range(len(MOVES)), default=range(len(MOVES)))
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
     given = parser.parse_args(argv)
-    command = shlex.join(["python", "-m", "benchmarks.resume", *(sys.argv[1:] if argv is None else argv)])
+    command = command_line("benchmarks.resume", argv)
     machine = describe_machine(torch.device("cpu"), "deepspeed")
     size = given.hidden, given.layers
     measured = []
@@ -221,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured.append((move, on_ranks(read, reader, *arguments, ranks=readers)[0]))
             print(table(measured[-1:]).splitlines()[-1], file=sys.stderr)
     sizes = ", ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in written.items())
-    said = f"{time.strftime('%Y-%m-%d')}, `{command}`; " + ", ".join(f"{k} {v}" for k, v in machine.items())
+    said = f"{time.strftime('%Y-%m-%d')}, `{command}`; " + machine_in_words(machine)
     told = f"Checkpoints: {sizes}.\n\n{table(measured)}\n\n{said}"
     print(told)
     if given.docs is not None:

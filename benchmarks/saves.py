@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import statistics
 import sys
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.big_state import RANKS, config, on_ranks, step
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 from portable.backend import backend_room
 from portable.checkpointing import CheckpointFolder
@@ -202,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the tables into this page as well")
     given = parser.parse_args(argv)
-    command = shlex.join(["python", "-m", "benchmarks.saves", *(sys.argv[1:] if argv is None else argv)])
+    command = command_line("benchmarks.saves", argv)
     machine = describe_machine(torch.device("cpu"), "deepspeed", "torch_xla")
     told = []
     for strategy in given.strategy:
@@ -211,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{RANKS} devices" if strategy == "xla" else f"{RANKS} ranks"
         told.append(f"`{strategy}`, {where}, {total / 1e6:.0f} MB together:\n\n{table(seconds)}")
         print(told[-1] + "\n", flush=True)
-    said = f"{time.strftime('%Y-%m-%d')}, `{command}`; " + ", ".join(f"{k} {v}" for k, v in machine.items())
+    said = f"{time.strftime('%Y-%m-%d')}, `{command}`; " + machine_in_words(machine)
     print(said)
     if given.docs is not None:
         put_into(given.docs, "\n" + "\n\n".join([*told, said]) + "\n", BEGIN, END)

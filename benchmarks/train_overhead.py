@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from benchmarks.loops import (
     cross_entropy,
     take_turns,
 )
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine
 from portable.backend import Backend, backend_room, resolve_backend
 from portable.config import RunConfig, load_config
 from portable.run import Prepared, resolve
@@ -301,9 +300,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, path = parse(argv)
-    command = shlex.join(
-        ["python", "-m", "benchmarks.train_overhead", *(sys.argv[1:] if argv is None else argv)]
-    )
+    command = command_line("benchmarks.train_overhead", argv)
     machine = describe_machine(create_backend(options.backend).device)
     print(f"$ {command}")
     print("\n".join(f"{name:<13} {value}" for name, value in machine.items()))

@@ -12,7 +12,6 @@ import copy
 import gc
 import json
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,7 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 import torch
 from torch.nn import functional
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.loop import train_step
@@ -222,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--depths", type=int, nargs="*", default=[2, 4, 8, 16], metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure as well")
     given = parser.parse_args(argv)
-    command = shlex.join(["python", "-m", "benchmarks.xla", *(sys.argv[1:] if argv is None else argv)])
+    command = command_line("benchmarks.xla", argv)
     machine = describe_machine(torch.device("cpu"))
     print(f"$ {command}")
     print("\n".join(f"{name:<13} {value}" for name, value in machine.items()))

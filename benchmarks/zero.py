@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -34,7 +33,7 @@ from benchmarks.loops import (
     cross_entropy,
     take_turns,
 )
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine
 from benchmarks.train_overhead import (
     CLOCKS,
     SMALL_MODEL,
@@ -295,7 +294,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, path = parse(argv)
-    command = shlex.join(["python", "-m", "benchmarks.zero", *(sys.argv[1:] if argv is None else argv)])
+    command = command_line("benchmarks.zero", argv)
     machine = describe_machine(create_backend(options.backend).device, "deepspeed")
     print(f"$ {command}")
     print("\n".join(f"{name:<13} {value}" for name, value in machine.items()))

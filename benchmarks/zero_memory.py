@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import resource
-import shlex
 import sys
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("USE_TORCH_XLA", "0")
 
 from benchmarks.big_state import llama, write_text
+from benchmarks.machine import command_line
 from benchmarks.pages import put_into
 from portable.backend import backend_room
 from portable.checkpointing import CheckpointFolder
@@ -234,9 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
     given = parser.parse_args(argv)
-    command = shlex.join(
-        ["python", "-m", "benchmarks.zero_memory", *(sys.argv[1:] if argv is None else argv)]
-    )
+    command = command_line("benchmarks.zero_memory", argv)
     measured = []
     for strategy in given.strategy:
         for offload in (False, True):
