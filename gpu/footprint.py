@@ -267,8 +267,9 @@ class _Zero:
     @cached_property
     def _groups(self) -> list[list[Weight]]:
         """The optimizer's groups of parameters; see :func:`portable.optim.parameter_groups`."""
-        groups = [[w for w in self._trained if (len(w.shape) >= 2) is matrices] for matrices in (True, False)]
-        return [group for group in groups if group]
+        matrices = [w for w in self._trained if len(w.shape) >= 2]
+        others = [w for w in self._trained if len(w.shape) < 2]
+        return [group for group in (matrices, others) if group]
 
     @cached_property
     def _flat_row(self) -> int:

@@ -105,7 +105,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     device = machine.device
     replicated = config.strategy == "no_shard" and machine.world_size > 1
     # Asked before anything is wrapped. DDP looks for what gets no gradient in each backward pass, if it must.
-    all_count = every_parameter_counts(model) if replicated else True
+    all_count = not replicated or every_parameter_counts(model)
     checkpoint_activations(model, config.memory.activation_checkpointing)
     compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]

@@ -15,7 +15,6 @@ from portable.metrics import human_bytes, human_count, table
 from portable.places import place_of, storage_errors
 from portable.plan import parameter_count, total_steps
 from portable.planner.here import memory_rows, planner_here
-from portable.planner.subject import inspect
 from portable.resume_info import describe
 from portable.run import plan_for, ranks_in_words, resolve, tokenizer_hints
 from portable.run_folder import check_same_run, checkpoint_of, checkpoints_of, exists, resume_source
@@ -47,7 +46,9 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     plan = plan_for(config, backend, ranks)
     devices = ranks_in_words(plan.world_size, backend.devices_per_rank)
     rows = _plan_rows(config, model, data, plan, devices, checkpoints_of(folder))
-    rows += memory_rows(planner_here(config, model, backend, ranks))
+    planner = planner_here(config, model, backend, ranks)
+    rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
+    rows += memory_rows(planner)
     print(dump_yaml(config))
     print("# What this run will do")
     print(table(rows))
@@ -85,7 +86,6 @@ def _plan_rows(
         ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),
         ("start", f"resume from {source}" if source is not None else "step 0"),
         *begun,
-        ("a checkpoint", human_bytes(inspect(model).checkpoint_bytes(config.train))),
     ]
 
 
