@@ -25,9 +25,7 @@ def checks(arguments: list[str]) -> list[Check]:
     """The checks in order, quick ones first, each as a heading and a command of this Python."""
     fast = ["-m", "not slow"] if "--fast" in arguments else []
     rest = [argument for argument in arguments if argument != "--fast"]
-    # Ahead of the tests, whose limits on time are not made for compilers; not for a few that are named.
     named = any(not argument.startswith("-") for argument in rest)
-    build = [] if named else [("deepspeed's ops", ["-m", "tests.deepspeed_ops"])]
     alone = named or any(argument.startswith(("-n", "-s", "--pdb")) for argument in rest)
     spread = [] if alone else [f"-n{processes()}", "--dist=loadfile"]
     return [
@@ -36,7 +34,6 @@ def checks(arguments: list[str]) -> list[Check]:
         ("mypy", ["-m", "mypy"]),
         ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as main; main()"]),
         ("reference", ["-m", "portable.config.reference", "--check"]),
-        *build,
         ("pytest", ["-m", "pytest", *fast, *spread, *rest]),
     ]
 

@@ -3,17 +3,24 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 # Before anything imports transformers or accelerate, which would otherwise start torch_xla.
 os.environ.setdefault("USE_TORCH_XLA", "0")
+# Tests share the cores already: threads of theirs would only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from tests import ops
+from tests.durations import Durations, starting
 from tests.object_store import ObjectStore
 from tests.ranks import PRELOADED, RankPool
 from tests.runs import write_corpus
@@ -21,10 +28,51 @@ from tests.xla import XlaPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+ops.prepare_environment()
+ROOT = Path(__file__).resolve().parents[1]
 
 # Here, so that whoever starts the server first, ranks are forks of it.
 multiprocessing.set_forkserver_preload(list(PRELOADED))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="also the tests marked exhaustive, which others imply",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(getattr(config, "workeroutput", None)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the ops of DeepSpeed that tests will wait for, beside the tests before them."""
+    wanted = {mark.args[0] for item in session.items for mark in item.iter_markers("ops")}
+    worker = getattr(session.config, "workerinput", {"workerid": "gw0"})["workerid"]
+    if wanted and worker == "gw0" and not session.config.getoption("collectonly"):
+        command = [sys.executable, "-m", "tests.ops", *sorted(wanted)]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # a fixture reports what fails
+        builder = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **quiet)
+        session.config.add_cleanup(lambda: builder.poll() is None and os.killpg(builder.pid, signal.SIGKILL))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("ops"):
+        pytest.importorskip("deepspeed")
+        if mark.args[0] == "async_io" and not ops.libaio():
+            pytest.skip("the system has no libaio")
+        with starting(f"DeepSpeed's {mark.args[0]}"):
+            ops.build(mark.args[0])
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +103,8 @@ def object_store() -> Iterator[ObjectStore]:
     """A real S3 server behind a proxy that counts and fails; tests take `s3`."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto")
-    store = ObjectStore()
+    with starting("object store"):
+        store = ObjectStore()
     yield store
     store.close()
 

@@ -7,6 +7,7 @@ groups, whose threads wake a hundred times a second.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -16,6 +17,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import Mock
+
+from tests.durations import starting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +57,8 @@ def serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     # Half of the time of a short run: looking for garbage among all that was imported, and a picture.
-    run.gc, run.plot_loss = Mock(), Mock(return_value=None)  # type: ignore[attr-defined]
+    gc.freeze()
+    run.plot_loss = Mock(return_value=None)
     while True:
         try:
             task = connection.recv()
@@ -93,7 +97,8 @@ class RankPool:
             RankError: with the traceback of the first rank that failed.
         """
         if not self._ranks:
-            self._start()
+            with starting("ranks"):
+                self._start()
         port = free_port()
         waiting: dict[Connection, int] = {}
         for rank, (connection, _) in enumerate(self._ranks[:world_size]):

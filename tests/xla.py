@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from typing import TYPE_CHECKING, Any
 
+from tests.durations import starting
 from tests.ranks import RankError, serve
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class XlaPool:
             RankError: with its traceback.
         """
         if devices not in self._workers:
-            self._workers[devices] = self._start()
+            with starting(f"XLA on {devices} devices"):
+                self._workers[devices] = self._start()
         connection, _ = self._workers[devices]
         environment = {**self._environment, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
         connection.send((environment, function, arguments))

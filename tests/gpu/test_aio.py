@@ -16,7 +16,6 @@ from gpu import aio, nvme, zero_runtime
 from gpu.aio import CHOICES, DEFAULT, Aio, Trial, search
 from gpu.deepspeed_json import read
 from portable.config import load_config
-from tests.deepspeed_ops import require_async_io
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,8 +73,8 @@ def measured(folder: Path) -> list[Trial]:
     return aio.tune(folder, seconds=1.0, size=64 << 20)
 
 
+@pytest.mark.ops("async_io")
 def test_the_disk_at_hand(tmp_path: Path, ranks: RankPool) -> None:
-    require_async_io()
     trials = ranks.run(1, measured, tmp_path)
     assert len(trials) >= 2
     assert all(0 < trial.write_rate < 1000 and 0 < trial.read_rate < 1000 for trial in trials)
@@ -124,8 +123,8 @@ def with_a_lock(folder: Path) -> str:
     return said.read_text()
 
 
+@pytest.mark.ops("async_io")
 def test_a_build_that_was_killed_is_told_of(tmp_path: Path, ranks: RankPool) -> None:
-    require_async_io()
     told = ranks.run(1, with_a_lock, tmp_path)
     assert str(tmp_path / "lock") in told
     assert told.count("\n") == 1

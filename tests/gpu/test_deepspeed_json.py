@@ -16,7 +16,6 @@ from portable.backend import backend_room
 from portable.errors import UserError
 from portable.plan import plan_batches
 from portable.run import resolve, train_leg
-from tests.deepspeed_ops import require_async_io, require_cpu_adam
 from tests.gpu.test_parity import assert_close
 from tests.gpu.test_zero import zero_losses
 from tests.gpu.test_zero_checkpoints import leg, losses
@@ -171,11 +170,9 @@ def from_guide(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("zero2", "nvme") else pytest.param(name, marks=pytest.mark.slow) for name in GUIDE],
+    [pytest.param(name, marks=pytest.mark.ops("async_io") if name == "nvme" else ()) for name in GUIDE],
 )
 def test_the_guides_files_train(name: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    if name == "nvme":
-        require_async_io()
     document = from_guide(name, tmp_path)
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(document))
@@ -218,19 +215,19 @@ def forced_losses(config: RunConfig) -> Any:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.slow
+@pytest.mark.ops("cpu_adam")
 def test_deepspeeds_cpu_optimizer_where_it_is_asked_for(
     stage: int, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    require_cpu_adam()
     plain = ranks.run(1, zero_losses, configured(tmp_path, corpus, strategy="no_shard"))
     assert_close(ranks.run(2, forced_losses, forced(tmp_path, corpus, stage)), plain, 1e-5)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.ops("cpu_adam")
 def test_deepspeeds_cpu_optimizer_resumes_and_moves(
     stage: int, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    require_cpu_adam()
     whole, run, moved = tmp_path / "whole", tmp_path / "run", tmp_path / "moved"
     for folder, stop in ((whole, None), (run, 5), (run, None), (moved, 5)):
         assert ranks.run(2, forced_leg, folder, corpus, stage, stop) == 0

@@ -17,7 +17,6 @@ from portable.loop import train_step
 from portable.planner.footprint import Cluster, Setting
 from portable.planner.subject import inspect
 from portable.run import Prepared, resolve
-from tests.deepspeed_ops import require_async_io
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -276,10 +275,10 @@ def test_what_zero_offloads_is_on_the_host(
     ],
     ids=["optimizer", "parameters", "both", "both, in parts"],
 )
+@pytest.mark.ops("async_io")
 def test_what_zero_swaps_is_on_the_disk(
     settings: dict[str, Any], zero: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    require_async_io()
     config = config_for(
         tmp_path,
         corpus,

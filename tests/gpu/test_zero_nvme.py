@@ -11,7 +11,6 @@ pytest.importorskip("deepspeed")
 
 from gpu import nvme
 from portable.errors import UserError
-from tests.deepspeed_ops import require_async_io
 from tests.gpu.test_zero_checkpoints import leg, losses, weights
 from tests.runs import TINY_MODEL, configured
 
@@ -40,10 +39,10 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory, corpus: Path, ranks: Ran
 
 
 @pytest.mark.parametrize("what", ["optimizer", "optimizer and parameters"])
+@pytest.mark.ops("async_io")
 def test_trains_and_goes_on(
     what: str, in_memory: Path, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    require_async_io()
     settings: dict[str, Any] = {"model__config": MODEL, "memory__nvme_path": str(tmp_path)}
     if what == "optimizer":
         settings |= {"strategy": "zero3", "memory__offload_optimizer": "nvme"}
@@ -73,12 +72,12 @@ def refused(folder: Path, corpus: Path, path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ops("async_io")
 def test_a_disk_that_cannot_serve_is_refused(tmp_path: Path, corpus: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert "does not exist" in refused(tmp_path, corpus, tmp_path / "missing")
     assert "is not a folder" in refused(tmp_path, corpus, file)
-    require_async_io()
     assert "make room" in refused(tmp_path, corpus, tmp_path)
     if nvme.filesystem(Path("/dev/shm")) == "tmpfs":
         assert "lies in memory (tmpfs)" in refused(tmp_path, corpus, Path("/dev/shm"))

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.xla import XlaPool
 
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "quickstart")
+CONFIGS = [
+    pytest.param(path, id=path.stem, marks=pytest.mark.ops("async_io") if "nvme" in path.stem else ())
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    if path.stem != "quickstart"
+]
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 48,
@@ -100,24 +104,20 @@ SHORT: dict[str, Any] = {
 def require_what_it_needs(config: RunConfig) -> None:
     if config.strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
-    if config.memory.nvme_path is not None:
-        from tests.deepspeed_ops import require_async_io
-
-        require_async_io()
 
 
 def leg(config: RunConfig) -> int:
     return train_leg(config.backend, config)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS)
 def test_the_command_at_its_top_names_the_file(path: Path) -> None:
     head = path.read_text().split("\n\n")[0]
     assert f"configs/{path.name}" in head or "--config ..." in head
     assert head.startswith("# yaml-language-server: $schema=schema.json\n")
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS)
 def test_a_dry_run(
     path: Path,
     tmp_path: Path,
@@ -141,7 +141,7 @@ def test_a_dry_run(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS)
 def test_trains(
     path: Path,
     tmp_path: Path,
