@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -194,8 +195,19 @@ class TorchEngine:
 
     # -- weights and checkpoints -------------------------------------------------------------------------
 
+    def _state_tensors(self) -> Mapping[str, Tensor]:
+        """This rank's shards of parameters and buffers.
+
+        A forward without a backward, under ``shard_grad_op`` or in the root, leaves parameters unsharded, and
+        what holds their shards without storage.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return state_tensors(self.model)
+
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        for name, tensor in state_tensors(self.model).items():
+        for name, tensor in self._state_tensors().items():
             if name in weights:
                 _fill(tensor, weights[name])
         if self._host is not None:
@@ -213,7 +225,7 @@ class TorchEngine:
         self._scaling.load(checkpoint.root)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        state = {"model": state_tensors(self.model), "optim": self._optimizer_state()}
+        state = {"model": self._state_tensors(), "optim": self._optimizer_state()}
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._scaling.save(folder)
         return self._saver.save(state, folder, background=background)

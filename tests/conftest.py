@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from tests import ops
 from tests.durations import Durations, starting
+from tests.engines import Engines
 from tests.object_store import ObjectStore
 from tests.ranks import PRELOADED, RankPool
 from tests.runs import write_corpus
@@ -90,6 +91,12 @@ def xla() -> Iterator[XlaPool]:
     pool = XlaPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def engines(request: pytest.FixtureRequest) -> Engines:
+    """Where each engine lives."""
+    return Engines(request)
 
 
 @pytest.fixture(scope="session")

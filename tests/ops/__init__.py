@@ -1,8 +1,8 @@
 """DeepSpeed's C++ ops for the tests: built where a test that was asked for needs one, and kept.
 
 A test that needs one is marked ``@pytest.mark.ops("cpu_adam")`` or ``"async_io"``. Where such a test was
-collected, the session starts ``python -m tests.ops`` beside the tests at once, and the test waits for it. What
-is built is kept by the versions of torch, DeepSpeed and the compiler, in the user's cache or where
+collected, the session starts ``python -m tests.ops`` beside the tests at once, and the test waits for it.
+What is built is kept by the versions of torch, DeepSpeed and the compiler, in the user's cache or where
 ``TORCH_EXTENSIONS_DIR`` says.
 """
 

@@ -1,0 +1,50 @@
+"""Every engine, by the settings that choose it and the numbers of ranks or devices that it is tried on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.ranks import RankPool
+    from tests.xla import XlaPool
+
+
+class Kind(NamedTuple):
+    """What a person sets for an engine, and the world sizes to try; a run begins on the first."""
+
+    settings: dict[str, Any]
+    sizes: tuple[int, ...]
+
+
+OFFLOADED: dict[str, Any] = {"memory__offload_optimizer": "cpu"}
+ENGINES: dict[str, Kind] = {
+    "no_shard": Kind({"strategy": "no_shard"}, (2, 1, 3, 4)),
+    "full_shard": Kind({"strategy": "full_shard"}, (3, 2, 4, 1)),
+    "shard_grad_op": Kind({"strategy": "shard_grad_op"}, (4, 3, 1, 2)),
+    "hybrid_shard": Kind({"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}, (4, 2)),
+    "zero1": Kind({"strategy": "zero1"}, (3, 2, 1, 4)),
+    "zero1, offload": Kind({"strategy": "zero1", **OFFLOADED}, (1, 2, 4, 3)),
+    "zero2": Kind({"strategy": "zero2"}, (2, 3, 4, 1)),
+    "zero2, offload": Kind({"strategy": "zero2", **OFFLOADED}, (3, 1, 2, 4)),
+    "zero3": Kind({"strategy": "zero3"}, (3, 4, 2, 1)),
+    "zero3, offload": Kind({"strategy": "zero3", **OFFLOADED, "memory__offload_params": "cpu"}, (2, 4, 3, 1)),
+    "xla": Kind({"backend": "xla"}, (2, 4)),
+}
+
+
+class Engines:
+    """Runs functions where an engine lives: on ranks, or in the process that drives the XLA devices."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self._request = request
+
+    def run(self, name: str, size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a picklable ``function`` on ``size`` ranks or devices; returns what rank 0 returned."""
+        if name.startswith("zero"):
+            pytest.importorskip("deepspeed")
+        pool: RankPool | XlaPool = self._request.getfixturevalue("xla" if name == "xla" else "ranks")
+        return pool.run(size, function, *arguments)

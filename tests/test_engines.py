@@ -1,0 +1,220 @@
+"""The contract that every engine keeps, held against a loop in plain torch.
+
+One exercise a kind of engine: train on padded samples with accumulation, evaluate, generate, save, leave out
+an update that is not finite, and let everything go. Moving between engines is ``portable/test_moves.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from portable.backend import backend_room
+from portable.loop import evaluate, train_step
+from portable.run import Prepared, resolve
+from tests.engines import ENGINES, Engines
+from tests.gpu.test_parity import LONG, STEPS, plain_losses
+from tests.runs import configured
+from tests.views import assert_same_bits, assert_same_view, view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from portable.config import RunConfig
+
+COMMON: dict[str, Any] = {
+    "data__packing": False,
+    "train__micro_batch_size": 1,
+    "train__global_batch_size": 12,
+    "train__steps": STEPS,
+}
+LOSSES, VIEWS = 1e-5, 1e-3
+"""Relative tolerance of losses, and of what is stored, as a share of each tensor's largest element."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an exercise came to.
+
+    Attributes:
+        losses, norms: of each step.
+        evaluated: the loss on the held-out samples, after the last step.
+        continued: the tokens of a generated text, the prompt included.
+        skipped: updates left out, as the engine counts them, after one whose loss was not finite.
+        models: in this process before the exercise and after it.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    evaluated: float
+    continued: list[int]
+    skipped: int
+    models: tuple[int, int]
+
+
+def models_present() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), PreTrainedModel) for thing in gc.get_objects())
+
+
+def exercise(config: RunConfig, folder: Path) -> Seen:
+    """On a rank: train, and save into ``folder / "trained"`` and, after a bad loss, ``folder / "masked"``."""
+    before = models_present()
+    seen = _exercise(config, folder)
+    return Seen(*seen, models=(before, models_present()))
+
+
+def _exercise(config: RunConfig, folder: Path) -> tuple[list[float], list[float], float, list[int], int]:
+    backend = backend_room(config.backend).create(config.backend)
+    config = resolve(config, backend)
+    backend.start()
+    try:
+        run = Prepared(config, backend)
+        engine, _ = run.engine(None)
+        batches = iter(run.train_loader(0))
+        results = [
+            train_step(
+                backend,
+                engine,
+                batches,
+                plan=run.plan,
+                first_sample=step * run.plan.global_batch_size,
+                learning_rate=run.schedule(step),
+                max_grad_norm=1.0,
+            )
+            for step in range(config.train.steps)  # type: ignore[arg-type]
+        ]
+        losses = backend.read([result.loss for result in results])
+        norms = backend.read([result.grad_norm for result in results])
+        evaluated = evaluate(backend, engine, run.eval_batches())
+        prompt = torch.arange(8)[None]
+        continued = engine.generate(prompt, max_new_tokens=4, seed=0)[0].tolist()
+        save(engine, folder / "trained")
+        parts, valid = [], backend.total(run.plan.global_batch_size)
+        engine.model.get_input_embeddings().register_forward_hook(lambda *call: call[-1] * torch.nan)
+        for index in range(run.plan.accumulation_steps):
+            last = index == run.plan.accumulation_steps - 1
+            parts.append(engine.accumulate(backend.place(next(batches)), valid, last=last))
+        engine.update(run.schedule(1), 1.0, backend.sum(torch.stack(parts).sum()))
+        batches.close()
+        skipped = engine.health().skipped_updates
+        save(engine, folder / "masked")
+        return losses, norms, evaluated, continued, skipped
+    finally:
+        backend.stop()
+
+
+def save(engine: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    engine.save(folder, background=False).wait()
+
+
+@pytest.fixture(scope="module")
+def exercised(
+    engines: Engines, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Seen, Path]]:
+    """What a kind of engine did, once, and the folder that it saved into."""
+    done: dict[str, tuple[Seen, Path]] = {}
+
+    def of(name: str) -> tuple[Seen, Path]:
+        if name not in done:
+            folder = tmp_path_factory.mktemp("exercise")
+            config = configured(folder / "run", corpus, **COMMON, **ENGINES[name].settings)
+            done[name] = engines.run(name, ENGINES[name].sizes[0], exercise, config, folder), folder
+        return done[name]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def one(exercised: Callable[[str], tuple[Seen, Path]]) -> tuple[Seen, Path]:
+    """What the engine that is held against plain torch most closely did."""
+    return exercised("no_shard")
+
+
+@pytest.fixture(scope="module")
+def truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step in plain torch."""
+    return plain_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **COMMON))
+
+
+each = pytest.mark.parametrize("name", ENGINES)
+
+
+@each
+def test_trains_as_plain_torch_does(
+    name: str, exercised: Callable[[str], tuple[Seen, Path]], truth: list[tuple[float, float]]
+) -> None:
+    seen, _ = exercised(name)
+    assert seen.losses == pytest.approx([loss for loss, _ in truth], rel=LOSSES)
+    assert seen.norms == pytest.approx([norm for _, norm in truth], rel=1e-4)
+    assert seen.losses[-1] < seen.losses[0] - 0.3  # it is learning, so that equal losses mean equal updates
+
+
+@each
+def test_evaluates_and_generates(
+    name: str, exercised: Callable[[str], tuple[Seen, Path]], one: tuple[Seen, Path]
+) -> None:
+    seen, _ = exercised(name)
+    assert seen.evaluated == pytest.approx(one[0].evaluated, rel=LOSSES)
+    assert seen.continued[:8] == list(range(8)) and len(seen.continued) == 12
+    if name != "xla":  # which draws from a generator of its own
+        assert seen.continued == one[0].continued
+
+
+@each
+def test_saves_weights_and_optimizer(
+    name: str, exercised: Callable[[str], tuple[Seen, Path]], one: tuple[Seen, Path]
+) -> None:
+    _, folder = exercised(name)
+    ours = view(folder / "trained")
+    assert_same_view(ours, view(one[1] / "trained"), VIEWS)
+    assert {float(value) for key, value in ours.items() if key.endswith(".step")} == {float(STEPS)}
+
+
+@each
+def test_leaves_out_an_update_that_is_not_finite(
+    name: str, exercised: Callable[[str], tuple[Seen, Path]]
+) -> None:
+    seen, folder = exercised(name)
+    assert seen.skipped == 1
+    assert_same_bits(view(folder / "masked"), view(folder / "trained"))
+
+
+@each
+def test_lets_everything_go(name: str, exercised: Callable[[str], tuple[Seen, Path]]) -> None:
+    """Or a search for the micro-batch, and a notebook's second run, would have the less memory."""
+    before, after = exercised(name)[0].models
+    assert after == before
+
+
+# -- one long witness for each kind ------------------------------------------------------------------------
+
+LONG_RUN: dict[str, Any] = {"train__micro_batch_size": 3, "train__global_batch_size": 6, "train__steps": LONG}
+WITNESSES = ("no_shard", "full_shard", "zero1", "zero2", "zero3", "xla")
+
+
+@pytest.fixture(scope="module")
+def long_truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    config = configured(tmp_path_factory.mktemp("truth"), corpus, **LONG_RUN)
+    return [loss for loss, _ in plain_losses(config, LONG)]
+
+
+def long_losses(config: RunConfig) -> list[float]:
+    from tests.parity import take_steps
+
+    return take_steps(config, LONG).losses
+
+
+@pytest.mark.parametrize("name", WITNESSES)
+def test_thirty_steps(
+    name: str, long_truth: list[float], engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, corpus, **LONG_RUN, **ENGINES[name].settings)
+    assert engines.run(name, 2, long_losses, config) == pytest.approx(long_truth, rel=LOSSES)
