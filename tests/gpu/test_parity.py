@@ -1,4 +1,4 @@
-"""Losses against a hand-written loop, and across strategies, world sizes and micro-batch sizes."""
+"""Losses against a hand-written loop: micro-batches, optimizers, precisions. Engines: ``test_engines``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 STEPS = 6
-"""Enough to pass the warm-up and for every moment to count; each engine has one witness over LONG steps."""
+"""Enough to pass the warm-up and for every moment to count; each engine has a witness over LONG steps."""
 LONG = 30
 
 Losses = list[tuple[float, float]]
@@ -140,22 +140,6 @@ def test_micro_batches_do_not_change_the_loss(
     assert_close(our_losses(configured(tmp_path, corpus, **settings)), truth[packing], 1e-5)
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_do_not_change_the_loss(
-    world_size: int,
-    strategy: str,
-    packing: bool,
-    truth: Truth,
-    tmp_path: Path,
-    corpus: Path,
-    ranks: RankPool,
-) -> None:
-    config = configured(tmp_path, corpus, strategy=strategy, data__packing=packing, train__micro_batch_size=1)
-    assert_close(ranks.run(world_size, our_losses, config), truth[packing], 1e-5)
-
-
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 def test_a_parameter_without_a_gradient_is_no_obstacle(
     strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
@@ -178,15 +162,11 @@ def test_a_parameter_without_a_gradient_is_no_obstacle(
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_activation_checkpointing_does_not_change_the_loss(
-    kind: str,
-    truth: Truth,
-    tmp_path: Path,
-    corpus: Path,
-    ranks: RankPool,
+    kind: str, truth: Truth, tmp_path: Path, corpus: Path
 ) -> None:
+    """On one rank; on several, ``test_fsdp`` and ``test_zero``."""
     config = configured(tmp_path, corpus, memory__activation_checkpointing=kind, train__micro_batch_size=3)
     assert_close(our_losses(config), truth[True], 1e-5)
-    assert_close(ranks.run(2, our_losses, config), truth[True], 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
-"""A run moves from every strategy to every other and to other world sizes, real engines on both sides.
+"""A run moves from every engine to every other and to other world sizes, real engines on both sides.
 
-``PORTABLE_WRITE_DOCS=1`` has the tests write their table into ``docs/moving.md``.
+Every resume reads one logical checkpoint, so the pairs follow by composition: each engine writes what a
+reference holds, and each goes on from the reference at each world size. ``--all`` runs the pairs themselves.
+
+``PORTABLE_WRITE_DOCS=1`` has the tests write their tables into ``docs/moving.md``.
 """
 
 from __future__ import annotations
@@ -11,119 +14,150 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from portable.checkpointing import TrainerState
 from portable.metrics import read_metrics
 from portable.run import train_leg
+from tests.engines import ENGINES, Engines
 from tests.runs import configured
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("torch_xla")
+from tests.views import assert_same_view, view
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
-    from tests.xla import XlaPool
+    from collections.abc import Callable, Iterable
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
-MARKS = ("<!-- moves: begin -->\n", "<!-- moves: end -->\n")
 MOVES_AT, ENDS_AT = 3, 6  # steps
-TOLERANCE = 1e-5
-
-OFFLOADED: dict[str, Any] = {"memory__offload_optimizer": "cpu"}
-# What a person changes, and the world sizes to begin and go on with; a run begins on the first.
-ENGINES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "no_shard": ({"strategy": "no_shard"}, (2, 1, 3, 4)),
-    "full_shard": ({"strategy": "full_shard"}, (3, 2, 4, 1)),
-    "shard_grad_op": ({"strategy": "shard_grad_op"}, (4, 3, 1, 2)),
-    "hybrid_shard": ({"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}, (4, 2)),
-    "zero1": ({"strategy": "zero1"}, (3, 2, 1, 4)),
-    "zero1, offload": ({"strategy": "zero1", **OFFLOADED}, (1, 2, 4, 3)),
-    "zero2": ({"strategy": "zero2"}, (2, 3, 4, 1)),
-    "zero2, offload": ({"strategy": "zero2", **OFFLOADED}, (3, 1, 2, 4)),
-    "zero3": ({"strategy": "zero3"}, (3, 4, 2, 1)),
-    "zero3, offload": ({"strategy": "zero3", **OFFLOADED, "memory__offload_params": "cpu"}, (2, 4, 3, 1)),
-    "xla": ({"backend": "xla"}, (2, 4)),
-}
+GLOBAL_BATCH = 12
+LOSSES, VIEWS = 1e-5, 1e-3
+"""Relative tolerance of losses, and of what is stored, as a share of each tensor's largest element."""
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    common = {
+    common: dict[str, Any] = {
         "train__micro_batch_size": 1,
-        "train__global_batch_size": 12,
+        "train__global_batch_size": GLOBAL_BATCH,
+        "train__stop_after": ENDS_AT,
         "checkpoint__every_steps": MOVES_AT,
         "data__eval_fraction": 0,
     }
-    config = configured(folder, corpus, **common, **settings)
+    config = configured(folder, corpus, **{**common, **settings})
     return train_leg(config.backend, config)
 
 
 class Runner:
     """Runs an engine on a number of ranks or devices until :data:`ENDS_AT`."""
 
-    def __init__(self, corpus: Path, ranks: RankPool, xla: XlaPool) -> None:
+    def __init__(self, corpus: Path, engines: Engines) -> None:
         self._corpus = corpus
-        self._ranks = ranks
-        self._xla = xla
+        self._engines = engines
 
     def __call__(self, name: str, size: int, folder: Path) -> list[float]:
         """The losses of the steps after :data:`MOVES_AT`, on record in ``folder`` when it is done."""
-        settings = ENGINES[name][0] | {"train__stop_after": ENDS_AT}
-        pool = self._xla if name == "xla" else self._ranks
-        assert pool.run(size, leg, folder, self._corpus, settings) == 0
+        assert self._engines.run(name, size, leg, folder, self._corpus, ENGINES[name].settings) == 0
         rows = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
         return [rows[step] for step in range(MOVES_AT + 1, ENDS_AT + 1)]
 
 
 @pytest.fixture(scope="module")
-def runner(corpus: Path, ranks: RankPool, xla: XlaPool) -> Runner:
-    return Runner(corpus, ranks, xla)
+def runner(corpus: Path, engines: Engines) -> Runner:
+    return Runner(corpus, engines)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> list[float]:
-    """The losses on one rank that nothing interrupts."""
-    return runner("no_shard", 1, tmp_path_factory.mktemp("undisturbed") / "run")
+def reference(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> tuple[Path, list[float]]:
+    """A run on one rank as it stood at :data:`MOVES_AT`, and the losses with which it went on undisturbed."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    losses = runner("no_shard", 1, folder)
+    return back_to_the_move(folder), losses
 
 
-@pytest.fixture(scope="module")
-def table() -> dict[tuple[str, str], str]:
-    """What the moves that have been tried showed."""
-    return {}
+def back_to_the_move(folder: Path) -> Path:
+    """``folder`` as it was at :data:`MOVES_AT`, without metrics: all losses to come are the next leg's."""
+    shutil.rmtree(folder / "checkpoints" / f"step-{ENDS_AT:06d}")
+    (folder / "metrics.jsonl").unlink()
+    return folder
 
 
-@pytest.mark.parametrize("source", ENGINES)
-def test_from(
-    source: str, undisturbed: list[float], table: dict[tuple[str, str], str], tmp_path: Path, runner: Runner
+def stored(folder: Path) -> Path:
+    return folder / "checkpoints" / f"step-{MOVES_AT:06d}"
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_writes_what_the_reference_holds(
+    name: str, reference: tuple[Path, list[float]], tmp_path: Path, runner: Runner
 ) -> None:
-    begun = tmp_path / "begun"
-    size = ENGINES[source][1][0]
+    """And goes on from it on the same ranks as if nothing had interrupted it, bit for bit."""
+    begun, size = tmp_path / "begun", ENGINES[name].sizes[0]
+    alone = runner(name, size, begun)
+    assert alone == pytest.approx(reference[1], rel=LOSSES)
+    back_to_the_move(begun)
+    assert_same_view(view(stored(begun)), view(stored(reference[0])), VIEWS)
+    ours, theirs = (TrainerState.read(stored(folder)) for folder in (begun, reference[0]))
+    assert (ours.step, ours.samples, ours.data) == (MOVES_AT, MOVES_AT * GLOBAL_BATCH, theirs.data)
+    assert (ours.run, ours.schedule, ours.seed) == (theirs.run, theirs.schedule, theirs.seed)
+    if name.startswith("zero"):
+        counted = {"global_steps": MOVES_AT, "global_samples": MOVES_AT * GLOBAL_BATCH, "skipped_steps": 0}
+        for states in sorted(stored(begun).glob("*/*mp_rank_00_model_states.pt")):
+            state = torch.load(states, weights_only=False)
+            assert {key: state[key] for key in counted} == counted
+    assert runner(name, size, begun) == alone
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in ENGINES for size in ENGINES[name].sizes])
+def test_goes_on_from_the_reference(
+    name: str, size: int, reference: tuple[Path, list[float]], tmp_path: Path, runner: Runner
+) -> None:
+    folder = Path(shutil.copytree(reference[0], tmp_path / "run"))
+    assert runner(name, size, folder) == pytest.approx(reference[1], rel=LOSSES)
+
+
+def goes_on_with(source: str, target: str) -> int:
+    """The world size with which ``target`` goes on from where ``source`` stopped."""
+    if target == source:
+        return ENGINES[source].sizes[0]
+    sizes, names = ENGINES[target].sizes, list(ENGINES)
+    return sizes[(names.index(target) + names.index(source)) % len(sizes)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("source", ENGINES)
+def test_every_pair(source: str, reference: tuple[Path, list[float]], tmp_path: Path, runner: Runner) -> None:
+    begun, size = tmp_path / "begun", ENGINES[source].sizes[0]
     alone = runner(source, size, begun)
-    assert alone == pytest.approx(undisturbed, rel=TOLERANCE)
-    shutil.rmtree(begun / "checkpoints" / f"step-{ENDS_AT:06d}")
-    (begun / "metrics.jsonl").unlink()  # so that every loss below is of the leg after the move
-    for at, target in enumerate(ENGINES):
-        sizes = ENGINES[target][1]
-        goes_on = size if target == source else sizes[(at + list(ENGINES).index(source)) % len(sizes)]
-        folder = tmp_path / "goes on"
-        shutil.copytree(begun, folder)
-        losses = runner(target, goes_on, folder)
-        if target == source:
-            assert losses == alone, f"{source} on {size}"
-        else:
-            assert losses == pytest.approx(undisturbed, rel=TOLERANCE), f"to {target} on {goes_on}"
+    back_to_the_move(begun)
+    for target in ENGINES:
+        folder = Path(shutil.copytree(begun, tmp_path / "goes on"))
+        losses = runner(target, goes_on_with(source, target), folder)
+        expected = alone if target == source else pytest.approx(reference[1], rel=LOSSES)
+        assert losses == expected, f"from {source} on {size} to {target} on {goes_on_with(source, target)}"
         shutil.rmtree(folder)
-        table[source, target] = f"{size} → {goes_on}" + (" =" if target == source else "")
 
 
-def test_the_table_of_the_page(table: dict[tuple[str, str], str]) -> None:
-    if len(table) < len(ENGINES) ** 2:
-        pytest.skip("not all moves were tried")
-    head, rest = PAGE.read_text("utf-8").split(MARKS[0])
-    rows = ["| from \\ to |" + "".join(f" {name} |" for name in ENGINES), "|---|" + "---|" * len(ENGINES)]
-    rows += [
-        f"| **{source}** |" + "".join(f" {table[source, target]} |" for target in ENGINES)
-        for source in ENGINES
-    ]
-    page = head + MARKS[0] + "\n".join(rows) + "\n" + MARKS[1] + rest.split(MARKS[1])[1]
+def composed() -> Iterable[str]:
+    """What is run each time."""
+    yield "| engine | writes the reference, and goes on bit for bit, on | goes on from the reference on |"
+    yield "|---|---|---|"
+    for name, (_, sizes) in ENGINES.items():
+        yield f"| **{name}** | {sizes[0]} | {', '.join(map(str, sorted(sizes)))} |"
+
+
+def pairs() -> Iterable[str]:
+    """What ``--all`` runs."""
+    yield "| from \\ to |" + "".join(f" {name} |" for name in ENGINES)
+    yield "|---|" + "---|" * len(ENGINES)
+    for source in ENGINES:
+        begun = ENGINES[source].sizes[0]
+        cells = [f"{begun} → {goes_on_with(source, target)}" for target in ENGINES]
+        cells[list(ENGINES).index(source)] += " ="
+        yield f"| **{source}** | " + " | ".join(cells) + " |"
+
+
+@pytest.mark.parametrize(("name", "rows"), [("composed", composed), ("moves", pairs)])
+def test_the_tables_of_the_page(name: str, rows: Callable[[], Iterable[str]]) -> None:
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    head, rest = PAGE.read_text("utf-8").split(begin)
+    page = head + begin + "".join(f"{row}\n" for row in rows()) + end + rest.split(end)[1]
     if os.environ.get("PORTABLE_WRITE_DOCS") == "1":
         PAGE.write_text(page, "utf-8")
     assert PAGE.read_text("utf-8") == page
