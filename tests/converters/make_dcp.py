@@ -1,18 +1,18 @@
 """Write DCP checkpoints with torch itself, under real FSDP2 and DDP, beside the values they must hold.
 
-Run as `python make_dcp.py OUT`. Ranks are forked from one process that has imported torch once, so that
-several process groups cost seconds. Each checkpoint folder lies beside `<name>.ref.pt`: `{"model": ...,
-"optim": {name: {...}}, "groups": ...}` with full tensors.
+Ranks are forked from one process that has imported torch, so that several process groups cost seconds.
+Each checkpoint folder lies beside `<name>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}`
+with full tensors.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
-import sys
 import traceback
 import warnings
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 
 class Odd(nn.Module):
@@ -149,32 +150,33 @@ def launch(world: int, out: Path, body: Callable[[int, int, Path], None]) -> Non
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    in_forks([partial(_rank, rank, world, port, out, body) for rank in range(world)])
+
+
+def in_forks(calls: Sequence[Callable[[], None]]) -> None:
+    """Make each of `calls` in a fork of its own, all at once; RuntimeError if one fails."""
+    gc.freeze()  # looking for garbage among all that was imported would take longer than the rest
     children = []
-    for rank in range(world):
+    for call in calls:
         pid = os.fork()
         if pid == 0:
             code = 0
             try:
-                _rank(rank, world, port, out, body)
+                call()
             except BaseException:
                 traceback.print_exc()
                 code = 1
             os._exit(code)
         children.append(pid)
     if any(os.waitpid(pid, 0)[1] for pid in children):
-        raise RuntimeError(f"a rank of {body.__name__} on {world} failed")
+        raise RuntimeError(f"one of {len(children)} processes failed")
 
 
-def main() -> None:
-    """Write everything under the folder given."""
+def main(out: Path) -> None:
+    """Write everything under `out`."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # before the forks: OpenMP's threads do not survive them
-    out = Path(sys.argv[1])
     trained(1, "plain")  # the optimizer's first use imports a great deal: once here, not once a rank
     for world in (1, 2, 3):
         launch(world, out, writers)
     launch(4, out, grid)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,35 +1,28 @@
 """Write DeepSpeed checkpoints with DeepSpeed itself, on CPU with gloo, beside the values they must hold.
 
-Run as `python -m tests.converters.make_deepspeed OUT`. Ranks are forked from one process that has imported
-DeepSpeed once. Each checkpoint folder lies beside `<name>.<step>.ref.pt`: `{"model": ..., "optim": {name:
-{...}}, "groups": ...}` with full tensors, gathered from the live run through DeepSpeed's own accessors.
+Ranks are forked from one process that has imported DeepSpeed. Each checkpoint folder lies beside
+`<name>.<step>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}` with full tensors, gathered
+from the live run through DeepSpeed's own accessors.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
-from pathlib import Path
-from typing import Any
-
-os.environ |= {"DS_ACCELERATOR": "cpu", "USE_TORCH_XLA": "0", "TQDM_DISABLE": "1"}
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-# DeepSpeed compiles a function at its import, which costs ten seconds of imports of its own.
-torch.compile = lambda function=None, **_: function or (lambda inner: inner)  # type: ignore[assignment]
+from gpu.zero_runtime import import_deepspeed
+from tests.converters.make_dcp import launch
 
-import deepspeed  # noqa: E402
-from deepspeed.utils import (  # noqa: E402
-    logger,
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-)
+if TYPE_CHECKING:
+    from pathlib import Path
 
-from tests.converters.make_dcp import launch  # noqa: E402
+os.environ |= {"USE_TORCH_XLA": "0", "TQDM_DISABLE": "1"}
+deepspeed = import_deepspeed("cpu")
 
 FP32_ACCUMULATION = {"grad_accum_dtype": "fp32"}
 ODD = {"lr": 1e-2, "betas": [0.8, 0.95], "weight_decay": 0.1}
@@ -162,9 +155,9 @@ def gather(engine: Any, stage: int) -> dict[str, Any]:
             weights[name] = parameter.detach().clone()
             optim[name] = by_address(engine.optimizer, parameter)
         else:
-            weights[name] = safe_get_full_fp32_param(parameter).clone()
+            weights[name] = deepspeed.utils.safe_get_full_fp32_param(parameter).clone()
             optim[name] = {
-                key: safe_get_full_optimizer_state(parameter, key).clone()
+                key: deepspeed.utils.safe_get_full_optimizer_state(parameter, key).clone()
                 for key in ("exp_avg", "exp_avg_sq")
             }
             if stage < 3:
@@ -239,36 +232,6 @@ def four_ranks(rank: int, world: int, out: Path) -> None:
     train(out, "zero3-4", 3, split=True, zero_optimization={"sub_group_size": 100})
     train(out, "fp32-accumulation-4", 1, "bf16", data_types=FP32_ACCUMULATION)
     train(out, "hpz-4", 3, "bf16", zero_optimization={"zero_hpz_partition_size": 2})
-
-
-class Bulky(Odd):
-    """DeepSpeed takes sub-groups of 1 MiB a rank and more to NVMe, and keeps the smaller ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bulk = nn.Linear(1, 600_001, bias=False)
-        self.more = nn.Linear(6, 100_003)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed_tokens(tokens)
-        wide: torch.Tensor = self.bulk(self.narrow(hidden)).float().mean() + self.more(hidden).float().mean()
-        return wide + super().forward(tokens)
-
-
-def on_nvme(rank: int, world: int, out: Path) -> None:
-    """Masters and moments in swap files; needs libaio and a compiler."""
-    start(rank, world)
-    swap = {"device": "nvme", "nvme_path": str(out / "nvme"), "buffer_count": 4, "pin_memory": False}
-    train(
-        out,
-        "nvme-2",
-        3,
-        "bf16",
-        split=True,
-        model=Bulky(),
-        zero_optimization={"offload_optimizer": swap, "sub_group_size": 650_000},
-        zero_force_ds_cpu_optimizer=False,
-    )
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -353,25 +316,19 @@ def accelerate(rank: int, world: int, out: Path) -> None:
         torch.save(reference, out / "accelerate.1.ref.pt")
 
 
-def main() -> None:
-    """Write everything under the folder given."""
-    logger.setLevel(logging.ERROR)
+def prepare() -> None:
+    """Import and look up what ranks would on the way: once, not once a rank."""
     torch.set_num_threads(1)
-    torch.optim.AdamW(
-        [torch.zeros(1, requires_grad=True)]
-    ).step()  # imports a great deal: once, not once a rank
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - likewise
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
+    for name in ("accelerate", "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.trainer"):
+        import_module(name)
+    assert deepspeed.ops.__compatible_ops__  # it asks for compilers
 
-    out = Path(sys.argv[1])
+
+def main(out: Path) -> None:
+    """Write everything under `out`."""
+    prepare()
     for world, body in enumerate((one_rank, two_ranks, three_ranks, four_ranks), 1):
-        if len(sys.argv) < 3 or str(world) in sys.argv[2]:
-            launch(world, out, body)
-    if len(sys.argv) < 3 or "w" in sys.argv[2]:
-        launch(2, out, accelerate)
-        launch(2, out, trainer)
-    if "n" in sys.argv[2:]:
-        launch(2, out, on_nvme)
-
-
-if __name__ == "__main__":
-    main()
+        launch(world, out, body)
+    launch(2, out, accelerate)
+    launch(2, out, trainer)

@@ -1,6 +1,6 @@
 """Write DeepSpeed universal checkpoints: real runs on CPU, put through DeepSpeed's own `ds_to_universal`.
 
-Run as `python -m tests.converters.make_universal OUT`. Each `<name>/global_step2_universal` lies beside
+Each `<name>/global_step2_universal` lies beside
 `<name>.2.ref.pt`, as `make_deepspeed.py` gathers it from the live run.
 """
 
@@ -9,17 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import logging
-import sys
-from pathlib import Path
-
-import torch
-import torch._dynamo  # by AdamW's first step, so once before the forks
+from typing import TYPE_CHECKING
 
 from tests.converters.make_dcp import launch
-from tests.converters.make_deepspeed import start, train  # sets the environment first
+from tests.converters.make_deepspeed import prepare, start, train
 
 from deepspeed.checkpoint import ds_to_universal  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def three_ranks(rank: int, world: int, out: Path) -> None:
@@ -30,11 +28,9 @@ def three_ranks(rank: int, world: int, out: Path) -> None:
     train(out, "zero3-bf16-3", 3, "bf16", split=True, zero_optimization={"sub_group_size": 100})
 
 
-def main() -> None:
-    """Write everything under the folder given."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    out = Path(sys.argv[1])
+def main(out: Path) -> None:
+    """Write everything under `out`."""
+    prepare()
     launch(3, out, three_ranks)
     for run in sorted(path for path in out.iterdir() if path.is_dir()):
         told = argparse.Namespace(
@@ -48,7 +44,3 @@ def main() -> None:
         )
         with contextlib.redirect_stdout(io.StringIO()):
             ds_to_universal.main(told)
-
-
-if __name__ == "__main__":
-    main()

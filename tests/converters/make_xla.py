@@ -1,8 +1,8 @@
 """Write PyTorch/XLA FSDP v1 shard files and SPMD checkpoints with torch_xla itself, beside their values.
 
-Run as `python make_xla.py OUT fsdp` and, in a process of its own, `python make_xla.py OUT spmd`. torch_xla
-trains several FSDP v1 ranks only on a TPU, but one process can build each rank's model in turn, step its
-optimizer on made-up gradients, and save its file. SPMD is one process over virtual devices.
+torch_xla trains several FSDP v1 ranks only on a TPU, but one process can build each rank's model in turn,
+step its optimizer on made-up gradients, and save its file. SPMD is one process over virtual devices, and
+another one: torch_xla cannot do both.
 Each checkpoint lies beside `<name>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}`, put
 together from the live shards; `peer` holds what torch_xla's own consolidation makes of the files.
 """
@@ -10,9 +10,9 @@ together from the live shards; `peer` holds what torch_xla's own consolidation m
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_model_checkpoints
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+from tests.converters.make_dcp import in_forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -322,15 +324,19 @@ def wrapped_spmd(module: nn.Module, mesh: Any) -> nn.Module:
     return made
 
 
-def main() -> None:
-    """Write everything under the folder given."""
+def main(out: Path) -> None:
+    """Write everything under `out`."""
     warnings.simplefilter("ignore")
-    out = Path(sys.argv[1])
-    if sys.argv[2] == "spmd":
-        xr.use_spmd()
-        spmd(out, "spmd", primed=False)
-        spmd(out, "spmd-primed", primed=True)
-        return
+    in_forks([partial(all_spmd, out), partial(all_fsdp, out)])
+
+
+def all_spmd(out: Path) -> None:
+    xr.use_spmd()
+    spmd(out, "spmd", primed=False)
+    spmd(out, "spmd-primed", primed=True)
+
+
+def all_fsdp(out: Path) -> None:
     flat: dict[str, Any] = {"flatten_parameters": True}
     half: dict[str, Any] = {"compute_dtype": torch.bfloat16}
     runs = {
@@ -345,7 +351,3 @@ def main() -> None:
     for name, run in runs.items():
         write(out, name, run)
     llama(out)
-
-
-if __name__ == "__main__":
-    main()

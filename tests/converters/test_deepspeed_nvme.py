@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import assert_model
+from tests.converters.making import written_by
 from tests.converters.test_deepspeed import assert_moments
 from tests.converters.test_mutations import everything
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytest.importorskip("deepspeed")
 
@@ -28,19 +29,11 @@ def load(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def offloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of DeepSpeed's own; it compiles its asynchronous I/O once, which takes minutes."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible():
-        pytest.skip("libaio or a compiler is not installed")
-    out = tmp_path_factory.mktemp("nvme")
-    command = [sys.executable, "-m", "tests.converters.make_deepspeed", str(out), "n"]
-    made = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
-    assert made.returncode == 0, made.stderr[-4000:]
-    return out
+    """A run of DeepSpeed's own."""
+    return written_by("make_nvme", tmp_path_factory)
 
 
-@pytest.mark.slow
+@pytest.mark.ops("async_io")
 def test_bit_for_bit_with_the_live_run(offloaded: Path) -> None:
     step = offloaded / "nvme-2" / "global_step2"
     swapped = {path.name for path in (step / "offloaded_tensors" / "rank01").iterdir()}

@@ -31,6 +31,6 @@ def test_fuzz(tmp_path: Path) -> None:
     fuzz(tmp_path, examples=150, seconds=240)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fuzz_for_long(tmp_path: Path) -> None:
     fuzz(tmp_path, examples=5000, seconds=1800)

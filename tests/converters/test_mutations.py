@@ -115,7 +115,7 @@ def test_flips(damaged: Damaged) -> None:
     flips(damaged, QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_flips(damaged: Damaged) -> None:
     flips(damaged, LONG)
 

@@ -212,7 +212,7 @@ def test_work_grows_linearly(tmp_path: Path, calls: Counter[str], kind: str) -> 
     grows_linearly(tmp_path, calls, *GROWING[kind], functions=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", THOUSANDS)
 def test_thousands_of_ranks(tmp_path: Path, calls: Counter[str], kind: str) -> None:
     grows_linearly(tmp_path, calls, *THOUSANDS[kind])

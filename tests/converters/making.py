@@ -1,0 +1,50 @@
+"""Samples that a `make_*.py` writes: once a run, in a fork of the process that has imported torch."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+
+from tests.durations import starting
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def written_by(maker: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `main(folder)` of the module `tests.converters.<maker>` fills.
+
+    All workers of a run share it, so no test may change what is there.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    out, done, log = (base / f"{maker}{suffix}" for suffix in ("", ".done", ".log"))
+    with FileLock(f"{out}.lock"):
+        if not done.exists():
+            shutil.rmtree(out, ignore_errors=True)  # what a worker left that was killed
+            out.mkdir()
+            with starting(maker):
+                context = multiprocessing.get_context("forkserver")
+                process = context.Process(target=write, args=(f"tests.converters.{maker}", out, log))
+                process.start()
+                process.join()
+            assert process.exitcode == 0, log.read_text(errors="replace")[-4000:]
+            done.touch()
+    return out
+
+
+def write(module: str, out: Path, log: Path) -> None:
+    """Call the module's `main`; what it and its forks say goes to `log`."""
+    with log.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        importlib.import_module(module).main(out)
