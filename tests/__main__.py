@@ -1,16 +1,22 @@
-"""Every check of the project: ``python -m tests [--fast] [pytest arguments]``.
+"""Every check of the project: ``python -m tests [--fast | --all] [pytest arguments]``.
 
-``--fast`` leaves out the tests marked slow. Several processes share the tests, file by file; ``-n1`` or tests
-that are named run in one. The exit code is 0 only where every check passed.
+``--fast`` leaves out the tests marked slow. ``--all`` adds those marked exhaustive, which the others imply.
+The static checks run beside the tests. Several processes share the tests; ``-n0`` or tests that are named run
+in one. ``.durations.json`` records where the time went. The exit code is 0 only where every check passed.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+
+from tests import durations
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -18,52 +24,93 @@ MOST = 8
 NEEDED = 5 << 30
 """Bytes of memory for each process that runs tests, with the ranks that it keeps."""
 
-Check = tuple[str, list[str]]
+STATIC: dict[str, list[str]] = {
+    "ruff check": ["-m", "ruff", "check"],
+    "ruff format": ["-m", "ruff", "format", "--check"],
+    "import-linter": ["-c", "from importlinter.cli import lint_imports_command as main; main()"],
+    "reference": ["-m", "portable.config.reference", "--check"],
+    "mypy": ["-m", "mypy"],
+}
+"""The quick ones first, each as what follows this Python."""
 
 
-def checks(arguments: list[str]) -> list[Check]:
-    """The checks in order, quick ones first, each as a heading and a command of this Python."""
+class Result(NamedTuple):
+    """How a check ended."""
+
+    name: str
+    passed: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {'passed' if self.passed else 'FAILED'}"
+
+
+def pytest_command(arguments: list[str]) -> list[str]:
     fast = ["-m", "not slow"] if "--fast" in arguments else []
     rest = [argument for argument in arguments if argument != "--fast"]
     named = any(not argument.startswith("-") for argument in rest)
     alone = named or any(argument.startswith(("-n", "-s", "--pdb")) for argument in rest)
-    spread = [] if alone else [f"-n{processes()}", "--dist=loadfile"]
-    return [
-        ("ruff check", ["-m", "ruff", "check"]),
-        ("ruff format", ["-m", "ruff", "format", "--check"]),
-        ("mypy", ["-m", "mypy"]),
-        ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as main; main()"]),
-        ("reference", ["-m", "portable.config.reference", "--check"]),
-        ("pytest", ["-m", "pytest", *fast, *spread, *rest]),
-    ]
+    spread = [] if alone else [f"-n{processes()}", "--dist=loadscope", "--no-loadscope-reorder"]
+    return ["-m", "pytest", *fast, *spread, *rest]
 
 
 def processes() -> int:
-    """As many as there are cores, as far as memory allows: more, and tests that look at clocks may fail."""
+    """As many as there are cores, as far as memory allows."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(os.cpu_count() or 1, MOST, memory // NEEDED))
 
 
-def run(check: Check) -> tuple[bool, str]:
-    """Run one check under its heading; whether it passed, and the word for the summary."""
-    name, command = check
-    print(f"\n=== {name}", flush=True)
+def run(name: str, command: list[str], *, aside: bool = False) -> Result:
+    """Run one check; ``aside``: beside another, so that its output is printed at its end, if it failed."""
+    if not aside:
+        print(f"\n=== {name}", flush=True)
     start = time.monotonic()
-    # UTF-8 mode: what the tools print must not depend on the locale of the shell.
+    # UTF-8 mode: what the tools print must not depend on the locale of the shell. Each of the many processes
+    # that tests start would compile the project's modules anew if none may keep what it compiled.
     environment = {**os.environ, "PYTHONUTF8": "1"}
-    code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=False).returncode
-    verdict = "passed" if code == 0 else f"FAILED (exit code {code})"
-    print(f"--- {name} {verdict} in {time.monotonic() - start:.1f} s", flush=True)
-    return code == 0, f"{name} {verdict}"
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        check=False,
+        stdout=subprocess.PIPE if aside else None,
+        stderr=subprocess.STDOUT if aside else None,
+        text=True,
+        encoding="utf-8",
+    )
+    result = Result(name, done.returncode == 0, time.monotonic() - start)
+    output = f"\n=== {name}\n{done.stdout}" if aside and not result.passed else ""
+    print(f"{output}--- {result} in {result.seconds:.1f} s", flush=True)
+    return result
+
+
+def record(results: list[Result], seconds: float) -> None:
+    """Add the checks, and the time of the whole, to what the tests left in the record."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    durations.write(
+        {
+            "seconds": round(seconds, 1),
+            "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+            "checks": {result.name: round(result.seconds, 1) for result in results},
+            **durations.read(),
+        }
+    )
+    print(f"processor time {usage.ru_utime + usage.ru_stime:.0f} s; by test in {durations.RECORD.name}")
 
 
 def main(arguments: list[str]) -> int:
     """Run all checks, also after one has failed, and close with a line on each."""
     start = time.monotonic()
-    results = [run(check) for check in checks(arguments)]
-    good = all(passed for passed, _ in results)
-    print(f"\n{'ALL PASSED' if good else 'FAILED'} in {time.monotonic() - start:.0f} s: ", end="")
-    print(", ".join(summary for passed, summary in results if good or not passed))
+    with ThreadPoolExecutor(1) as pool:
+        static = [pool.submit(run, name, command, aside=True) for name, command in STATIC.items()]
+        tests = run("pytest", pytest_command(arguments))
+        results = [*(check.result() for check in static), tests]
+    good = all(result.passed for result in results)
+    seconds = time.monotonic() - start
+    record(results, seconds)
+    print(f"\n{'ALL PASSED' if good else 'FAILED'} in {seconds:.0f} s: ", end="")
+    print(", ".join(str(result) for result in results if good or not result.passed))
     return 0 if good else 1
 
 

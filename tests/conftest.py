@@ -3,10 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from tests import ops
+from tests import ops, order
 from tests.durations import Durations, starting
 from tests.engines import Engines
 from tests.object_store import ObjectStore
@@ -29,9 +26,9 @@ from tests.xla import XlaPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 ops.prepare_environment()
-ROOT = Path(__file__).resolve().parents[1]
 
 # Here, so that whoever starts the server first, ranks are forks of it.
 multiprocessing.set_forkserver_preload(list(PRELOADED))
@@ -54,6 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    if hasattr(config, "workerinput"):
+        items[:] = order.ordered(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Only for ``--dist=loadscope``, which is what ``python -m tests`` asks for."""
+    return order.scheduler(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -61,10 +66,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = {mark.args[0] for item in session.items for mark in item.iter_markers("ops")}
     worker = getattr(session.config, "workerinput", {"workerid": "gw0"})["workerid"]
     if wanted and worker == "gw0" and not session.config.getoption("collectonly"):
-        command = [sys.executable, "-m", "tests.ops", *sorted(wanted)]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # a fixture reports what fails
-        builder = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **quiet)
-        session.config.add_cleanup(lambda: builder.poll() is None and os.killpg(builder.pid, signal.SIGKILL))
+        session.config.add_cleanup(ops.build_aside(sorted(wanted)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -97,7 +97,8 @@ def _exercise(config: RunConfig, folder: Path) -> tuple[list[float], list[float]
         continued = engine.generate(prompt, max_new_tokens=4, seed=0)[0].tolist()
         save(engine, folder / "trained")
         parts, valid = [], backend.total(run.plan.global_batch_size)
-        engine.model.get_input_embeddings().register_forward_hook(lambda *call: call[-1] * torch.nan)
+        embeddings: Any = engine.model.get_submodule("model.embed_tokens")
+        embeddings.register_forward_hook(lambda *call: call[-1] * torch.nan)
         for index in range(run.plan.accumulation_steps):
             last = index == run.plan.accumulation_steps - 1
             parts.append(engine.accumulate(backend.place(next(batches)), valid, last=last))

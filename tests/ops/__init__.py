@@ -11,10 +11,15 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import signal
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 OPS = {"cpu_adam": ("CPUAdamBuilder",), "async_io": ("PinMemoryBuilder", "AsyncIOBuilder")}
 """What builds each, in order."""
@@ -55,6 +60,26 @@ def libaio() -> bool:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+def build_aside(names: list[str]) -> Callable[[], None]:
+    """Start building ``names`` beside this process; returns what ends that, if it is not done by then.
+
+    What goes wrong is reported by :func:`build`, when a test calls it.
+    """
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tests.ops", *names],
+        cwd=Path(__file__).resolve().parents[2],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def end() -> None:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)  # the compilers, too
+
+    return end
 
 
 def build(op: str) -> None:
