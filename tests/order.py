@@ -44,7 +44,7 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
     """xdist's scheduler of scopes, with our groups as its scopes."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByGroup(LoadScopeScheduling):
+    class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 

@@ -1,0 +1,136 @@
+"""Break the product on purpose, and see that the tests notice: ``python -m tests.broken [name ...]``.
+
+Each mutant changes one place in a copy of the project and runs the tests that are to catch it there. It
+survives if they pass. The exit code is 0 only where none survived. ``test_broken.py`` holds the places to the
+code, so that none is left behind when the code moves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("portable", "converters", "gpu", "tpu", "configs", "tests", "benchmarks", "docs")
+
+
+class Mutant(NamedTuple):
+    """A change of ``before``, which stands once in ``file``, to ``after``; and the tests that must fail."""
+
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+MUTANTS: dict[str, Mutant] = {
+    "the loss is divided by all tokens, padding among them": Mutant(
+        "portable/loop.py",
+        'valid = backend.total(sum(count_valid(batch["labels"]) for batch in batches))',
+        'valid = backend.total(sum(batch["labels"].numel() for batch in batches))',
+        ("tests/test_engines.py::test_trains_as_plain_torch_does",),
+    ),
+    "the position in the data is one too far": Mutant(
+        "portable/loop.py",
+        "progress.samples += plan.global_batch_size",
+        "progress.samples += plan.global_batch_size + 1",
+        ("tests/portable/test_moves.py::test_goes_on_from_the_reference", "tests/portable/test_run.py"),
+    ),
+    "files get their name before they are on disk": Mutant(
+        "portable/checkpointing.py",
+        "    descriptor = os.open(path, os.O_RDONLY)\n    try:\n        os.fsync(descriptor)",
+        "    descriptor = os.open(path, os.O_RDONLY)\n    try:\n        pass",
+        ("tests/portable/test_durability.py",),
+    ),
+    "each rank reads the first rank's shard": Mutant(
+        "gpu/engine.py",
+        "slice(start, start + size) for start, size in zip(offset, shape, strict=True)",
+        "slice(0, size) for start, size in zip(offset, shape, strict=True)",
+        ("tests/portable/test_moves.py::test_goes_on_from_the_reference",),
+    ),
+    "a checksum that does not match passes": Mutant(
+        "converters/storage.py",
+        "(self._parts[0][2] if self._parts else 0) != self.crc32",
+        "(self._parts[0][2] if self._parts else 0) == -1",
+        ("tests/converters/test_mutations.py",),
+    ),
+    "the second moment is not restored": Mutant(
+        "gpu/engine.py",
+        '                _fill_state(tensor, values.get(key), f"{key} of {name}")',
+        '                if key != "exp_avg_sq":\n'
+        '                    _fill_state(tensor, values.get(key), f"{key} of {name}")',
+        ("tests/portable/test_moves.py::test_goes_on_from_the_reference",),
+    ),
+    "a rank makes an update that is not finite": Mutant(
+        "gpu/engine.py",
+        "self._optimizer.found_inf = (left_out | ~finite).float().to(place)",
+        "self._optimizer.found_inf = ((left_out | ~finite) & (dist.get_rank() == 0)).float().to(place)",
+        ("tests/test_engines.py::test_leaves_out_an_update_that_is_not_finite",),
+    ),
+    "SIGTERM is not handled": Mutant(
+        "portable/loop.py",
+        "numbers = (signal.SIGTERM, signal.SIGINT)",
+        "numbers = (signal.SIGINT,)",
+        ("tests/portable/test_launch.py",),
+    ),
+    "a tied weight is written twice": Mutant(
+        "converters/ties.py",
+        "if owner in stored and alias != owner}",
+        "if owner in stored and alias == owner}",
+        ("tests/converters/test_deepspeed.py", "tests/converters/test_dcp.py", "tests/portable/test_run.py"),
+    ),
+    "a folder of another run is gone on in": Mutant(
+        "portable/run_folder.py",
+        "if earlier is not None and (changed := difference(earlier, config)):",
+        "if earlier is None and (changed := difference(earlier, config)):",
+        (
+            "tests/portable/test_bad_input.py",
+            "tests/portable/test_run.py",
+            "tests/portable/test_command_line.py",
+        ),
+    ),
+}
+
+
+def caught(mutant: Mutant) -> list[str]:
+    """The tests that fail with ``mutant``, until the first ten."""
+    with tempfile.TemporaryDirectory(prefix="broken-") as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / name, copy / name)
+        path = copy / mutant.file
+        path.write_text(path.read_text("utf-8").replace(mutant.before, mutant.after), "utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "--maxfail=10", "--tb=no", *mutant.tests],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=False,
+        )
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return [line.split()[1] for line in failed]
+
+
+def main(names: list[str]) -> int:
+    survived = 0
+    for name in names or list(MUTANTS):
+        start = time.monotonic()
+        failed = caught(MUTANTS[name])
+        survived += not failed
+        verdict = f"caught by {failed[0]}, {len(failed)} in all" if failed else "SURVIVED"
+        print(f"{name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
