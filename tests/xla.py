@@ -1,11 +1,17 @@
 """XLA on virtual devices that stays up from one test to the next.
 
 A process has one number of devices for life, so there is one process for each number that tests ask for.
+Importing torch_xla takes seconds but starts no runtime: one process imports it, and forks the others.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import threading
+from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from tests.durations import starting
@@ -16,44 +22,100 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
+MOST_WORKERS = 12
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+"""XLA_FLAGS with which XLA optimizes a graph as ever, and LLVM does not optimize the code for it. Compiling,
+which is most of a test, takes a sixth of the time."""
+
+Worker = tuple[tuple[str, str], ...]
+
 
 class XlaPool:
-    """Processes with 1, 2, 4, ... virtual XLA devices, started when they are first asked for.
+    """Processes with 1, 2, 4, ... virtual XLA devices, started when they are first asked for."""
 
-    Args:
-        environment: of theirs, in addition.
-    """
+    def __init__(self) -> None:
+        self._parent: BaseProcess | None = None
+        self._unused: list[Connection] = []
+        self._workers: dict[Worker, Connection] = {}
+        self._starting = threading.Lock()
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._environment = dict(environment or {})
-        self._workers: dict[int, tuple[Connection, BaseProcess]] = {}
-
-    def run(self, devices: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
+    def run(
+        self,
+        devices: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout: float = 300,
+        environment: Mapping[str, str] | None = None,
+    ) -> Any:
         """Call a picklable ``function`` where there are ``devices`` devices; returns what it returned.
+
+        Args:
+            environment: in addition. What reads it may do so once, so each has a process of its own.
 
         Raises:
             RankError: with its traceback.
         """
-        if devices not in self._workers:
-            with starting(f"XLA on {devices} devices"):
-                self._workers[devices] = self._start()
-        connection, _ = self._workers[devices]
-        environment = {**self._environment, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
-        connection.send((environment, function, arguments))
-        if not connection.poll(timeout):
-            raise RankError(f"no answer in {timeout} s")
-        ok, value, _ = connection.recv()
+        variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "XLA_FLAGS": QUICK}
+        variables |= environment or {}
+        worker = tuple(sorted(variables.items()))
+        with self._starting:
+            if worker not in self._workers:
+                with starting(f"XLA on {devices} devices"):
+                    if self._parent is None:
+                        self._parent = self._start()
+                    self._workers[worker] = self._unused.pop()
+                    self._ask(worker, os.getpid, (), timeout)
+        return self._ask(worker, function, arguments, timeout)
+
+    def _ask(
+        self, worker: Worker, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float
+    ) -> Any:
+        connection = self._workers[worker]
+        connection.send((dict(worker), function, arguments))
+        try:
+            if not connection.poll(timeout):
+                raise RankError(f"no answer in {timeout} s")
+            ok, value, _ = connection.recv()
+        except (EOFError, RankError) as error:
+            del self._workers[worker]  # the next to ask gets another
+            raise RankError(str(error) or "it died") from None
         if not ok:
             raise RankError(value)
         return value
 
-    def _start(self) -> tuple[Connection, BaseProcess]:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs,), daemon=True)
-        process.start()
-        return ours, process
+    def _start(self) -> BaseProcess:
+        # A fork itself, of the server of the ranks: torch and transformers are there.
+        context = multiprocessing.get_context("forkserver")
+        pipes = [context.Pipe() for _ in range(MOST_WORKERS)]
+        parent = context.Process(target=fork_workers, args=([theirs for _, theirs in pipes],), daemon=True)
+        parent.start()
+        for ours, theirs in pipes:
+            self._unused.append(ours)
+            theirs.close()
+        return parent
 
     def close(self) -> None:
-        for _, process in self._workers.values():
-            process.kill()
+        """End all processes."""
+        if self._parent is not None and self._parent.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._parent.pid, signal.SIGKILL)
+            self._parent.kill()  # if it has no group of its own yet
+            self._parent.join()
+
+
+def fork_workers(connections: list[Connection]) -> None:
+    """Fork a process for each of ``connections``, once there is a task on it."""
+    os.setsid()
+    import tpu.backend  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while connections:
+        for connection in wait(connections):
+            connections = [other for other in connections if other is not connection]
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for other in connections:
+                    other.close()
+                serve(connection)  # type: ignore[arg-type]
+                os._exit(0)
+            connection.close()  # type: ignore[union-attr]

@@ -49,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Metadata)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setattr(devices, "METADATA", f"http://127.0.0.1:{server.server_port}/tpu-env")
     yield flavors
     server.shutdown()

@@ -14,14 +14,14 @@ from portable.planner.plan import Planner, Target
 from portable.planner.subject import LiveSubject, inspect
 from portable.run import Prepared, resolve
 from tests.runs import TINY_MODEL, configured
-from tests.xla import XlaPool
+from tests.xla import QUICK
 from tpu.footprint import footprint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from portable.config import RunConfig
+    from tests.xla import XlaPool
 
 
 def kept(config: RunConfig) -> tuple[int, int]:
@@ -70,11 +70,10 @@ def test_what_stays_is_exact(
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[XlaPool]:
-    """Devices whose compiler tells what its graphs take."""
-    pool = XlaPool(told_in(tmp_path_factory.mktemp("compiler") / "graphs.txt"))
-    yield pool
-    pool.close()
+def telling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process whose compiler tells what its graphs take."""
+    told = told_in(tmp_path_factory.mktemp("compiler") / "graphs.txt")
+    return {**told, "XLA_FLAGS": f"{told['XLA_FLAGS']} {QUICK}"}  # the bytes are the same
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[XlaPool]:
     ],
 )
 def test_a_step_takes_what_is_planned(
-    settings: dict[str, Any], tmp_path: Path, corpus: Path, compiler: XlaPool
+    settings: dict[str, Any], tmp_path: Path, corpus: Path, telling: dict[str, str], xla: XlaPool
 ) -> None:
     """The compiler is that for CPUs: no TPU is at hand. The head is tied, and its logits are most of it: were
     those of all devices' tokens on each, it would take twice as much."""
@@ -99,6 +98,6 @@ def test_a_step_takes_what_is_planned(
     model = models.build_model(models.model_config(config.model), config.model)
     target = Target("xla", Cluster(devices, devices), None, None)
     planned = Planner(config, LiveSubject(model, config), target).option(Setting.of(config)).device_bytes
-    taken = compiler.run(devices, measure, config)
+    taken = xla.run(devices, measure, config, environment=telling)
     assert planned.resident == pytest.approx(taken.resident, rel=0.01)
     assert planned.total == pytest.approx(taken.peak, rel=0.2)

@@ -14,12 +14,8 @@ if TYPE_CHECKING:
 
     from tests.xla import XlaPool
 
-STEPS = 30
-BATCH: dict[str, Any] = {
-    "train__global_batch_size": 8,
-    "train__micro_batch_size": 2,
-    "train__steps": STEPS,
-}
+STEPS = 6
+BATCH: dict[str, Any] = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
 WIDTHS = {"vocab_size": 384, "max_position_embeddings": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model__config": TINY_MODEL},
@@ -94,14 +90,23 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_cpu(folder: Path, corpus: Path, **settings: Any) -> Steps:
-    return take_steps(configured(folder, corpus, **{**BATCH, **settings}), STEPS)
+def on_cpu(folder: Path, corpus: Path, steps: int = STEPS, **settings: Any) -> Steps:
+    return take_steps(configured(folder, corpus, **{**BATCH, "train__steps": steps, **settings}), steps)
 
 
-def on_xla(xla: XlaPool, devices: int, folder: Path, corpus: Path, **settings: Any) -> Steps:
-    config = configured(folder, corpus, backend="xla", **{**BATCH, **settings})
-    steps: Steps = xla.run(devices, take_steps, config, STEPS)
-    return steps
+def on_xla(
+    xla: XlaPool,
+    devices: int,
+    folder: Path,
+    corpus: Path,
+    steps: int = STEPS,
+    environment: dict[str, str] | None = None,
+    **settings: Any,
+) -> Steps:
+    settings = {**BATCH, "backend": "xla", "train__steps": steps, **settings}
+    config = configured(folder, corpus, **settings)
+    taken: Steps = xla.run(devices, take_steps, config, steps, environment=environment)
+    return taken
 
 
 def assert_close(ours: Steps, theirs: Steps, tolerance: float) -> None:
@@ -131,6 +136,13 @@ def test_equals_the_cpu_backend(
     steps = on_xla(xla, 4, tmp_path, corpus, **MODELS[model])
     assert_close(steps, truth[model], 1e-6)
     assert steps.norms == pytest.approx(truth[model].norms, rel=1e-4)
+    assert_frugal(steps, {"step": 1})
+
+
+def test_equals_the_cpu_backend_over_thirty_steps(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    """With the compiler as it comes."""
+    steps = on_xla(xla, 4, tmp_path / "xla", corpus, 30, {"XLA_FLAGS": ""})
+    assert_close(steps, on_cpu(tmp_path / "cpu", corpus, 30), 1e-6)
     assert_frugal(steps, {"step": 1})
 
 
@@ -186,7 +198,7 @@ def test_recomputation_in_an_encoder_decoder(
 
 
 def test_without_clipping(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    settings = {"train__max_grad_norm": None}
+    settings: dict[str, Any] = {"train__max_grad_norm": None}
     assert_close(
         on_xla(xla, 4, tmp_path / "xla", corpus, **settings),
         on_cpu(tmp_path / "cpu", corpus, **settings),
@@ -198,7 +210,7 @@ def test_without_clipping(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
 def test_bf16_follows_fp32(
     strategy: str, truth: dict[str, Steps], tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:
-    group = {"fsdp__shard_group_size": 2} if strategy.startswith("hybrid") else {}
+    group: dict[str, Any] = {"fsdp__shard_group_size": 2} if strategy.startswith("hybrid") else {}
     steps = on_xla(
         xla,
         4,
@@ -215,7 +227,7 @@ def test_bf16_follows_fp32(
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd(momentum: float, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "train__optimizer": "sgd",
         "train__betas": [momentum, 0.9],
         "train__learning_rate": 0.1,

@@ -68,7 +68,7 @@ def gcloud(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "fake.py").write_text(FAKE_GCLOUD)
     for program in ("gcloud", "git", "portable-convert"):
-        call = f'exec {shlex.quote(sys.executable)} "{folder}/fake.py" "$@"\n'
+        call = f'exec {shlex.quote(sys.executable)} -IS "{folder}/fake.py" "$@"\n'
         (folder / program).write_text("#!/bin/sh\n" + (call if program == "gcloud" else "exit 0\n"))
         (folder / program).chmod(0o755)
     return folder
