@@ -1,4 +1,4 @@
-"""The mutants of ``broken.py`` still fit the code. ``python -m tests.broken`` says whether tests catch them."""
+"""The mutants of ``broken.py`` still fit the code; ``python -m tests.broken`` says whether tests notice."""
 
 from __future__ import annotations
 
