@@ -139,10 +139,16 @@ def test_equals_the_cpu_backend(
     assert_frugal(steps, {"step": 1})
 
 
-def test_equals_the_cpu_backend_over_thirty_steps(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+@pytest.mark.parametrize(
+    "model",
+    ["llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS if name != "llama")],
+)
+def test_equals_the_cpu_backend_over_thirty_steps(
+    model: str, tmp_path: Path, corpus: Path, xla: XlaPool
+) -> None:
     """With the compiler as it comes."""
-    steps = on_xla(xla, 4, tmp_path / "xla", corpus, 30, {"XLA_FLAGS": ""})
-    assert_close(steps, on_cpu(tmp_path / "cpu", corpus, 30), 1e-6)
+    steps = on_xla(xla, 4, tmp_path / "xla", corpus, 30, {"XLA_FLAGS": ""}, **MODELS[model])
+    assert_close(steps, on_cpu(tmp_path / "cpu", corpus, 30, **MODELS[model]), 1e-6)
     assert_frugal(steps, {"step": 1})
 
 
