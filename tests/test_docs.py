@@ -1,7 +1,8 @@
 """The pages: links lead somewhere, snippets are valid, every command runs here or says what it needs.
 
 A block of commands has a comment before it: ``<!-- runs -->``, and then it is run here as it is, or
-``<!-- needs: ... -->``, and then at least its ``portable-train`` commands are read by the real parser. A
+``<!-- needs: ... -->``, and then at least its ``portable-train`` commands are read by the real parser. What
+runs, runs in bash, with the programs of :mod:`tests.zygote` on its PATH. A
 block of YAML is a run's config, read by the real schema, unless a comment says what else it is;
 ``# name.yaml`` as its first line makes it a file for the commands of its page.
 """
@@ -28,6 +29,7 @@ from portable.config import load_config, parse_args
 from portable.errors import UserError
 from portable.run import resolve, train_leg
 from tests.runs import TINY_MODEL, configured
+from tests.zygote import Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +98,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         folder / "runs" / "quickstart",
         corpus,
         model__config={**TINY_MODEL, "max_position_embeddings": 256},  # README's run.yaml goes on with it
-        train__steps=200,
+        train__steps=200,  # the pages convert steps 100 and 200
+        train__global_batch_size=1,
+        data__eval_fraction=0,
+        log__sample_tokens=0,
         checkpoint__every_steps=100,
         log__every_steps=50,
     )
@@ -106,6 +111,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     accelerate = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
     (folder / "fsdp.yaml").write_text(yaml.safe_dump(accelerate))
     return folder
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    process = Zygote(tmp_path_factory.mktemp("bin"))
+    yield process
+    process.close()
 
 
 @pytest.fixture
@@ -135,12 +147,11 @@ def test_every_block_has_a_language_that_is_known() -> None:
     [page for page in PAGES if any(block.comment == "runs" for block in blocks(page))],
     ids=lambda page: page.stem,
 )
-def test_commands_run(page: Path, reader: Path) -> None:
+def test_commands_run(page: Path, reader: Path, zygote: Zygote) -> None:
     for name, text in files(page).items():
         (reader / name).write_text(text)
     environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        **zygote.environment,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "XDG_CACHE_HOME": str(reader / "cache"),
         "HF_HUB_OFFLINE": "1",
@@ -149,7 +160,7 @@ def test_commands_run(page: Path, reader: Path) -> None:
     for block in blocks(page):
         if block.comment != "runs":
             continue
-        program = ["bash", "-euxc"] if block.language in COMMANDS else [sys.executable, "-c"]
+        program = ["bash", "-euxc"] if block.language in COMMANDS else [zygote.folder / "python", "-c"]
         done = subprocess.run(
             [*program, block.text],
             cwd=reader,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,9 +17,10 @@ from tests.ranks import free_port
 from tests.runs import configured, flags, tiny
 
 if TYPE_CHECKING:
-    from portable.config import RunConfig
+    from pathlib import Path
 
-BIN = Path(sys.executable).parent
+    from portable.config import RunConfig
+    from tests.zygote import Zygote
 
 
 def launched(*arguments: str) -> dict[str, str]:
@@ -166,13 +164,12 @@ def test_it_must_agree_with_the_config(tmp_path: Path, monkeypatch: pytest.Monke
     assert load_config(file).precision == "fp32"  # only the command line listens to a launcher
 
 
-@pytest.mark.slow
-def test_two_ranks_that_it_starts(tmp_path: Path, corpus: Path) -> None:
+def test_two_ranks_that_it_starts(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     settings = tiny(tmp_path / "run", corpus, train__steps=3, train__micro_batch_size=1)
-    command = [str(BIN / "accelerate"), "launch", "--num_processes", "2", "--main_process_port", "0"]
+    command = ["accelerate", "launch", "--num_processes", "2", "--main_process_port", "0"]
     command += ["--use_fsdp", "--fsdp_sharding_strategy", "SHARD_GRAD_OP", "--fsdp_offload_params", "true"]
     command += ["--fsdp_activation_checkpointing", "true", "--module", "portable.cli"]
-    done = subprocess.run([*command, *flags(settings)], capture_output=True, text=True, check=False)
+    done = zygote.run(*command, *flags(settings))
     assert done.returncode == 0, done.stderr
     assert "2 on cpu, shard_grad_op, fp32" in done.stderr
     resolved = load_config(tmp_path / "run" / "config.yaml")

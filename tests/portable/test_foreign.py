@@ -10,8 +10,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +28,7 @@ from portable.loop import train_step
 from portable.metrics import read_metrics
 from portable.run import Prepared, resolve, train_leg
 from tests.converters.compare import assert_same
+from tests.durations import starting
 from tests.portable.make_foreign import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
     from tests.xla import XlaPool
+    from tests.zygote import Zygote
 
 GOES_ON = 3  # steps
 BATCH = 4
@@ -74,25 +74,22 @@ ENGINES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+WITH_XLA = importlib.util.find_spec("torch_xla") is not None
+
+
 @pytest.fixture(scope="module")
-def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     """A folder of other programs' checkpoints, with `<name>.ref.pt` beside each."""
     pytest.importorskip("deepspeed")
     out = tmp_path_factory.mktemp("foreign")
-    command = [sys.executable, "-m", "tests.portable.make_foreign", str(out)]
-    environments = [({"DS_ACCELERATOR": "cpu", "USE_TORCH_XLA": "0"}, command)]
-    if importlib.util.find_spec("torch_xla") is not None:
-        environments.append(({"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "1"}, [*command, "xla"]))
-    for environment, argv in environments:
-        made = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, **environment},
-        )
-        assert made.returncode == 0, made.stderr[-4000:]
+    command = ["python", "-m", "tests.portable.make_foreign", str(out)]
+    with starting("foreign checkpoints"):
+        making = [zygote.start(*command, DS_ACCELERATOR="cpu", USE_TORCH_XLA="0")]
+        if WITH_XLA:
+            making.append(zygote.start(*command, "xla", PJRT_DEVICE="CPU", USE_TORCH_XLA="1"))
+        for process in making:
+            _, errors = process.communicate()
+            assert process.returncode == 0, errors[-4000:]
     return out
 
 
@@ -215,9 +212,21 @@ def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
     yield Oracle(corpus, tmp_path_factory.mktemp("oracle"))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+def cases() -> Iterator[Any]:
+    """Every source on one engine, and one source on every engine: a run takes all from one kind of object."""
+    for source in SOURCES:
+        for engine in ENGINES:
+            needed = engine == "no_shard" or source == "trainer-zero2"
+            marks = [] if needed else [pytest.mark.exhaustive]
+            if not WITH_XLA and "xla" in (engine, source.partition("-")[0]):
+                marks.append(pytest.mark.skip("torch_xla is not installed"))
+            yield pytest.param(source, engine, marks=marks, id=f"{source}-{engine}")
+
+
+@pytest.mark.parametrize(("source", "engine"), list(cases()))
 def test_goes_on_as_the_writing_run_would(
     source: str,
+    engine: str,
     foreign: Path,
     oracle: Oracle,
     corpus: Path,
@@ -225,33 +234,25 @@ def test_goes_on_as_the_writing_run_would(
     ranks: RankPool,
     request: pytest.FixtureRequest,
 ) -> None:
-    if not (foreign / source).exists():
-        pytest.skip("torch_xla is not installed")
     held: dict[str, Any] = torch.load(foreign / f"{source}.ref.pt", weights_only=False)
     settings, done = SOURCES[source]
-    peer = oracle(held, settings, done, done * BATCH)
-    for name, (choice, size) in ENGINES.items():
-        if name == "xla":
-            if importlib.util.find_spec("torch_xla") is None:
-                continue
-            pool: RankPool | XlaPool = request.getfixturevalue("xla")
-        else:
-            pool = ranks
-        loaded = tmp_path / name
-        step, samples, losses = pool.run(size, go_on, loaded, corpus, foreign / source, settings | choice)
-        assert step == done
-        # DeepSpeed counts its samples: two sequences on each of two ranks, as many as a step has here.
-        assert samples == done * BATCH
-        taken = open_checkpoint(loaded)
-        assert taken.optimizer is not None
-        for key, tensor in taken.tensors.items():
-            assert_same(tensor, held["model"][key])
-        assert set(taken.optimizer.state) == set(held["optim"])
-        for key, values in taken.optimizer.state.items():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                assert_same(values[moment], held["optim"][key][moment])  # type: ignore[arg-type]
-            assert float(getattr(values["step"], "read", lambda v=values["step"]: v)()) == done
-        assert losses == pytest.approx(peer, rel=TOLERANCE), name
+    choice, size = ENGINES[engine]
+    pool: RankPool | XlaPool = request.getfixturevalue("xla") if engine == "xla" else ranks
+    loaded = tmp_path / "loaded"
+    step, samples, losses = pool.run(size, go_on, loaded, corpus, foreign / source, settings | choice)
+    assert step == done
+    # DeepSpeed counts its samples: two sequences on each of two ranks, as many as a step has here.
+    assert samples == done * BATCH
+    taken = open_checkpoint(loaded)
+    assert taken.optimizer is not None
+    for key, tensor in taken.tensors.items():
+        assert_same(tensor, held["model"][key])
+    assert set(taken.optimizer.state) == set(held["optim"])
+    for key, values in taken.optimizer.state.items():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert_same(values[moment], held["optim"][key][moment])  # type: ignore[arg-type]
+        assert float(getattr(values["step"], "read", lambda v=values["step"]: v)()) == done
+    assert losses == pytest.approx(oracle(held, settings, done, done * BATCH), rel=TOLERANCE)
 
 
 class InOrder(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.errors import RunError, UserError
-from portable.launch import failing, launch
+from portable.launch import STOP_REQUESTED, failing, launch
 from portable.lock import locked
 from portable.loop import stop_signals
 from portable.metrics import read_metrics
@@ -25,19 +26,35 @@ from tests.runs import configured, flags, tiny
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.zygote import Zygote
+
 BIN = Path(sys.executable).parent
+AT_MOST = 300  # seconds, for whatever would otherwise be waited for without end
 
 
-def start(scratch: Path, settings: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
-    command = [str(BIN / "portable-train"), *flags(settings), *arguments]
-    scratch.mkdir(exist_ok=True)
-    environment = {**os.environ, "TMPDIR": str(scratch)}
+def cold(*command: str, **more: str) -> subprocess.Popen[str]:
+    """A process that begins by importing everything, as a person's does."""
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [str(BIN / command[0]), *command[1:]],
+        env={**os.environ, **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 90) -> None:
+def start(
+    scratch: Path, settings: dict[str, Any], *arguments: str, begin: Callable[..., Any] = cold
+) -> subprocess.Popen[str]:
+    """A run whose launcher has this scratch folder; ``begin`` may be a zygote's instead."""
+    scratch.mkdir(exist_ok=True)
+    process: subprocess.Popen[str] = begin(
+        "portable-train", *flags(settings), *arguments, TMPDIR=str(scratch)
+    )
+    return process
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = AT_MOST) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -78,14 +95,13 @@ def test_on_a_terminal_ctrl_c_is_answered_at_once(
 
 
 @pytest.mark.slow
-def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path) -> None:
+def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     """One run of many steps, ended three ways, and no step lost or done twice."""
     whole, folder, scratch = tmp_path / "whole", tmp_path / "run", tmp_path / "scratch"
-    # A larger model than elsewhere, so that a step takes long enough to be interrupted.
     settings = tiny(
         folder,
         corpus,
-        train__steps=400,
+        train__steps=100_000,
         train__warmup_steps=2,
         train__learning_rate=1e-3,
         train__micro_batch_size=1,
@@ -98,7 +114,7 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path) -> None:
     run = start(scratch, settings, "--nproc", "2")
     wait_for(lambda: steps_logged(folder) >= 3 or run.poll() is not None)
     run.send_signal(signal.SIGTERM)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode == 75, errors
     stopped = steps_logged(folder)
     newest = sorted(p.name for p in (folder / "checkpoints").iterdir())[-1]
@@ -106,62 +122,57 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path) -> None:
     assert f"stopped at step {stopped}" in errors
 
     # SIGKILL of the launcher: its ranks end with it, and the folder is free again.
-    run = start(scratch, settings, "--nproc", "2")
+    run = start(scratch, settings, "--nproc", "2", begin=zygote.start)
     wait_for(lambda: steps_logged(folder) >= stopped + 12 or run.poll() is not None)
     workers = ranks_of(scratch)
     assert sorted(workers) == [0, 1]
     assert all(alive(pid) for pid in workers.values())
     with pytest.raises(UserError, match="in use"), locked(folder):
         pass
-    run.kill()
-    run.communicate()
-    wait_for(lambda: not any(alive(pid) for pid in workers.values()), 10)
-    size = (folder / "metrics.jsonl").stat().st_size
-    time.sleep(0.3)
-    assert (folder / "metrics.jsonl").stat().st_size == size
+    os.kill(parent_of(workers[0]), signal.SIGKILL)
+    run.communicate(timeout=AT_MOST)
+    wait_for(lambda: not any(alive(pid) for pid in workers.values()))
     with locked(folder):
         pass
 
     # One rank killed: the launcher says which, and how it ended.
     before = steps_logged(folder)
-    run = start(scratch, settings, "--nproc", "2")
+    run = start(scratch, settings, "--nproc", "2", begin=zygote.start)
     wait_for(lambda: steps_logged(folder) > before or run.poll() is not None)
     os.kill(ranks_of(scratch)[1], signal.SIGKILL)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode == 1
     assert "error: rank 1 failed first: it was killed by SIGKILL" in errors
 
-    # And it still goes on to the end; on one rank now, which moves no loss by more than rounding.
-    assert train_leg("cpu", configured(folder, corpus, **_dunder(settings))) == 0
-    assert train_leg("cpu", configured(whole, corpus, **_dunder(settings))) == 0
+    # And it still goes on; on one rank now, which moves no loss by more than rounding.
+    end = steps_logged(folder) + 10
+    for place in (folder, whole):
+        assert train_leg("cpu", configured(place, corpus, **_dunder(settings), train__stop_after=end)) == 0
     ours = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
     theirs = {row["step"]: row["loss"] for row in read_metrics(whole) if "loss" in row}
-    assert list(ours) == list(range(1, 401))
+    assert list(ours) == list(range(1, end + 1))
     # Chaos multiplies rounding differences; over the steps that the interruptions fell into they are small.
     upto = stopped + 20
     assert [ours[s] for s in range(1, upto)] == pytest.approx([theirs[s] for s in range(1, upto)], rel=1e-4)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def _dunder(settings: dict[str, Any]) -> dict[str, Any]:
     return {k.replace(".", "__"): v for k, v in settings.items() if k != "output_dir"}
 
 
-@pytest.mark.slow
-def test_torchrun_is_joined(tmp_path: Path, corpus: Path) -> None:
-    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "portable.cli"]
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "portable.cli")
+
+
+def test_torchrun_is_joined(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     settings = tiny(tmp_path, corpus, train__steps=2, train__micro_batch_size=1)
-    done = subprocess.run([*command, *flags(settings)], capture_output=True, text=True, check=False)
+    done = zygote.run(*TORCHRUN, *flags(settings))
     assert done.returncode == 0, done.stderr
     state = json.loads((tmp_path / "checkpoints" / "step-000002" / "trainer_state.json").read_text())
     assert state["world_size"] == 2
-
-
-def torchrun(settings: dict[str, Any]) -> subprocess.Popen[str]:
-    """Two ranks under torch's own launcher."""
-    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "portable.cli"]
-    return subprocess.Popen(
-        [*command, *flags(settings)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
 
 
 def assert_told_once(errors: str, message: str) -> None:
@@ -173,45 +184,50 @@ def assert_told_once(errors: str, message: str) -> None:
     assert "onnection" not in errors.split("torch.distributed.elastic")[0], errors
 
 
-def test_a_refusal_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: Path) -> None:
-    settings = tiny(tmp_path, corpus, train__micro_batch_size=1)
+def test_a_refusal_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     with locked(tmp_path):  # which rank 0 alone asks for
-        begin = time.monotonic()
-        _, errors = torchrun(settings).communicate(timeout=120)
-    assert_told_once(errors, "in use")
-    assert time.monotonic() - begin < 60
+        done = zygote.run(*TORCHRUN, *flags(tiny(tmp_path, corpus, train__micro_batch_size=1)))
+    assert_told_once(done.stderr, "in use")
 
 
-@pytest.mark.slow
-def test_a_failure_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: Path) -> None:
+def test_a_failure_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     (tmp_path / "checkpoints").touch()  # a file, where rank 0 makes a folder
-    _, errors = torchrun(tiny(tmp_path, corpus, train__micro_batch_size=1)).communicate(timeout=120)
-    assert_told_once(errors, "could not be written")
+    done = zygote.run(*TORCHRUN, *flags(tiny(tmp_path, corpus, train__micro_batch_size=1)))
+    assert_told_once(done.stderr, "could not be written")
+
+
+IMPATIENT_TORCHRUN = """
+import os
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import PContext
+PContext.close.__defaults__ = (None, 3)  # seconds that a rank has to obey SIGTERM; 30 otherwise
+print(os.getpid(), flush=True)
+run.main()
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "seconds"), [(signal.SIGKILL, 45), (signal.SIGSTOP, 75)], ids=["killed", "stopped"]
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_all_end_within_a_set_time_under_torchrun(
-    number: signal.Signals, seconds: float, tmp_path: Path, corpus: Path
+    number: signal.Signals, tmp_path: Path, corpus: Path, zygote: Zygote
 ) -> None:
     settings = tiny(
         tmp_path,
         corpus,
-        train__steps=100_000,
+        train__steps=1_000_000,
         train__micro_batch_size=1,
         log__hang_timeout=4,
         checkpoint__every_steps=None,
     )
-    run = torchrun(settings)
+    command = ["python", "-c", IMPATIENT_TORCHRUN, *TORCHRUN[1:], *flags(settings)]
+    run = zygote.start(*command, PYTHON_EXEC=sys.executable)
+    assert run.stdout is not None
+    launcher = int(run.stdout.readline())
     wait_for(lambda: steps_logged(tmp_path) > 3 or run.poll() is not None)
-    workers = ranks_under(run.pid)
+    workers = ranks_under(launcher)
     assert sorted(workers) == [0, 1]
     os.kill(workers[1], number)
-    begin = time.monotonic()
-    _, errors = run.communicate(timeout=120)
-    assert time.monotonic() - begin < seconds
+    _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode != 0
     assert not any(alive(pid) for pid in workers.values())
     if number == signal.SIGSTOP:
@@ -241,7 +257,7 @@ def _rank_function(how: str) -> int:
         os._exit(9)
     if how == "killed":
         # Rank 1 is killed, and the other fails in its wake, as soon as it can notice.
-        note = Path(os.environ["NOTE_OF_RANK_1"])
+        note = Path(os.environ["NOTES"], "1")
         if rank == 1:
             note.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -249,133 +265,172 @@ def _rank_function(how: str) -> int:
         raise RuntimeError("connection closed by peer")
     if how == "slow to end":
         # Rank 0 fails, and has much to tear down before it says so; the other fails in its wake meanwhile.
-        note = Path(os.environ["NOTE_OF_RANK_0"])
+        notes = Path(os.environ["NOTES"])
+        failing_since = (notes / "0", notes / "1")
         if rank == 0:
             failing()
-            note.touch()
-            time.sleep(2)
+            failing_since[0].touch()
+            wait_for(failing_since[1].exists)
+            time.sleep(0.5)
             raise RunError("the disk is full")
-        wait_for(note.exists)
+        wait_for(failing_since[0].exists)
         failing()
+        failing_since[1].touch()
         raise RuntimeError("connection closed by peer")
     if how == "asked twice":
-        signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-        Path(os.environ["NOTES"], str(rank)).touch()
-        time.sleep(60)
+        notes = Path(os.environ["NOTES"])
+
+        def once(*_: object) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            (notes / f"{rank} was asked").touch()
+
+        signal.signal(signal.SIGTERM, once)
+        (notes / str(rank)).touch()
     if how == "returns":
         return 75
-    time.sleep(60)
+    time.sleep(2 * AT_MOST)
     return 0
 
 
+def report(how: str, counted: tuple[int | None, ...] = ()) -> None:
+    """Have two ranks do ``how``, and print what their launcher makes of it.
+
+    Args:
+        how: for ``_rank_function``.
+        counted: what the kernel's counter of kills for memory shall say.
+    """
+    patch = pytest.MonkeyPatch()  # for good: this process ends with it
+    if counted:
+        readings = iter([{} if value is None else {"/proc/vmstat": value} for value in counted])
+        patch.setattr("portable.launch.oom_kills", lambda: next(readings))
+    if how == "breaks":
+        patch.setattr("portable.launch.REPORTING", 1.0)  # the other rank never reports
+    if how == "returns":
+        patch.setattr(sys.stderr, "isatty", lambda: True)
+    if how == "asked twice":
+        threading.Thread(target=ask_twice).start()
+    if how == "asked early":
+        patch.setattr("portable.launch.die_with_parent", wait_until_asked)
+        threading.Thread(target=ask_early).start()
+    try:
+        print(launch(_rank_function, (how,), ranks=2, memory_advice="set this lower"))
+    except (UserError, RunError) as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+def ask_twice() -> None:
+    notes = Path(os.environ["NOTES"])
+    for number in (2, 4):
+        wait_for(lambda number=number: sum(1 for _ in notes.iterdir()) == number)  # type: ignore[misc]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ask_early() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    wait_for(lambda: signal.getsignal(signal.SIGTERM) != before)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def wait_until_asked(launcher: int) -> None:
+    """First thing in a rank; from here on it would be found."""
+    del launcher
+    wait_for(lambda: bool(list(Path(tempfile.gettempdir()).glob(f"portable-launch-*/{STOP_REQUESTED}"))))
+
+
+def reported(zygote: Zygote, notes: Path, *arguments: object) -> tuple[str, str]:
+    """What :func:`report` prints, and the standard error stream."""
+    call = f"from tests.portable.test_launch import report; report(*{arguments!r})"
+    done = zygote.run("python", "-c", call, NOTES=str(notes), TMPDIR=str(notes.parent))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """A folder in which ranks leave word."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("how", "kind", "message"),
+    ("how", "said"),
     [
-        ("refuses", UserError, "data.source: nothing there"),
-        ("breaks", RunError, "rank 1 failed first: ValueError: a bug of ours"),
-        ("exits", RunError, "rank 1 failed first: it ended with exit code 9"),
-        ("slow to end", RunError, "rank 0 failed first: the disk is full"),
+        ("refuses", "UserError: data.source: nothing there"),
+        ("breaks", "RunError: rank 1 failed first: ValueError: a bug of ours (traceback above)"),
+        ("exits", "RunError: rank 1 failed first: it ended with exit code 9"),
+        ("slow to end", "RunError: rank 0 failed first: the disk is full"),
     ],
 )
-def test_the_first_rank_that_fails_is_reported(
-    how: str,
-    kind: type[Exception],
-    message: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("NOTE_OF_RANK_0", str(tmp_path / "fails"))
-    begin = time.monotonic()
-    with pytest.raises(kind, match=message):
-        launch(_rank_function, (how,), ranks=2)
-    assert time.monotonic() - begin < 50  # the other rank was ended, not waited for
+def test_the_first_rank_that_fails_is_reported(how: str, said: str, notes: Path, zygote: Zygote) -> None:
+    """And the other is ended, not waited for."""
+    told, errors = reported(zygote, notes, how)
+    assert told == said
     # A traceback is for our bugs only, and not for what they led to on other ranks.
-    assert capfd.readouterr().err.count("Traceback (most recent") == (how == "breaks")
+    assert errors.count("Traceback (most recent") == (how == "breaks")
 
 
-def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTES", str(tmp_path))
-
-    def ask_twice() -> None:
-        wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
-
-    threading.Thread(target=ask_twice).start()
-    with pytest.raises(RunError, match="stopped at once by a second signal"):
-        launch(_rank_function, ("asked twice",), ranks=2)
+def test_a_second_signal_acts_at_once(notes: Path, zygote: Zygote) -> None:
+    told, _ = reported(zygote, notes, "asked twice")
+    assert told.startswith("RunError: stopped at once by a second signal")
 
 
 @pytest.mark.parametrize(
     ("counted", "words"),
     [
-        ([0, 1], "killed by SIGKILL, by the kernel, which ran out of host memory; set this lower"),
-        ([3, 3], "though the kernel counts no kill for memory since the start"),
+        ((0, 1), "killed by SIGKILL, by the kernel, which ran out of host memory; set this lower"),
+        ((3, 3), "though the kernel counts no kill for memory since the start"),
         (
-            [None, None],
+            (None, None),
             "killed by SIGKILL, most likely by the kernel for want of host memory; set this lower",
         ),
     ],
     ids=["counted", "not counted", "no counter"],
 )
 def test_what_a_kill_most_likely_means(
-    counted: list[int | None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counted: tuple[int | None, ...], words: str, notes: Path, zygote: Zygote
 ) -> None:
     """The kill is real; the kernel's counter of kills for memory is emulated."""
-    monkeypatch.setenv("NOTE_OF_RANK_1", str(tmp_path / "note"))
-    readings = iter([{} if value is None else {"/proc/vmstat": value} for value in counted])
-    monkeypatch.setattr("portable.launch.oom_kills", lambda: next(readings))
-    with pytest.raises(RunError) as caught:
-        launch(_rank_function, ("killed",), ranks=2, memory_advice="set this lower")
-    assert str(caught.value).startswith("rank 1 failed first: it was killed by SIGKILL")
-    assert words in str(caught.value)
-    assert "set this lower" in str(caught.value)
+    told, _ = reported(zygote, notes, "killed", counted)
+    assert told.startswith("RunError: rank 1 failed first: it was killed by SIGKILL")
+    assert words in told
+    assert "set this lower" in told
 
 
-def test_a_refusal_in_a_rank_is_one_line(tmp_path: Path, corpus: Path) -> None:
+def test_a_refusal_in_a_rank_is_one_line(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     settings = tiny(tmp_path / "out", corpus, data__text_field="nowhere", train__micro_batch_size=1)
-    run = start(tmp_path / "scratch", settings, "--nproc", "2")
-    _, errors = run.communicate(timeout=90)
+    run = start(tmp_path / "scratch", settings, "--nproc", "2", begin=zygote.start)
+    _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode == 2
     assert [line[:7] for line in errors.splitlines()] == ["error: "], errors
     assert not (tmp_path / "out").exists()
 
 
-def test_a_signal_before_the_ranks_are_up_is_not_lost(tmp_path: Path, corpus: Path) -> None:
-    scratch = tmp_path / "scratch"
-    run = start(scratch, tiny(tmp_path / "out", corpus, train__micro_batch_size=1), "--nproc", "2")
-    wait_for(lambda: bool(list(scratch.glob("portable-launch-*"))) or run.poll() is not None)
-    time.sleep(1.0)  # the launcher has its handlers, the ranks are still importing torch
-    run.send_signal(signal.SIGTERM)
-    _, errors = run.communicate(timeout=90)
-    assert run.returncode == 1
-    assert errors.splitlines() == ["error: stopped by a signal before the first step; nothing was saved"]
+def test_a_signal_before_the_ranks_are_up_is_not_lost(notes: Path, zygote: Zygote) -> None:
+    told, _ = reported(zygote, notes, "asked early")
+    assert told == "RunError: stopped by a signal before the first step; nothing was saved"
 
 
-def test_the_ranks_exit_code_is_handed_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_ranks_exit_code_is_handed_on(notes: Path, zygote: Zygote) -> None:
+    assert reported(zygote, notes, "returns") == ("75", "waiting for 2 ranks to load\n")
+
+
+def test_one_rank_that_stops_ends_all_and_it_is_said_which(
+    tmp_path: Path, corpus: Path, zygote: Zygote
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert launch(_rank_function, ("returns",), ranks=2) == 75
-    assert capsys.readouterr().err == "waiting for 2 ranks to load\n"
-
-
-def test_one_rank_that_stops_ends_all_and_it_is_said_which(tmp_path: Path, corpus: Path) -> None:
     folder = tmp_path / "run"
     settings = tiny(
         folder,
         corpus,
-        train__steps=100_000,
+        train__steps=1_000_000,
         train__micro_batch_size=1,
         log__hang_timeout=4,
         checkpoint__every_steps=None,
     )
-    run = start(tmp_path / "scratch", settings, "--nproc", "2")
+    run = start(tmp_path / "scratch", settings, "--nproc", "2", begin=zygote.start)
     wait_for(lambda: steps_logged(folder) > 3 or run.poll() is not None)
     os.kill(ranks_of(tmp_path / "scratch")[1], signal.SIGSTOP)
-    _, errors = run.communicate(timeout=90)
+    _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode == 1
     told = next(line for line in errors.splitlines() if line.startswith("error: "))
     assert "nothing has moved for " in told

@@ -174,7 +174,7 @@ def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
 @pytest.mark.parametrize("moment", ["shards", "rename"])
 def test_killed_in_the_middle_of_a_save(moment: str, tmp_path: Path, corpus: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    process = multiprocessing.get_context("spawn").Process(
+    process = multiprocessing.get_context("forkserver").Process(
         target=killed_while_saving, args=(folder, corpus, moment)
     )
     process.start()

@@ -1,0 +1,201 @@
+"""Commands without their seconds of imports: forks of one process that has everything loaded.
+
+The programs in :attr:`Zygote.folder`, which goes first on PATH, bear the names of the real ones. They hand
+their arguments, folder, environment and open files to that process, pass signals on to its fork and end as it
+does. Ranks that a command launches are forks, too, of their launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
+
+PROGRAMS = (
+    "accelerate",
+    "portable-convert",
+    "portable-plan",
+    "portable-report",
+    "portable-train",
+    "python",
+    "torchrun",
+)
+
+
+class Zygote:
+    """The process, and the folder of programs.
+
+    Args:
+        folder: an empty one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import multiprocessing
+
+        from tests.durations import starting
+
+        self.folder = folder
+        address = f"\0{folder}"  # of Linux's own kind, which leaves no file
+        for name in PROGRAMS:
+            (folder / name).write_text(
+                f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" "{folder}" {name} "$@"\n'
+            )
+            (folder / name).chmod(0o755)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address)
+        listener.listen()
+        with starting("zygote"):
+            self._process = multiprocessing.get_context("forkserver").Process(target=serve, args=(listener,))
+            self._process.start()
+        listener.close()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's, with the programs first on PATH; torchrun starts its ranks by one of them, too."""
+        path = os.pathsep.join([str(self.folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+        return {**os.environ, "PATH": path, "PYTHON_EXEC": str(self.folder / "python")}
+
+    def start(self, *command: str, **more: str) -> subprocess.Popen[str]:
+        """Begin one of the programs, with ``more`` in its environment."""
+        import subprocess
+
+        return subprocess.Popen(
+            command,
+            executable=self.folder / command[0],
+            env={**self.environment, **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *command: str, timeout: float = 300, **more: str) -> subprocess.CompletedProcess[str]:
+        """One of the programs from begin to end."""
+        import subprocess
+
+        process = self.start(*command, **more)
+        out, errors = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+    def close(self) -> None:
+        """End the process and all its forks."""
+        if self._process.pid is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
+
+
+def serve(listener: socket.socket) -> None:
+    """Run what the programs ask for, each in a fork."""
+    import gc
+    from concurrent.futures import thread
+
+    import torch
+    from torch.distributed.launcher.api import LaunchConfig
+
+    def fork(self: LaunchConfig) -> None:
+        complete(self)  # type: ignore[no-untyped-call]
+        self.start_method = "fork"
+
+    complete = LaunchConfig.__post_init__
+    LaunchConfig.__post_init__ = fork  # type: ignore[method-assign]
+
+    def begin() -> None:
+        # A launcher forks its ranks in a thread of a pool, which in a rank is the main one: nobody's to join.
+        thread._threads_queues.clear()  # type: ignore[attr-defined]
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=begin)
+    os.setsid()
+    torch.set_num_threads(1)
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who answers, is not waited for
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            answer(connection)
+            os._exit(0)
+        connection.close()
+
+
+def answer(connection: socket.socket) -> None:
+    """Read one command, run it in a fork, and tell its process id and how it ended."""
+    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    words, folder, environment = json.loads(connection.makefile().readline())
+    command = os.fork()
+    if command == 0:
+        connection.close()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        code: object = 1
+        try:
+            code = execute(words)
+        except SystemExit as left:
+            code = left.code
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+    for file in files:
+        os.close(file)
+    connection.sendall(command.to_bytes(4, "big"))
+    code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
+    connection.sendall(bytes([code if code >= 0 else 128 - code]))
+
+
+def execute(words: list[str]) -> object:
+    """Do what the program ``words[0]`` does, as far as tests and pages need of ``python``."""
+    import runpy
+    import tempfile
+    from importlib.metadata import entry_points
+
+    from huggingface_hub import constants
+
+    # What was read from the environment once, when it was loaded.
+    constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
+    tempfile.tempdir = None
+    sys.argv = words
+    if words[0] != "python":
+        (program,) = entry_points(group="console_scripts", name=words[0])
+        return program.load()()
+    arguments = [word for word in words[1:] if word != "-u"]
+    sys.path.insert(0, "")
+    sys.argv = arguments[1:]
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        assert arguments[0] == "-m", arguments
+        sys.modules.pop(arguments[1], None)  # runpy would warn that it is there
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    return 0
+
+
+def ask(address: str, words: list[str]) -> int:
+    """Have ``words`` run by the process at ``address``; returns the exit code."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        socket.send_fds(connection, [b"."], [0, 1, 2])
+        connection.sendall(json.dumps([words, str(Path.cwd()), dict(os.environ)]).encode() + b"\n")
+        pid = int.from_bytes(connection.recv(4), "big")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+        return connection.recv(1)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(ask(f"\0{sys.argv[1]}", sys.argv[2:]))
