@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gpu import sharding
+from portable import run as run_module
 from portable.backend import backend_room
 from portable.errors import UserError
 from portable.loop import train_step
@@ -205,7 +206,10 @@ def test_flash_attention(cuda: str, run: Run) -> None:
 
 def leg(folder: Path, corpus: Path, device: str, **settings: Any) -> list[float]:
     """Train a leg of a run in ``folder``; all losses that it has on record."""
-    assert train_leg(device, configured(folder, corpus, backend=device, **settings)) == 0
+    short = {"data__eval_fraction": 0, "log__sample_tokens": 0, "checkpoint__export": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "plot_loss", lambda *_: None)  # a picture takes as long as a leg
+        assert train_leg(device, configured(folder, corpus, backend=device, **short, **settings)) == 0
     return [row["loss"] for row in read_metrics(folder) if "loss" in row]
 
 

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
-FP16: dict[str, Any] = {"precision": "fp16", "train__micro_batch_size": 1, "fp16__initial_scale_power": 12}
+FP16: dict[str, Any] = {
+    "precision": "fp16",
+    "train__micro_batch_size": 1,
+    "fp16__initial_scale_power": 12,
+    "log__sample_tokens": 0,
+}
 ONE_OVERFLOW_HALVES = {"fp16__hysteresis": 1}
 
 

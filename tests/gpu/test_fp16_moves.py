@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 STEPS = 3  # of a leg
-# Each strategy is moved to and from, ZeRO from and to each of the others' kind.
-LEGS = (
+# Each class of engines, with its own way to keep the search, is moved to and from.
+CLASSES = (("no_shard", 2), ("zero2", 2), ("full_shard", 2), ("zero3", 2), ("no_shard", 1))
+# Each strategy is, ZeRO from and to each of the others' kind.
+STRATEGIES = (
     ("no_shard", 2),
     ("full_shard", 3),
     ("zero2", 2),
@@ -80,17 +82,24 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
         del get_accelerator().is_fp16_supported
 
 
-def test_the_scale_and_its_counters_go_along(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    "legs",
+    [CLASSES, pytest.param(STRATEGIES, marks=pytest.mark.exhaustive)],
+    ids=["classes", "strategies"],
+)
+def test_the_scale_and_its_counters_go_along(
+    legs: tuple[tuple[str, int], ...], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
     saved: dict[str, Any] | None = None
     scales = []
-    for number, (strategy, world_size) in enumerate(LEGS):
+    for number, (strategy, world_size) in enumerate(legs):
         config = configured(
             tmp_path,
             corpus,
             strategy=strategy,
             precision="bf16",
             train__micro_batch_size=1,
-            train__steps=STEPS * len(LEGS),
+            train__steps=STEPS * len(legs),
             # Too high to begin with, and doubled after every second update that does not overflow.
             fp16__initial_scale_power=19,
             fp16__hysteresis=1,
