@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from copy import deepcopy
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,12 +18,12 @@ from portable.backend import backend_room
 from portable.errors import UserError
 from portable.plan import plan_batches
 from portable.run import resolve, train_leg
-from tests.gpu.test_parity import assert_close
-from tests.gpu.test_zero import zero_losses
+from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.gpu.test_zero_checkpoints import leg, losses
 from tests.runs import configured
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from portable.config import RunConfig
@@ -168,19 +170,32 @@ def from_guide(name: str, folder: Path) -> dict[str, Any]:
     return document
 
 
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[[str], Losses]:
+    """The losses of one rank without ZeRO, by schedule."""
+
+    @cache
+    def losses(schedule: str) -> Losses:
+        folder = tmp_path_factory.mktemp("truth")
+        return our_losses(configured(folder, corpus, strategy="no_shard", train__schedule=schedule))
+
+    return losses
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.ops("async_io") if name == "nvme" else ()) for name in GUIDE],
 )
-def test_the_guides_files_train(name: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_the_guides_files_train(
+    name: str, truth: Callable[[str], Losses], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
     document = from_guide(name, tmp_path)
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(document))
-    settings: dict[str, Any] = {"train__micro_batch_size": 1}
-    settings["train__schedule"] = "WarmupLR" if "scheduler" in document else "constant"
-    plain = ranks.run(1, zero_losses, configured(tmp_path, corpus, strategy="no_shard", **settings))
+    schedule = "WarmupLR" if "scheduler" in document else "constant"
+    settings: dict[str, Any] = {"train__micro_batch_size": 1, "train__schedule": schedule}
     config = configured(tmp_path, corpus, deepspeed__config=str(file), **settings)
-    assert_close(ranks.run(2, zero_losses, config), plain, 1e-5)
+    assert_close(ranks.run(2, our_losses, config), truth(schedule), 1e-5)
     assert not list(tmp_path.glob("portable-swap-*"))
 
 
@@ -206,7 +221,7 @@ def forced_losses(config: RunConfig) -> Any:
 
     DeepSpeedCPUAdam.step = counted
     try:
-        results = zero_losses(config)
+        results = our_losses(config)
     finally:
         DeepSpeedCPUAdam.step = own
     assert calls >= len(results)
@@ -214,31 +229,36 @@ def forced_losses(config: RunConfig) -> Any:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.slow
 @pytest.mark.ops("cpu_adam")
 def test_deepspeeds_cpu_optimizer_where_it_is_asked_for(
     stage: int, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    plain = ranks.run(1, zero_losses, configured(tmp_path, corpus, strategy="no_shard"))
+    plain = our_losses(configured(tmp_path, corpus, strategy="no_shard"))
     assert_close(ranks.run(2, forced_losses, forced(tmp_path, corpus, stage)), plain, 1e-5)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.ops("cpu_adam")
 def test_deepspeeds_cpu_optimizer_resumes_and_moves(
     stage: int, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     whole, run, moved = tmp_path / "whole", tmp_path / "run", tmp_path / "moved"
-    for folder, stop in ((whole, None), (run, 5), (run, None), (moved, 5)):
-        assert ranks.run(2, forced_leg, folder, corpus, stage, stop) == 0
+    assert ranks.run(2, forced_leg, whole, corpus, stage, None) == 0
+    assert ranks.run(2, forced_leg, run, corpus, stage, 3) == 0
+    shutil.copytree(run, moved)
+    assert ranks.run(2, forced_leg, run, corpus, stage, None) == 0
     weights = [folder / "final" / "model.safetensors" for folder in (whole, run)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert ranks.run(3, leg, moved, corpus, {"strategy": "full_shard"}) == 0
+    assert ranks.run(2, leg, moved, corpus, {"strategy": "full_shard", **SHORT}) == 0
     assert losses(moved) == pytest.approx(losses(whole), rel=1e-5)
 
 
+SHORT: dict[str, Any] = {"train__steps": 5, "data__eval_fraction": 0}
+
+
 def forced_leg(folder: Path, corpus: Path, stage: int, stop: int | None) -> int:
-    return train_leg("cpu", forced(folder, corpus, stage, train__stop_after=stop))
+    settings = {**SHORT, "train__stop_after": stop, "log__sample_tokens": 0}
+    return train_leg("cpu", forced(folder, corpus, stage, **settings))
 
 
 def test_an_op_that_cannot_be_built_is_one_line(
