@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
+    from tests.zygote import Zygote
 
 BEST = Aio(
     block_size=8 << 20, queue_depth=8, intra_op_parallelism=4, single_submit=True, overlap_events=False
@@ -130,9 +129,8 @@ def test_a_build_that_was_killed_is_told_of(tmp_path: Path, ranks: RankPool) -> 
     assert told.count("\n") == 1
 
 
-def test_a_path_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gpu.aio", str(tmp_path / "missing")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_a_path_that_is_not_there_is_one_line(tmp_path: Path, zygote: Zygote) -> None:
+    done = zygote.run("python", "-m", "gpu.aio", str(tmp_path / "missing"))
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"error: PATH: {tmp_path / 'missing'} does not exist; make the folder, or name another"

@@ -190,16 +190,11 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
 
 
 def test_out_of_memory_at_the_start_says_what_fits(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    settings = {"strategy": "no_shard", "train__micro_batch_size": 16}
-    told = ranks.run(2, refusal, tmp_path, corpus, settings, [30, 30], 0)
+    told = ranks.run(2, refusal_of_a_gpu, tmp_path, corpus)
     fitting = int(told.split(";")[1].split()[0])
     assert 1 < fitting < 16
     assert told.startswith("train.micro_batch_size: out of memory in step 1 with 16 sequences at a time; ")
     assert "set it to that, or use memory.activation_checkpointing full, strategy full_shard" in told
-
-
-def test_what_would_fit_by_plan_is_told(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    told = ranks.run(2, refusal_of_a_gpu, tmp_path, corpus)
     assert "; by plan, this fits: " in told
     planned = told.split("by plan, this fits: ")[1]
     assert "train.micro_batch_size" in planned and "memory.activation_checkpointing" in planned

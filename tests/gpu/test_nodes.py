@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.slurm import Slurm
-
-pytestmark = pytest.mark.slow
+    from tests.zygote import Zygote
 
 BIN = Path(sys.executable).parent
 TEMPLATE = Path(__file__).parents[2] / "gpu" / "scripts" / "slurm.sbatch"
@@ -31,6 +29,7 @@ HYBRID: dict[str, Any] = {
     "train__global_batch_size": 8,
     "train__micro_batch_size": 1,
     "train__steps": 3,
+    "log__sample_tokens": 0,
 }
 
 
@@ -56,15 +55,15 @@ def check_meshes(folder: Path) -> None:
         assert mesh["ranks"] == [[0, 1], [2, 3]]
 
 
-def test_two_agents_of_torchrun(tmp_path: Path, corpus: Path, truth: list[float]) -> None:
+def test_two_agents_of_torchrun(tmp_path: Path, corpus: Path, truth: list[float], zygote: Zygote) -> None:
     settings = flags(tiny(tmp_path / "run", corpus, **HYBRID))
     port = str(free_port())
     agents = []
     for node in ("0", "1"):
-        command = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", node]
+        command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", node]
         command += ["--master-addr", "127.0.0.1", "--master-port", port]
         command += ["-m", "tests.gpu.mesh_of_rank", str(tmp_path), *settings]
-        agents.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        agents.append(zygote.start(*command))
     for agent in agents:
         _, errors = agent.communicate(timeout=300)
         assert agent.returncode == 0, errors
@@ -86,6 +85,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         nodes.close()
 
 
+@pytest.mark.slow
 def test_srun(tmp_path: Path, corpus: Path, truth: list[float], cluster: Slurm) -> None:
     settings = flags(tiny(tmp_path / "run", corpus, **HYBRID))
     layout = ("--nodes", "2", "--ntasks-per-node", "2", "--chdir", str(Path.cwd()))
@@ -96,6 +96,7 @@ def test_srun(tmp_path: Path, corpus: Path, truth: list[float], cluster: Slurm) 
     assert losses(tmp_path / "run") == pytest.approx(truth, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_template_stops_with_a_checkpoint_and_is_queued_again(
     tmp_path: Path, corpus: Path, cluster: Slurm
 ) -> None:

@@ -7,11 +7,8 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,53 +16,48 @@ pytest.importorskip("deepspeed")
 
 from portable.launch import joined
 from portable.run import train_leg
-from tests.portable.test_launch import ranks_of, start, steps_logged, wait_for
+from tests.portable.test_launch import AT_MOST, ranks_of, start, steps_logged, wait_for
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny
 
 if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
     from tests.ranks import RankPool
+    from tests.zygote import Zygote
 
-BIN = Path(sys.executable).parent
-LAUNCHERS = {
-    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "{port}", "--module"],
-    "accelerate": [
-        *("accelerate", "launch", "--use_deepspeed", "--zero_stage", "3", "--num_processes", "2"),
-        *(
-            "--num_machines",
-            "1",
-            "--mixed_precision",
-            "no",
-            "--dynamo_backend",
-            "no",
-            "--main_process_port",
-            "{port}",
-            "-m",
-        ),
-    ],
-}
+ENVIRONMENT: dict[str, Any] = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0"}
+"""Launchers look for an accelerator when they start; there is none."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "strategy"), [("deepspeed", "zero2"), ("accelerate", "zero3")])
-def test_the_ranks_of_a_launcher_train_together(
-    launcher: str, strategy: str, tmp_path: Path, corpus: Path
-) -> None:
-    settings = tiny(tmp_path, corpus, strategy=strategy, train__steps=2, train__micro_batch_size=1)
-    program, *arguments = [word.format(port=free_port()) for word in LAUNCHERS[launcher]]
-    done = subprocess.run(
-        [str(BIN / program), *arguments, "portable.cli", *flags(settings)],
-        # Both look for an accelerator when they start; there is none.
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+def settings_of(folder: Path, corpus: Path, strategy: str) -> list[str]:
+    return flags(tiny(folder, corpus, strategy=strategy, train__steps=2, train__micro_batch_size=1))
+
+
+def check(folder: Path, strategy: str, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
-    state = json.loads((tmp_path / "checkpoints" / "step-000002" / "trainer_state.json").read_text())
+    state = json.loads((folder / "checkpoints" / "step-000002" / "trainer_state.json").read_text())
     assert (state["world_size"], state["strategy"]) == (2, strategy)
     assert done.stderr.count("step 2/2") == 1  # one rank speaks
+
+
+def test_the_ranks_of_deepspeed_train_together(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+    # What the command deepspeed does; it starts a process on each node, which starts the ranks.
+    python = str(zygote.folder / "python")
+    launcher = f"import sys; from deepspeed.launcher.runner import main; sys.executable = {python!r}; main()"
+    command = ["python", "-c", launcher, "--num_gpus", "2", "--master_port", str(free_port())]
+    command += ["--module", "portable.cli"]
+    done = zygote.run(*command, *settings_of(tmp_path, corpus, "zero2"), **ENVIRONMENT)
+    check(tmp_path, "zero2", done)
+
+
+def test_the_ranks_of_accelerate_train_together(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+    command = ["accelerate", "launch", "--use_deepspeed", "--zero_stage", "3", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["--main_process_port", str(free_port()), "-m", "portable.cli"]
+    done = zygote.run(*command, *settings_of(tmp_path, corpus, "zero3"), **ENVIRONMENT)
+    check(tmp_path, "zero3", done)
 
 
 def in_a_notebook(folder: Path, corpus: Path) -> tuple[str, list[str]]:
@@ -100,8 +92,9 @@ def test_one_process_of_a_notebook(tmp_path: Path, corpus: Path, ranks: RankPool
         assert (tmp_path / name / "final" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
-def test_a_single_rank_that_offloads_is_missed_when_it_is_killed(tmp_path: Path, corpus: Path) -> None:
+def test_a_single_rank_that_offloads_is_missed_when_it_is_killed(
+    tmp_path: Path, corpus: Path, zygote: Zygote
+) -> None:
     """Killed by hand: the kernel's counters do not rise, and the message says so. The advice is the run's."""
     scratch, folder = tmp_path / "scratch", tmp_path / "run"
     settings = tiny(
@@ -112,10 +105,10 @@ def test_a_single_rank_that_offloads_is_missed_when_it_is_killed(tmp_path: Path,
         train__steps=100_000,
         train__micro_batch_size=1,
     )
-    run = start(scratch, settings)
+    run = start(scratch, settings, begin=zygote.start)
     wait_for(lambda: steps_logged(folder) >= 2 or run.poll() is not None)
     os.kill(ranks_of(scratch)[0], signal.SIGKILL)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode == 1, errors
     (told,) = (line for line in errors.splitlines() if line.startswith("error: "))
     assert "rank 0 failed first: it was killed by SIGKILL" in told

@@ -15,7 +15,7 @@ from portable.errors import UserError
 from portable.loss import token_loss
 from portable.model import Blueprint, build_model, materialize, model_config
 from tests.gpu.test_fsdp import FOUR
-from tests.gpu.test_parity import assert_close, our_losses
+from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -147,27 +147,51 @@ def test_a_model_that_caps_its_logits_keeps_them() -> None:
         built("causal-lm", GEMMA, 10)
 
 
+def model_of(tied: bool) -> dict[str, Any]:
+    return {"model__config": TINY_MODEL | {"tie_word_embeddings": tied}}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[bool, Losses]:
+    """The losses of one rank that computes all logits, with the embedding for a head and without."""
+    folder = tmp_path_factory.mktemp("plain")
+    return {
+        tied: our_losses(configured(folder, corpus, memory__loss_chunk_tokens=0, **model_of(tied), **FOUR))
+        for tied in (True, False)
+    }
+
+
+ON_RANKS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {"strategy": "no_shard"}),
+    (2, {"strategy": "full_shard"}),
+    (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
+    (2, {"fsdp__auto_wrap_policy": "size_based_wrap", "fsdp__min_num_params": 3000}),
+    (2, {"memory__offload_params": "cpu", "memory__activation_checkpointing": "full"}),
+]
+# A head of its own is sharded with the root, or is a unit; the others shard it as these do.
+UNTIED = {2, 4}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "settings"),
+    ("tied", "world_size", "settings"),
     [
-        (1, {}),
-        (2, {"strategy": "no_shard"}),
-        (2, {"strategy": "full_shard"}),
-        (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
-        (2, {"fsdp__auto_wrap_policy": "size_based_wrap", "fsdp__min_num_params": 3000}),
-        (2, {"memory__offload_params": "cpu", "memory__activation_checkpointing": "full"}),
+        pytest.param(tied, *case, marks=() if tied or number in UNTIED else pytest.mark.exhaustive)
+        for tied in (True, False)
+        for number, case in enumerate(ON_RANKS)
     ],
 )
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_on_ranks(
-    tied: bool, world_size: int, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
+    tied: bool,
+    world_size: int,
+    settings: dict[str, Any],
+    plain: dict[bool, Losses],
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
 ) -> None:
-    model = TINY_MODEL | {"tie_word_embeddings": tied}
-    plain = configured(tmp_path, corpus, model__config=model, memory__loss_chunk_tokens=0, **FOUR)
-    chunked = configured(
-        tmp_path, corpus, model__config=model, memory__loss_chunk_tokens=9, **FOUR, **settings
-    )
-    assert_close(ranks.run(world_size, our_losses, chunked), ranks.run(1, our_losses, plain), 1e-5)
+    chunked = configured(tmp_path, corpus, memory__loss_chunk_tokens=9, **model_of(tied), **FOUR, **settings)
+    assert_close(ranks.run(world_size, our_losses, chunked), plain[tied], 1e-5)
 
 
 def test_bf16_on_ranks(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
