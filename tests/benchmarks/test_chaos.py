@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.slow
+def test_a_kill_in_the_middle_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real launcher and rank; other blows need more of them."""
+    monkeypatch.setattr(chaos, "KINDS", {"saving": chaos.KINDS["saving"]})
+    monkeypatch.setattr(chaos, "RANKS", 1)
+    report = tmp_path / "report.json"
+    assert chaos.main(["--kills", "0", "--each", "1", "--engines", "no_shard", "--json", str(report)]) == 0
+    (outcome,) = json.loads(report.read_text())["runs"]
+    assert [leg["kind"] for leg in outcome["legs"]] == ["saving"]
+    assert outcome["equal"] and not outcome["broken"]
+
+
+@pytest.mark.exhaustive
 def test_a_few_kills_of_every_sort(tmp_path: Path) -> None:
     """Real launchers on two ranks, one blow of each sort that fits, to the end."""
     report = tmp_path / "report.json"

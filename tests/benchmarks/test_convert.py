@@ -52,7 +52,7 @@ def test_memory_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert all(float(row.split("|")[-2]) < 100 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick_python")
 def test_results_agree_with_the_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.json"
     command = ["--small", "--only", "dcp", "--folder", str(tmp_path / "work"), "--json", str(path)]

@@ -49,7 +49,7 @@ def test_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "GB/s in a copy" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick_python")
 def test_a_piece_in_a_process_of_its_own(tmp_path: Path) -> None:
     write_texts(tmp_path, SMALL)
     found = in_process_of_its_own("step", 1, "small", "cpu", tmp_path)

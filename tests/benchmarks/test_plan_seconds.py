@@ -10,7 +10,7 @@ from benchmarks import plan_seconds
 from tests.runs import TINY_MODEL
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick_python")
 def test_every_command_has_its_line() -> None:
     seconds = plan_seconds.measure(1, {**TINY_MODEL, "max_position_embeddings": 4096})
     assert len(seconds) == 4

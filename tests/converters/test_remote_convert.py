@@ -326,27 +326,44 @@ def test_verify_reads_what_the_store_holds(
     assert "is not what was written" in said and s3.names("out/") == []
 
 
-@pytest.mark.slow
+def peak(s3: ObjectStore, folder: Path, tensors: int, megabytes: int, before: str = "") -> int:
+    """Bytes of memory at most, of a process that runs `before` and converts from and to the store."""
+    rows = megabytes * MB // 20_000
+    state = {f"w{i}": np.full((rows, 5000), i, np.float32) for i in range(tensors)}
+    safetensors.numpy.save_file(state, folder / "model.safetensors")
+    s3.put("src/model.safetensors", (folder / "model.safetensors").read_bytes())
+    code = (
+        f"import sys\nfrom converters.cli import main\n{before}\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "print(*(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+    )
+    argv = [sys.executable, "-c", code, "--quiet", s3.url("src"), s3.url(f"out-{tensors}")]
+    made = subprocess.run(
+        argv, env={**os.environ, **s3.environment}, capture_output=True, text=True, check=True
+    )
+    return int(made.stdout) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_the_model(s3: ObjectStore, tmp_path: Path) -> None:
+    """80 MB more, with few threads and little kept: what they leave to the allocator is less than that."""
+    few = (
+        "from converters import remote, remote_file, remote_output, writing\n"
+        "remote_file.KEPT_BYTES, remote_file.RUN_BYTES = 8 << 20, 4 << 20\n"
+        "remote.PART_BYTES = remote_output.PART_BYTES = 5 << 20\n"
+        "remote_output.THREADS = writing._REMOTE_THREADS = 1"
+    )
+    small, large = (peak(s3, tmp_path, tensors, 10, few) for tensors in (4, 12))
+    assert large < small + 50 * MB, (small, large)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_stays_flat(s3: ObjectStore, tmp_path: Path) -> None:
     """Twice the bytes, the same peak, and well below either."""
-    peaks = {}
-    for count in (4, 8):
-        state = {f"w{i}": np.full((2000, 5000), i, np.float32) for i in range(count)}  # 40 MB each
-        safetensors.numpy.save_file(state, tmp_path / "model.safetensors")
-        s3.put(f"src-{count}/model.safetensors", (tmp_path / "model.safetensors").read_bytes())
-        code = (
-            "import sys\nfrom converters.cli import main\n"
-            "assert main(sys.argv[1:]) == 0\n"
-            "print(*(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-        )
-        argv = [sys.executable, "-c", code, "--quiet", s3.url(f"src-{count}"), s3.url(f"out-{count}")]
-        made = subprocess.run(
-            argv, env={**os.environ, **s3.environment}, capture_output=True, text=True, check=True
-        )
-        peaks[count] = int(made.stdout) * 1024
-    assert peaks[8] < peaks[4] + 40 * MB, peaks
-    assert peaks[8] < 400 * MB, peaks
+    small, large = (peak(s3, tmp_path, tensors, 40) for tensors in (4, 8))
+    assert large < small + 40 * MB, (small, large)
+    assert large < 400 * MB, (small, large)
 
 
 def test_nothing_secret_is_printed(s3: ObjectStore, large: Path) -> None:

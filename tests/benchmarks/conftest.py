@@ -1,0 +1,19 @@
+"""For benchmarks that start processes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.portable.conftest import zygote  # noqa: F401 - a fixture of these tests, too
+
+if TYPE_CHECKING:
+    from tests.zygote import Zygote
+
+
+@pytest.fixture
+def quick_python(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Processes of Python that a benchmark starts have everything loaded: what they take is not looked at."""
+    monkeypatch.setattr(sys, "executable", str(zygote.folder / "python"))
