@@ -29,6 +29,7 @@ from portable.config import load_config, parse_args
 from portable.errors import UserError
 from portable.run import resolve, train_leg
 from tests.runs import TINY_MODEL, configured
+from tests.xla import QUICK
 from tests.zygote import Zygote
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def test_commands_run(page: Path, reader: Path, zygote: Zygote) -> None:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "XDG_CACHE_HOME": str(reader / "cache"),
         "HF_HUB_OFFLINE": "1",
+        "XLA_FLAGS": QUICK,
     }
     ran = 0
     for block in blocks(page):

@@ -159,6 +159,7 @@ def answer(connection: socket.socket) -> None:
 
 def execute(words: list[str]) -> object:
     """Do what the program ``words[0]`` does, as far as tests and pages need of ``python``."""
+    import importlib
     import runpy
     import tempfile
     from importlib.metadata import entry_points
@@ -166,7 +167,7 @@ def execute(words: list[str]) -> object:
     from huggingface_hub import constants
 
     # What was read from the environment once, when it was loaded.
-    constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
+    importlib.reload(constants)
     tempfile.tempdir = None
     sys.argv = words
     if words[0] != "python":

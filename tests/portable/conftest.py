@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,3 +16,25 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     process = Zygote(tmp_path_factory.mktemp("bin"))
     yield process
     process.close()
+
+
+_passes: dict[Any, Any] = {}
+"""What passes of a model take, by all that they depend on."""
+
+
+@pytest.fixture
+def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner runs the passes of a model once in a session, for tests of what it makes of them."""
+    from portable.planner import activations as passes
+    from portable.planner import subject
+
+    run = passes.activations
+
+    def known(model: Any, request: Any) -> Any:
+        config = model.config
+        key = (type(model), config.to_json_string(use_diff=False), config._attn_implementation, request)
+        if key not in _passes:
+            _passes[key] = run(model, request)
+        return _passes[key]
+
+    monkeypatch.setattr(subject, "activations", known)

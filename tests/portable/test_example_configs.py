@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.xla import XlaPool
 
+pytestmark = pytest.mark.usefixtures("passes_known")
 CONFIGS = [
     pytest.param(path, id=path.stem, marks=pytest.mark.ops("async_io") if "nvme" in path.stem else ())
     for path in sorted((ROOT / "configs").glob("*.yaml"))

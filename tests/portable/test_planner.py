@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
+pytestmark = pytest.mark.usefixtures("passes_known")
 SMALL = {
     "model_type": "llama",
     "vocab_size": 512,

@@ -188,17 +188,18 @@ def test_the_shards_of_one_rank_do_not_get_there(
     assert not s3.names("run/checkpoints/step-000004/_COMPLETE")
 
 
-def child_leg(place: str, corpus: Path, settings: dict[str, Any]) -> None:
+def child_leg(place: str, corpus: Path, environment: dict[str, str], settings: dict[str, Any]) -> None:
+    os.environ.update(environment)
     sys.exit(leg(place, corpus, **settings))
 
 
 def start(s3: ObjectStore, corpus: Path, until: Callable[[], object], **settings: Any) -> Any:
     """A leg in a process of its own, as soon as ``until()`` holds."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=child_leg, args=(s3.url("run"), corpus, settings)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=child_leg, args=(s3.url("run"), corpus, s3.environment, settings)
     )
     process.start()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not until():
         assert process.is_alive() and time.monotonic() < deadline
         time.sleep(0.01)
@@ -227,7 +228,7 @@ def test_sigterm(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
     every: dict[str, Any] = {"checkpoint__every_steps": 2}
     process = start(s3, corpus, lambda: slow.done, checkpoint__async=False, **every)
     os.kill(process.pid, signal.SIGTERM)
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 75
     assert steps_in(s3)[-1] < "step-000008" and not s3.names(f"run/{LEASE_FILE}")
     assert leg(s3.url("run"), corpus) == 0
