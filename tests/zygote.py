@@ -93,7 +93,9 @@ class Zygote:
 def serve(listener: socket.socket) -> None:
     """Run what the programs ask for, each in a fork."""
     import gc
+    import multiprocessing
     from concurrent.futures import thread
+    from multiprocessing.connection import wait
 
     import torch
     from torch.distributed.launcher.api import LaunchConfig
@@ -116,7 +118,11 @@ def serve(listener: socket.socket) -> None:
     torch.set_num_threads(1)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who answers, is not waited for
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     while True:
+        if parent.sentinel in wait([listener, parent.sentinel]):  # what tests were killed shall leave nothing
+            os.killpg(0, signal.SIGKILL)
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
