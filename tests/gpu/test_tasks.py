@@ -47,5 +47,5 @@ def test_two_ranks_train_as_one(
     )
     assert one.model.task == task
     truth = our_losses(one)
-    assert truth[-1][0] < truth[0][0] - 0.1  # it is learning, so that equal losses mean equal updates
-    assert_close(ranks.run(2, our_losses, two), truth, 1e-5)
+    falls = 0.1 if task == "sequence-classification" else 0.3  # from ln 2
+    assert_close(ranks.run(2, our_losses, two), truth, 1e-5, falls=falls)
