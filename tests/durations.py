@@ -8,7 +8,6 @@ the process that ran it, and each start of something that tests share (ranks, de
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +103,6 @@ def read() -> dict[str, Any]:
 
 
 def write(record: dict[str, Any]) -> None:
-    partial = RECORD.with_suffix(f".{os.getpid()}.partial")
+    partial = RECORD.with_suffix(".partial")
     partial.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     partial.rename(RECORD)
