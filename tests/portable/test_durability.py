@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.xla import XlaPool
 
-pytestmark = pytest.mark.usefixtures("no_picture")
 Synced = dict[str, list[int]]
 
 
