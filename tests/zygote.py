@@ -12,12 +12,23 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import subprocess
 
+LOADED = (
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
+    "portable.preview",
+    "portable.resume",
+    "tensorboard.plugins.hparams.api",
+    "torch.utils.tensorboard",
+)
+"""What a command imports besides what ranks have imported when they start."""
 PROGRAMS = (
     "accelerate",
     "portable-convert",
@@ -93,6 +104,7 @@ class Zygote:
 def serve(listener: socket.socket) -> None:
     """Run what the programs ask for, each in a fork."""
     import gc
+    import importlib
     import multiprocessing
     from concurrent.futures import thread
     from multiprocessing.connection import wait
@@ -116,6 +128,9 @@ def serve(listener: socket.socket) -> None:
     os.register_at_fork(after_in_child=begin)
     os.setsid()
     torch.set_num_threads(1)
+    for name in LOADED:
+        with suppress(ImportError):
+            importlib.import_module(name)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who answers, is not waited for
     parent = multiprocessing.parent_process()

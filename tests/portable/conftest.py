@@ -38,3 +38,9 @@ def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
         return _passes[key]
 
     monkeypatch.setattr(subject, "activations", known)
+
+
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process draw no loss, which takes longer than their training."""
+    monkeypatch.setattr("portable.run.plot_loss", lambda _: None)

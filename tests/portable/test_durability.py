@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.xla import XlaPool
 
+pytestmark = pytest.mark.usefixtures("no_picture")
 Synced = dict[str, list[int]]
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tests.xla import XlaPool
     from tests.zygote import Zygote
 
+pytestmark = pytest.mark.usefixtures("no_picture")
 GOES_ON = 3  # steps
 BATCH = 4
 TOLERANCE = 1e-5

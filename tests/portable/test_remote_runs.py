@@ -151,6 +151,7 @@ def test_xla(s3: ObjectStore, tmp_path: Path, corpus: Path, xla: XlaPool) -> Non
     check_same(s3, tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_failures_that_pass(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
     faults = [
         s3.fail(status=503, method="PUT", every=4),
@@ -164,6 +165,7 @@ def test_failures_that_pass(s3: ObjectStore, undisturbed: Path, corpus: Path) ->
     assert all(fault.done for fault in faults[:2])
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_store_that_goes_away(
     s3: ObjectStore, undisturbed: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def start(s3: ObjectStore, corpus: Path, until: Callable[[], object], **settings
     return process
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_killed_while_it_sends(
     s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +226,7 @@ def test_killed_while_it_sends(
     assert not s3.names(f"run/{EIGHT}/_INCOMPLETE") and s3.names(f"run/{EIGHT}/_COMPLETE")
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_sigterm(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
     slow = s3.fail(delay=1.0, key="step-000002/__0", times=1)
     every: dict[str, Any] = {"checkpoint__every_steps": 2}
@@ -235,6 +239,7 @@ def test_sigterm(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
     check_same(s3, undisturbed)
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_damaged_checkpoint_is_set_aside(
     s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +255,7 @@ def test_a_damaged_checkpoint_is_set_aside(
     check_same(s3, undisturbed)
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_an_outage_is_no_damage(s3: ObjectStore, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
     monkeypatch.setenv("PORTABLE_STORAGE_ATTEMPTS", "2")

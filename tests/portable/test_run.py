@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
+pytestmark = pytest.mark.usefixtures("no_picture")
+
 
 def leg(folder: Path, corpus: Path, **overrides: Any) -> int:
     return train_leg("cpu", configured(folder, corpus, **overrides))
