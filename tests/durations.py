@@ -8,6 +8,7 @@ the process that ran it, and each start of something that tests share (ranks, de
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +104,6 @@ def read() -> dict[str, Any]:
 
 
 def write(record: dict[str, Any]) -> None:
-    partial = RECORD.with_suffix(".partial")
+    partial = RECORD.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     partial.rename(RECORD)

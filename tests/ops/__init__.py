@@ -43,7 +43,8 @@ def cache_folder() -> Path:
     except FileNotFoundError:
         compiler = ""
     flags = "".join(line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("flags"))[:4000]
-    text = "\n".join([*parts, sys.version, compiler, flags, platform.machine(), sys.prefix])
+    # Paths stand in what is built: another place of theirs would have it built anew, there.
+    text = "\n".join([*parts, sys.version, compiler, flags, platform.machine(), sys.prefix, str(COMPILER)])
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return root / "portable-trainer" / "ops" / hashlib.sha256(text.encode()).hexdigest()[:16]
 
