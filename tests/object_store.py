@@ -14,6 +14,7 @@ from __future__ import annotations
 import http.client
 import http.server
 import logging
+import os
 import threading
 import time
 import urllib.parse
@@ -92,6 +93,7 @@ class ObjectStore:
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer
 
+        _share_values()
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request else
         self._moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._moto.start()
@@ -246,6 +248,22 @@ class ObjectStore:
     def fault(self, method: str, key: str, query: str) -> Fault | None:
         with self._lock:
             return next((fault for fault in self.faults if fault.applies(method, key, query)), None)
+
+
+def _share_values() -> None:
+    """Objects stay in memory, and reading a range copies that range.
+
+    moto keeps what is longer than 5 MB in a temporary file, and reads all of it for each request.
+    """
+    from moto.s3.models import FakeKey
+
+    os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = str(1 << 40)
+
+    def shared(key: Any) -> bytes:
+        with key.lock:
+            return key._value_buffer._file.getvalue()  # no copy, as long as nobody writes to it
+
+    FakeKey.value = property(shared, FakeKey.value.fset)  # type: ignore[method-assign]
 
 
 # moto tells the account by the access key, and verifies no signature.

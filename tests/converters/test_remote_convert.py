@@ -338,23 +338,25 @@ def peak(s3: ObjectStore, folder: Path, tensors: int, megabytes: int, before: st
         "print(*(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     argv = [sys.executable, "-c", code, "--quiet", s3.url("src"), s3.url(f"out-{tensors}")]
+    # What glibc would keep of freed blocks, in each thread's arena, is not what the program holds.
+    freed = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     made = subprocess.run(
-        argv, env={**os.environ, **s3.environment}, capture_output=True, text=True, check=True
+        argv, env={**os.environ, **s3.environment, **freed}, capture_output=True, text=True, check=True
     )
     return int(made.stdout) * 1024
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_model(s3: ObjectStore, tmp_path: Path) -> None:
-    """80 MB more, with few threads and little kept: what they leave to the allocator is less than that."""
+    """80 MB more, with few threads and little kept, take no more memory."""
     few = (
         "from converters import remote, remote_file, remote_output, writing\n"
         "remote_file.KEPT_BYTES, remote_file.RUN_BYTES = 8 << 20, 4 << 20\n"
         "remote.PART_BYTES = remote_output.PART_BYTES = 5 << 20\n"
-        "remote_output.THREADS = writing._REMOTE_THREADS = 1"
+        "remote_output._Draft.threads = writing._REMOTE_THREADS = 1"
     )
     small, large = (peak(s3, tmp_path, tensors, 10, few) for tensors in (4, 12))
-    assert large < small + 50 * MB, (small, large)
+    assert large < small + 15 * MB, (small, large)
 
 
 @pytest.mark.exhaustive
