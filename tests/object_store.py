@@ -255,15 +255,17 @@ def _share_values() -> None:
 
     moto keeps what is longer than 5 MB in a temporary file, and reads all of it for each request.
     """
-    from moto.s3.models import FakeKey
+    from moto.s3 import models
 
+    key_type: Any = models.FakeKey
     os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = str(1 << 40)
 
     def shared(key: Any) -> bytes:
         with key.lock:
-            return key._value_buffer._file.getvalue()  # no copy, as long as nobody writes to it
+            value: bytes = key._value_buffer._file.getvalue()  # no copy, as long as nobody writes to it
+            return value
 
-    FakeKey.value = property(shared, FakeKey.value.fset)  # type: ignore[method-assign]
+    key_type.value = property(shared, key_type.value.fset)
 
 
 # moto tells the account by the access key, and verifies no signature.
