@@ -33,9 +33,9 @@ LOSSES, VIEWS = 1e-5, 1e-3
 """Relative tolerance of losses, and of what is stored, as a share of each tensor's largest element."""
 
 
-def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+def leg(folder: Path, corpus: Path, settings: dict[str, Any], size: int) -> int:
     common: dict[str, Any] = {
-        "train__micro_batch_size": 1,
+        "train__micro_batch_size": GLOBAL_BATCH // (2 * size),  # accumulated twice, on 4 ranks three times
         "train__global_batch_size": GLOBAL_BATCH,
         "train__stop_after": ENDS_AT,
         "checkpoint__every_steps": MOVES_AT,
@@ -54,7 +54,7 @@ class Runner:
 
     def __call__(self, name: str, size: int, folder: Path) -> list[float]:
         """The losses of the steps after :data:`MOVES_AT`, on record in ``folder`` when it is done."""
-        assert self._engines.run(name, size, leg, folder, self._corpus, ENGINES[name].settings) == 0
+        assert self._engines.run(name, size, leg, folder, self._corpus, ENGINES[name].settings, size) == 0
         rows = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
         return [rows[step] for step in range(MOVES_AT + 1, ENDS_AT + 1)]
 
