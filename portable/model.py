@@ -516,7 +516,7 @@ def _reserved_positions(config: PretrainedConfig) -> int:
 def _model_types() -> list[str]:
     from transformers.models.auto import configuration_auto
 
-    names: Any = configuration_auto.CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
+    names: Any = configuration_auto.CONFIG_MAPPING_NAMES
     return list(names)
 
 

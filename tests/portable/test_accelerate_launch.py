@@ -165,7 +165,7 @@ def test_it_must_agree_with_the_config(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_two_ranks_that_it_starts(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    settings = tiny(tmp_path / "run", corpus, train__steps=3, train__micro_batch_size=1)
+    settings = tiny(tmp_path / "run", corpus, train__steps=3, train__micro_batch_size=3)
     command = ["accelerate", "launch", "--num_processes", "2", "--main_process_port", "0"]
     command += ["--use_fsdp", "--fsdp_sharding_strategy", "SHARD_GRAD_OP", "--fsdp_offload_params", "true"]
     command += ["--fsdp_activation_checkpointing", "true", "--module", "portable.cli"]

@@ -82,7 +82,7 @@ def test_all_is_synced_before_the_name(
         xla: XlaPool = request.getfixturevalue("xla")
         assert xla.run(2, leg_watched, tmp_path / "run", corpus, "xla", settings, tmp_path) == 0
     else:
-        settings |= {"strategy": strategy, "train__micro_batch_size": 1}
+        settings |= {"strategy": strategy, "train__micro_batch_size": 3}
         assert ranks.run(2, leg_watched, tmp_path / "run", corpus, "cpu", settings, tmp_path) == 0
     logs = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
     final = tmp_path / "run" / "checkpoints" / "step-000004"

@@ -275,9 +275,9 @@ def test_goes_on_as_the_trainer_itself_does(
     """transformers' own `resume_from_checkpoint`, on the samples that this run takes."""
     from transformers import Trainer
 
-    class Sequential(Trainer):
+    class Sequential(Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+            return torch.utils.data.SequentialSampler(self.train_dataset)
 
     taken = [
         {**{name: tensor[at] for name, tensor in batch.items()}, "shift_labels": batch["labels"][at]}

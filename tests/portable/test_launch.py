@@ -104,7 +104,7 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zyg
         train__steps=100_000,
         train__warmup_steps=2,
         train__learning_rate=1e-3,
-        train__micro_batch_size=1,
+        train__micro_batch_size=3,
         checkpoint__every_steps=10,
         data__eval_fraction=0,
         log__sample_tokens=0,
@@ -168,7 +168,7 @@ TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "portable
 
 
 def test_torchrun_is_joined(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    settings = tiny(tmp_path, corpus, train__steps=2, train__micro_batch_size=1)
+    settings = tiny(tmp_path, corpus, train__steps=2, train__micro_batch_size=3)
     done = zygote.run(*TORCHRUN, *flags(settings))
     assert done.returncode == 0, done.stderr
     state = json.loads((tmp_path / "checkpoints" / "step-000002" / "trainer_state.json").read_text())
@@ -186,13 +186,13 @@ def assert_told_once(errors: str, message: str) -> None:
 
 def test_a_refusal_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     with locked(tmp_path):  # which rank 0 alone asks for
-        done = zygote.run(*TORCHRUN, *flags(tiny(tmp_path, corpus, train__micro_batch_size=1)))
+        done = zygote.run(*TORCHRUN, *flags(tiny(tmp_path, corpus, train__micro_batch_size=3)))
     assert_told_once(done.stderr, "in use")
 
 
 def test_a_failure_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     (tmp_path / "checkpoints").touch()  # a file, where rank 0 makes a folder
-    done = zygote.run(*TORCHRUN, *flags(tiny(tmp_path, corpus, train__micro_batch_size=1)))
+    done = zygote.run(*TORCHRUN, *flags(tiny(tmp_path, corpus, train__micro_batch_size=3)))
     assert_told_once(done.stderr, "could not be written")
 
 
@@ -215,7 +215,7 @@ def test_all_end_within_a_set_time_under_torchrun(
         tmp_path,
         corpus,
         train__steps=1_000_000,
-        train__micro_batch_size=1,
+        train__micro_batch_size=3,
         log__hang_timeout=4,
         checkpoint__every_steps=None,
     )
@@ -398,7 +398,7 @@ def test_what_a_kill_most_likely_means(
 
 
 def test_a_refusal_in_a_rank_is_one_line(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    settings = tiny(tmp_path / "out", corpus, data__text_field="nowhere", train__micro_batch_size=1)
+    settings = tiny(tmp_path / "out", corpus, data__text_field="nowhere", train__micro_batch_size=3)
     run = start(tmp_path / "scratch", settings, "--nproc", "2", begin=zygote.start)
     _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode == 2
@@ -423,7 +423,7 @@ def test_one_rank_that_stops_ends_all_and_it_is_said_which(
         folder,
         corpus,
         train__steps=1_000_000,
-        train__micro_batch_size=1,
+        train__micro_batch_size=3,
         log__hang_timeout=4,
         checkpoint__every_steps=None,
     )

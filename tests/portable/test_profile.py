@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def profiled(folder: Path, corpus: Path) -> int:
-    return train_leg("cpu", configured(folder, corpus, train__micro_batch_size=1), profile=True)
+    return train_leg("cpu", configured(folder, corpus, train__micro_batch_size=3), profile=True)
 
 
 def test_every_rank_writes_a_trace(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:

@@ -114,7 +114,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "shard_grad_op"])
 def test_ranks_go_on_bit_for_bit(strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    settings: dict[str, Any] = {"strategy": strategy, "train__micro_batch_size": 1}
+    settings: dict[str, Any] = {"strategy": strategy, "train__micro_batch_size": 3}
     assert ranks.run(2, leg_of, tmp_path / "whole", corpus, settings) == 0
     assert ranks.run(2, leg_of, tmp_path / "run", corpus, settings | {"train__stop_after": 5}) == 0
     assert ranks.run(2, leg_of, tmp_path / "run", corpus, settings) == 0
@@ -401,7 +401,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path, corpus: Pat
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
     damage: str, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    settings: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 1}
+    settings: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 3}
     whole, folder = tmp_path / "whole", tmp_path / "run"
     assert ranks.run(2, leg_of, whole, corpus, settings) == 0
     shorter = settings | {"checkpoint__every_steps": 2, "train__stop_after": 5}
