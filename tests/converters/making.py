@@ -14,32 +14,43 @@ from filelock import FileLock
 from tests.durations import starting
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import pytest
 
 
-def written_by(maker: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `main(folder)` of the module `tests.converters.<maker>` fills.
+def once(name: str, tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Path], None]) -> Path:
+    """The folder ``name`` that ``fill`` has filled.
 
     All workers of a run share it, so no test may change what is there.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
-    out, done, log = (base / f"{maker}{suffix}" for suffix in ("", ".done", ".log"))
+    out, done = base / name, base / f"{name}.done"
     with FileLock(f"{out}.lock"):
         if not done.exists():
             shutil.rmtree(out, ignore_errors=True)  # what a worker left that was killed
             out.mkdir()
-            with starting(maker):
-                context = multiprocessing.get_context("forkserver")
-                process = context.Process(target=write, args=(f"tests.converters.{maker}", out, log))
-                process.start()
-                process.join()
-            assert process.exitcode == 0, log.read_text(errors="replace")[-4000:]
+            with starting(name):
+                fill(out)
             done.touch()
     return out
+
+
+def written_by(maker: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `main(folder)` of the module `tests.converters.<maker>` makes, one for all workers."""
+
+    def fill(out: Path) -> None:
+        log = out.with_suffix(".log")
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=write, args=(f"tests.converters.{maker}", out, log))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, log.read_text(errors="replace")[-4000:]
+
+    return once(maker, tmp_path_factory, fill)
 
 
 def write(module: str, out: Path, log: Path) -> None:

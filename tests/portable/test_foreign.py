@@ -28,7 +28,7 @@ from portable.loop import train_step
 from portable.metrics import read_metrics
 from portable.run import Prepared, resolve, train_leg
 from tests.converters.compare import assert_same
-from tests.durations import starting
+from tests.converters.making import once
 from tests.portable.make_foreign import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
@@ -82,16 +82,17 @@ WITH_XLA = importlib.util.find_spec("torch_xla") is not None
 def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     """A folder of other programs' checkpoints, with `<name>.ref.pt` beside each."""
     pytest.importorskip("deepspeed")
-    out = tmp_path_factory.mktemp("foreign")
-    command = ["python", "-m", "tests.portable.make_foreign", str(out)]
-    with starting("foreign checkpoints"):
+
+    def fill(out: Path) -> None:
+        command = ["python", "-m", "tests.portable.make_foreign", str(out)]
         making = [zygote.start(*command, DS_ACCELERATOR="cpu", USE_TORCH_XLA="0")]
         if WITH_XLA:
             making.append(zygote.start(*command, "xla", PJRT_DEVICE="CPU", USE_TORCH_XLA="1"))
         for process in making:
             _, errors = process.communicate()
             assert process.returncode == 0, errors[-4000:]
-    return out
+
+    return once("make_foreign", tmp_path_factory, fill)
 
 
 def begun(path: Path, corpus: Path, folder: Path, **settings: Any) -> dict[str, Any]:

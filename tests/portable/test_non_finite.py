@@ -23,7 +23,7 @@ from portable.finite import MOST_IN_A_ROW, NEW_ACCOUNT, Health, entered
 from portable.history import read_events
 from portable.metrics import read_metrics
 from portable.run import Prepared, resolve, train_leg
-from tests.runs import configured
+from tests.runs import TINY_MODEL, configured
 from tests.views import View, assert_same_bits, view
 
 pytest.importorskip("deepspeed")
@@ -47,7 +47,7 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1, bf16": (2, {"strategy": "zero1", "precision": "bf16"}),
     "zero2, offload": (2, {"strategy": "zero2", "memory__offload_optimizer": "cpu"}),
     "zero3": (2, {"strategy": "zero3"}),
-    "xla": (2, {"backend": "xla"}),
+    "xla": (2, {"backend": "xla", "model__config": {**TINY_MODEL, "num_hidden_layers": 1}}),  # to compile
 }
 
 

@@ -100,7 +100,7 @@ def test_evaluation_equals_a_plain_mean_over_the_held_out_tokens(finished: Path,
     assert recorded == pytest.approx(float(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("stop_after", [3, 4, 7])
+@pytest.mark.parametrize("stop_after", [3, 4])
 def test_a_stopped_run_goes_on_bit_for_bit(
     stop_after: int, finished: Path, tmp_path: Path, corpus: Path
 ) -> None:
@@ -112,18 +112,30 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert weights(folder) == weights(finished)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "shard_grad_op"])
-def test_ranks_go_on_bit_for_bit(strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    settings: dict[str, Any] = {"strategy": strategy, "train__micro_batch_size": 3}
-    assert ranks.run(2, leg_of, tmp_path / "whole", corpus, settings) == 0
-    assert ranks.run(2, leg_of, tmp_path / "run", corpus, settings | {"train__stop_after": 5}) == 0
-    assert ranks.run(2, leg_of, tmp_path / "run", corpus, settings) == 0
+TWO_RANKS: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 3}
+
+
+@pytest.fixture(scope="module")
+def finished_on_two(tmp_path_factory: pytest.TempPathFactory, corpus: Path, ranks: RankPool) -> Path:
+    """The same on two ranks, sharded."""
+    folder = tmp_path_factory.mktemp("finished_on_two") / "run"
+    assert ranks.run(2, leg_of, folder, corpus, TWO_RANKS) == 0
+    return folder
+
+
+def test_ranks_go_on_bit_for_bit(
+    finished_on_two: Path, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    """Other strategies and world sizes: `test_moves.py`."""
+    assert ranks.run(2, leg_of, tmp_path / "run", corpus, TWO_RANKS | {"train__stop_after": 5}) == 0
+    assert ranks.run(2, leg_of, tmp_path / "run", corpus, TWO_RANKS) == 0
     config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(finished_on_two)
+    assert weights(tmp_path / "run") == weights(finished_on_two)
 
 
+@pytest.mark.exhaustive
 def test_a_run_moves_between_world_sizes_and_strategies(
     finished: Path, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
@@ -399,12 +411,10 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path, corpus: Pat
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "trainer_state.json"])
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
-    damage: str, tmp_path: Path, corpus: Path, ranks: RankPool
+    damage: str, finished_on_two: Path, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    settings: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 3}
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    assert ranks.run(2, leg_of, whole, corpus, settings) == 0
-    shorter = settings | {"checkpoint__every_steps": 2, "train__stop_after": 5}
+    whole, folder = finished_on_two, tmp_path / "run"
+    shorter = TWO_RANKS | {"checkpoint__every_steps": 2, "train__stop_after": 5}
     assert ranks.run(2, leg_of, folder, corpus, shorter) == 0
     newest = folder / "checkpoints" / "step-000005"
     if damage == "a flipped bit":  # in what rank 1 wrote and will read; rank 0 sees nothing of it
@@ -414,7 +424,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
         shard.write_bytes(bytes(content))
     else:
         (newest / "trainer_state.json").write_text("{")
-    assert ranks.run(2, leg_of, folder, corpus, settings) == 0
+    assert ranks.run(2, leg_of, folder, corpus, TWO_RANKS) == 0
     assert losses(folder) == losses(whole)
     assert weights(folder) == weights(whole)
     assert (folder / "checkpoints" / "step-000005.damaged").is_dir()
