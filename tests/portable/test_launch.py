@@ -10,6 +10,8 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,8 @@ from portable.run import train_leg
 from tests.runs import configured, flags, tiny
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from tests.zygote import Zygote
 
@@ -206,33 +209,97 @@ run.main()
 """
 
 
+@dataclass
+class Halted:
+    """A run of two ranks whose second one was sent a signal, as it will end.
+
+    Attributes:
+        folder: of the run.
+        process: its launcher.
+        output: what the launcher prints, to be waited for.
+        workers: the process id of each rank.
+    """
+
+    folder: Path
+    process: subprocess.Popen[str]
+    output: Future[tuple[str, str]]
+    workers: dict[int, int]
+
+    def errors(self) -> str:
+        """The standard error stream, when the run has ended."""
+        return self.output.result(AT_MOST)[1]
+
+
+@pytest.fixture(scope="module")
+def halted(
+    tmp_path_factory: pytest.TempPathFactory, corpus: Path, zygote: Zygote
+) -> Iterator[dict[str, Halted]]:
+    """A rank killed and one stopped under torchrun, and one stopped under our launcher.
+
+    All at the same time: what takes long is that nothing happens.
+    """
+    base = tmp_path_factory.mktemp("halted")
+    own, scratch = "stopped under ours", base / "scratch"
+    signals = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, own: signal.SIGSTOP}
+    processes, launchers = {}, {}
+    with ThreadPoolExecutor(len(signals)) as readers:
+        for name in signals:
+            settings = tiny(
+                base / name,
+                corpus,
+                train__steps=1_000_000,
+                train__micro_batch_size=3,
+                log__hang_timeout=4,
+                checkpoint__every_steps=None,
+            )
+            if name == own:
+                processes[name] = start(scratch, settings, "--nproc", "2", begin=zygote.start)
+            else:
+                command = ["python", "-c", IMPATIENT_TORCHRUN, *TORCHRUN[1:], *flags(settings)]
+                processes[name] = zygote.start(*command, PYTHON_EXEC=sys.executable)
+        for name, process in processes.items():
+            assert process.stdout is not None
+            launchers[name] = 0 if name == own else int(process.stdout.readline())
+        try:
+            outputs = {name: readers.submit(process.communicate) for name, process in processes.items()}
+            runs = {}
+            for name, process in processes.items():
+                wait_for(
+                    lambda name=name, process=process: (  # type: ignore[misc]
+                        steps_logged(base / name) > 3 or process.poll() is not None
+                    )
+                )
+                workers = ranks_of(scratch) if name == own else ranks_under(launchers[name])
+                assert sorted(workers) == [0, 1]
+                os.kill(workers[1], signals[name])
+                runs[name] = Halted(base / name, process, outputs[name], workers)
+            yield runs
+        finally:
+            for process in processes.values():
+                process.terminate()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_all_end_within_a_set_time_under_torchrun(
-    number: signal.Signals, tmp_path: Path, corpus: Path, zygote: Zygote
-) -> None:
-    settings = tiny(
-        tmp_path,
-        corpus,
-        train__steps=1_000_000,
-        train__micro_batch_size=3,
-        log__hang_timeout=4,
-        checkpoint__every_steps=None,
-    )
-    command = ["python", "-c", IMPATIENT_TORCHRUN, *TORCHRUN[1:], *flags(settings)]
-    run = zygote.start(*command, PYTHON_EXEC=sys.executable)
-    assert run.stdout is not None
-    launcher = int(run.stdout.readline())
-    wait_for(lambda: steps_logged(tmp_path) > 3 or run.poll() is not None)
-    workers = ranks_under(launcher)
-    assert sorted(workers) == [0, 1]
-    os.kill(workers[1], number)
-    _, errors = run.communicate(timeout=AT_MOST)
-    assert run.returncode != 0
-    assert not any(alive(pid) for pid in workers.values())
-    if number == signal.SIGSTOP:
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_all_end_within_a_set_time_under_torchrun(how: str, halted: dict[str, Halted]) -> None:
+    run = halted[how]
+    errors = run.errors()
+    assert run.process.returncode != 0
+    assert not any(alive(pid) for pid in run.workers.values())
+    if how == "stopped":
         assert "error: nothing has moved for " in errors
-        assert "train_step" in (tmp_path / "hang" / "rank-0.txt").read_text()
+        assert "train_step" in (run.folder / "hang" / "rank-0.txt").read_text()
+
+
+def test_one_rank_that_stops_ends_all_and_it_is_said_which(halted: dict[str, Halted]) -> None:
+    run = halted["stopped under ours"]
+    errors = run.errors()
+    assert run.process.returncode == 1
+    told = next(line for line in errors.splitlines() if line.startswith("error: "))
+    assert "nothing has moved for " in told
+    assert "rank 0 was in " in told
+    assert "rank 1 did not answer" in told
+    assert "train_step" in (run.folder / "hang" / "rank-0.txt").read_text()
 
 
 def ranks_under(launcher: int) -> dict[int, int]:
@@ -413,27 +480,3 @@ def test_a_signal_before_the_ranks_are_up_is_not_lost(notes: Path, zygote: Zygot
 
 def test_the_ranks_exit_code_is_handed_on(notes: Path, zygote: Zygote) -> None:
     assert reported(zygote, notes, "returns") == ("75", "waiting for 2 ranks to load\n")
-
-
-def test_one_rank_that_stops_ends_all_and_it_is_said_which(
-    tmp_path: Path, corpus: Path, zygote: Zygote
-) -> None:
-    folder = tmp_path / "run"
-    settings = tiny(
-        folder,
-        corpus,
-        train__steps=1_000_000,
-        train__micro_batch_size=3,
-        log__hang_timeout=4,
-        checkpoint__every_steps=None,
-    )
-    run = start(tmp_path / "scratch", settings, "--nproc", "2", begin=zygote.start)
-    wait_for(lambda: steps_logged(folder) > 3 or run.poll() is not None)
-    os.kill(ranks_of(tmp_path / "scratch")[1], signal.SIGSTOP)
-    _, errors = run.communicate(timeout=AT_MOST)
-    assert run.returncode == 1
-    told = next(line for line in errors.splitlines() if line.startswith("error: "))
-    assert "nothing has moved for " in told
-    assert "rank 0 was in " in told
-    assert "rank 1 did not answer" in told
-    assert "train_step" in (folder / "hang" / "rank-0.txt").read_text()
