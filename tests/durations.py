@@ -1,4 +1,4 @@
-"""Where the time of a test session goes: a record of it, and its twenty longest entries.
+"""Where the time of a test session goes: a record of it, and its twenty longest tests and files.
 
 Every session writes ``.durations.json`` in the project's folder: each test with the seconds of its phases and
 the process that ran it, and each start of something that tests share (ranks, devices, a server, samples).
@@ -69,6 +69,9 @@ class Durations:
         terminalreporter.section(f"the {LONGEST} longest (all: {RECORD.name})")
         for line in longest(self._tests):
             terminalreporter.write_line(line)
+        terminalreporter.section(f"the {LONGEST} longest files")
+        for file, seconds in list(by_file(self._tests).items())[:LONGEST]:
+            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
 
 
 def seconds_of(test: dict[str, Any]) -> float:
