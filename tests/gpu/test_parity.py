@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from tests.ranks import RankPool
 
-STEPS = 6
+STEPS = 4
 """Enough to pass the warm-up and for every moment to count; each engine has a witness over LONG steps."""
 LONG = 30
 

@@ -1,0 +1,37 @@
+"""What the process that ranks are forks of imports last, and finds out once for all of them.
+
+Half of the processor time of a short run under ZeRO: DeepSpeed's first engine imports what compiles, and
+engines look for garbage among all that was imported.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+
+import torch
+
+with suppress(ImportError):
+    for name in (
+        "deepspeed.module_inject.auto_ep_config",
+        "deepspeed.runtime.zero.muon.original_muon",
+        "setuptools",
+        "torch._inductor.compile_fx",
+    ):
+        import_module(name)
+
+with suppress(ImportError):
+    from deepspeed.utils import numa
+
+    # It starts a process, and on a CPU ZeRO asks for each bucket of gradients.
+    numa.get_numa_cores = cache(numa.get_numa_cores)
+    numa.get_numa_cores()
+
+if not torch.cuda.is_available():
+    # Asked for by optimizers and sharded tensors all the time, and looked up in the driver's library each time.
+    torch.cuda._cached_device_count = 0
+
+gc.collect()
+gc.freeze()
