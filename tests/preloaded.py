@@ -17,17 +17,21 @@ with suppress(ImportError):
     for name in (
         "deepspeed.module_inject.auto_ep_config",
         "deepspeed.runtime.zero.muon.original_muon",
+        "pytest",
         "setuptools",
         "torch._inductor.compile_fx",
     ):
         import_module(name)
 
 with suppress(ImportError):
+    import cpuinfo
     from deepspeed.utils import numa
 
-    # It starts a process, and on a CPU ZeRO asks for each bucket of gradients.
-    numa.get_numa_cores = cache(numa.get_numa_cores)
-    numa.get_numa_cores()
+    # Each starts a process: the one for whatever DeepSpeed loads of its ops, the other for each bucket of
+    # gradients that ZeRO reduces on a CPU.
+    for module, function in ((cpuinfo, "get_cpu_info"), (numa, "get_numa_cores")):
+        setattr(module, function, cache(getattr(module, function)))
+        getattr(module, function)()
 
 if not torch.cuda.is_available():
     # Asked for by optimizers and sharded tensors all the time, and looked up in the driver's library each time.

@@ -170,7 +170,11 @@ def from_guide(name: str, folder: Path) -> dict[str, Any]:
     return document
 
 
-LEARNING: dict[str, Any] = {"train__global_batch_size": 4, "train__learning_rate": 0.006}
+LEARNING: dict[str, Any] = {
+    "train__global_batch_size": 4,
+    "train__learning_rate": 0.006,
+    "data__eval_fraction": 0,
+}
 """Of a run whose few steps begin with DeepSpeed's slow warm-up, and whose ranks take two micro-batches each."""
 
 
