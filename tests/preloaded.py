@@ -24,17 +24,15 @@ with suppress(ImportError):
         import_module(name)
 
 with suppress(ImportError):
-    import cpuinfo
-    from deepspeed.utils import numa
-
     # Each starts a process: the one for whatever DeepSpeed loads of its ops, the other for each bucket of
     # gradients that ZeRO reduces on a CPU.
-    for module, function in ((cpuinfo, "get_cpu_info"), (numa, "get_numa_cores")):
+    for path, function in (("cpuinfo", "get_cpu_info"), ("deepspeed.utils.numa", "get_numa_cores")):
+        module = import_module(path)
         setattr(module, function, cache(getattr(module, function)))
         getattr(module, function)()
 
 if not torch.cuda.is_available():
-    # Asked for by optimizers and sharded tensors all the time, and looked up in the driver's library each time.
+    # Optimizers and sharded tensors ask all the time, and each time the driver's library is looked for.
     torch.cuda._cached_device_count = 0
 
 gc.collect()

@@ -175,7 +175,7 @@ LEARNING: dict[str, Any] = {
     "train__learning_rate": 0.006,
     "data__eval_fraction": 0,
 }
-"""Of a run whose few steps begin with DeepSpeed's slow warm-up, and whose ranks take two micro-batches each."""
+"""Of a run that learns in spite of DeepSpeed's slow warm-up; each of two ranks takes two micro-batches."""
 
 
 @pytest.fixture(scope="module")
