@@ -203,6 +203,8 @@ def execute(words: list[str]) -> object:
     else:
         assert arguments[0] == "-m", arguments
         sys.modules.pop(arguments[1], None)  # runpy would warn that it is there
+        if arguments[1] == "deepspeed.launcher.launch":  # which takes this for what starts its ranks
+            sys.executable = os.environ["PYTHON_EXEC"]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     return 0
 

@@ -20,7 +20,6 @@ from portable.config import load_config
 from portable.errors import UserError
 from portable.run import resolve
 from tests.gpu.test_parity import assert_close, our_losses
-from tests.gpu.test_zero import zero_losses
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -359,7 +358,8 @@ def test_trains_as_it_stands(name: str, tmp_path: Path, corpus: Path, ranks: Ran
     config = configured(tmp_path, corpus, deepspeed__config=str(file), **settings)
     taken = resolve(config, backend_room("cpu").create("cpu"), 2).train.model_dump()
     plain = configured(tmp_path, corpus, strategy="no_shard", **{f"train__{k}": v for k, v in taken.items()})
-    assert_close(ranks.run(2, zero_losses, config), our_losses(plain), 1e-2)
+    steps = 6  # some of their schedules begin slowly
+    assert_close(ranks.run(2, our_losses, config, steps), our_losses(plain, steps), 1e-2)
 
 
 @pytest.mark.parametrize("name", READ)

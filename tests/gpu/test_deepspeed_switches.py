@@ -37,7 +37,8 @@ OFF = {
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
-    return our_losses(zero_config(tmp_path_factory.mktemp("truth"), corpus, strategy="no_shard"))
+    settings = {"strategy": "no_shard", "train__micro_batch_size": 4}
+    return our_losses(zero_config(tmp_path_factory.mktemp("truth"), corpus, **settings))
 
 
 def with_json(folder: Path, corpus: Path, stage: int, document: dict[str, Any], **settings: Any) -> RunConfig:
@@ -120,7 +121,7 @@ def losses_with_inputs_on_host(config: RunConfig) -> Losses:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recompute, "save_on_cpu", Counted)
         losses = our_losses(config)
-    micro_batches = STEPS * 3  # 6 samples on 2 ranks, one at a time
+    micro_batches = STEPS * 2  # 4 samples on 2 ranks, one at a time
     assert packed == [torch.Size((1, 32, 48))] * TINY_MODEL["num_hidden_layers"] * micro_batches
     assert unpacked == packed
     return losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -144,7 +145,8 @@ def saved(config: RunConfig) -> int:
 def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
     """What ``look`` says of the engine after the last micro-batch of the second step."""
     backend = backend_room("cpu").create("cpu")
-    config = resolve(config, backend)
+    sizes = {"train.global_batch_size": 2 * int(os.environ["WORLD_SIZE"]), "train.micro_batch_size": 1}
+    config = resolve(config.replaced(sizes), backend)
     backend.start()
     try:
         run = Prepared(config, backend)

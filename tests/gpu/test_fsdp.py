@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
 FOUR: dict[str, Any] = {"train__global_batch_size": 8, "train__micro_batch_size": 1}
 
 
+def shares(world_size: int) -> dict[str, Any]:
+    """The same batches, in two micro-batches on each of one, two or four ranks."""
+    return {**FOUR, "train__micro_batch_size": 4 // world_size}
+
+
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
     """The losses of one rank, whose equality with a hand-written loop test_parity holds."""
-    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **FOUR))
+    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **shares(1)))
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -83,7 +89,7 @@ def test_losses_do_not_depend_on_it(
     case: str, truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     world_size, settings = CASES[case]
-    config = configured(tmp_path, corpus, **FOUR, **settings)
+    config = configured(tmp_path, corpus, **shares(world_size), **settings)
     assert_close(ranks.run(world_size, our_losses, config), truth, 1e-5)
 
 
@@ -147,7 +153,8 @@ def test_hybrid_shards_in_a_group_and_replicates_across(
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return train_leg("cpu", configured(folder, corpus, **FOUR, log__sample_tokens=0, **settings))
+    common = {**shares(int(os.environ["WORLD_SIZE"])), "data__eval_fraction": 0, "log__sample_tokens": 0}
+    return train_leg("cpu", configured(folder, corpus, **{**common, **settings}))
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -13,7 +13,7 @@ from converters import open_checkpoint
 from portable.adafactor import Adafactor
 from portable.adamw_8bit import AdamW8bit, decode, encode, levels
 from portable.blocks import block_size
-from tests.gpu.test_fsdp import FOUR, leg, losses
+from tests.gpu.test_fsdp import leg, losses, shares
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_run import on_xla
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.xla import XlaPool
 
-ADAFACTOR: dict[str, Any] = {"train__optimizer": "adafactor", "train__learning_rate": 0.05, **FOUR}
+ADAFACTOR: dict[str, Any] = {"train__optimizer": "adafactor", "train__learning_rate": 0.08}
 
 # A matrix, one that leaves a rank empty, a stack of matrices, a vector, a scalar.
 SHAPES = [(7, 5), (1, 6), (4, 3, 5), (9,), ()]
@@ -79,7 +79,7 @@ def test_a_masked_step_changes_nothing(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
-    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **ADAFACTOR))
+    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **shares(1), **ADAFACTOR))
 
 
 @pytest.mark.parametrize(
@@ -96,23 +96,25 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
 def test_adafactor_on_shards(
     world_size: int, settings: dict[str, Any], truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    assert_close(
-        ranks.run(world_size, our_losses, configured(tmp_path, corpus, **ADAFACTOR, **settings)), truth, 1e-5
-    )
+    config = configured(tmp_path, corpus, **shares(world_size), **ADAFACTOR, **settings)
+    assert_close(ranks.run(world_size, our_losses, config), truth, 1e-5)
+
+
+SHORT: dict[str, Any] = {"train__steps": 5}
 
 
 def adafactor_leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return leg(folder, corpus, {"train__optimizer": "adafactor", "train__learning_rate": 0.03, **settings})
+    return leg(folder, corpus, {**ADAFACTOR, **SHORT, **settings})
 
 
 def test_adafactor_goes_on(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     """Bit for bit on the same ranks, to rounding on others."""
     whole, same, other = tmp_path / "whole", tmp_path / "same", tmp_path / "other"
     assert ranks.run(2, adafactor_leg, whole, corpus, {}) == 0
-    assert ranks.run(2, adafactor_leg, same, corpus, {"train__stop_after": 3}) == 0
+    assert ranks.run(2, adafactor_leg, same, corpus, {"train__stop_after": 2}) == 0
     shutil.copytree(same, other)
     assert ranks.run(2, adafactor_leg, same, corpus, {}) == 0
-    hybrid = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2, "train__stop_after": 6}
+    hybrid = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2, "train__stop_after": 4}
     assert ranks.run(4, adafactor_leg, other, corpus, hybrid) == 0
     assert ranks.run(1, adafactor_leg, other, corpus, {"strategy": "no_shard"}) == 0
     assert losses(same) == losses(whole)
@@ -122,11 +124,11 @@ def test_adafactor_goes_on(tmp_path: Path, corpus: Path, ranks: RankPool) -> Non
 def test_adafactor_moves_between_xla_and_ranks(
     tmp_path: Path, corpus: Path, ranks: RankPool, xla: XlaPool
 ) -> None:
-    settings: dict[str, Any] = {"train__optimizer": "adafactor", "train__learning_rate": 0.03}
+    settings: dict[str, Any] = {**ADAFACTOR, **SHORT, "data__eval_fraction": 0}
     assert ranks.run(1, adafactor_leg, tmp_path / "whole", corpus, {}) == 0
     run = tmp_path / "run"
-    assert ranks.run(2, adafactor_leg, run, corpus, {"train__stop_after": 3}) == 0
-    assert on_xla(xla, 2, run, corpus, **settings, train__stop_after=6) == 0
+    assert ranks.run(2, adafactor_leg, run, corpus, {"train__stop_after": 2}) == 0
+    assert on_xla(xla, 2, run, corpus, **settings, train__stop_after=4) == 0
     assert ranks.run(1, adafactor_leg, run, corpus, {}) == 0
     assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
@@ -193,10 +195,10 @@ WIDE = {**TINY_MODEL, "hidden_size": 64, "intermediate_size": 128, "tie_word_emb
 
 def test_8bit_adamw_on_shards_and_in_checkpoints(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     """Bit for bit on the same ranks; on others it differs by what rounding makes of a code."""
-    settings: dict[str, Any] = {"train__optimizer": "adamw_8bit", "model__config": WIDE}
+    settings: dict[str, Any] = {**SHORT, "train__optimizer": "adamw_8bit", "model__config": WIDE}
     whole, run, four = tmp_path / "whole", tmp_path / "run", tmp_path / "four"
     assert ranks.run(2, leg, whole, corpus, settings) == 0
-    assert ranks.run(2, leg, run, corpus, settings | {"train__stop_after": 3}) == 0
+    assert ranks.run(2, leg, run, corpus, settings | {"train__stop_after": 2}) == 0
     shutil.copytree(run, four)
     assert ranks.run(2, leg, run, corpus, settings) == 0
     assert losses(run) == losses(whole)

@@ -32,14 +32,16 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, L
     folder = tmp_path_factory.mktemp("truth")
     return {
         name: our_losses(
-            configured(folder, corpus, strategy="no_shard", model__config=model, train__micro_batch_size=1)
+            zero_config(folder, corpus, strategy="no_shard", model__config=model, train__micro_batch_size=4)
         )
         for name, model in MODELS.items()
     }
 
 
 def zero_config(folder: Path, corpus: Path, **settings: Any) -> RunConfig:
-    return configured(folder, corpus, train__micro_batch_size=1, **settings)
+    """Of two ranks, each takes two micro-batches a step."""
+    sizes = {"train__global_batch_size": 4, "train__micro_batch_size": 1}
+    return configured(folder, corpus, **{**sizes, **settings})
 
 
 @pytest.mark.parametrize("strategy", STAGES)
@@ -115,6 +117,7 @@ def test_sgd_and_padding(strategy: str, tmp_path: Path, corpus: Path, ranks: Ran
         "train__optimizer": "sgd",
         "train__learning_rate": 0.1,
         "data__packing": False,
+        "train__global_batch_size": 6,
     }
     plain = ranks.run(1, our_losses, zero_config(tmp_path, corpus, strategy="no_shard", **settings))
     config = zero_config(tmp_path, corpus, strategy=strategy, **settings)

@@ -23,10 +23,16 @@ if TYPE_CHECKING:
 STAGES = ["zero1", "zero2", "zero3"]
 
 
+COMMON: dict[str, Any] = {
+    "train__global_batch_size": 4,
+    "train__micro_batch_size": 1,
+    "data__eval_fraction": 0,
+    "log__sample_tokens": 0,
+}
+
+
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return train_leg(
-        "cpu", configured(folder, corpus, train__micro_batch_size=1, log__sample_tokens=0, **settings)
-    )
+    return train_leg("cpu", configured(folder, corpus, **{**COMMON, **settings}))
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -40,14 +46,14 @@ def weights(folder: Path) -> bytes:
 @pytest.mark.parametrize("strategy", STAGES)
 def test_goes_on_bit_for_bit_in_bf16(strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     """In fp32: ``test_moves``."""
-    settings: dict[str, Any] = {"strategy": strategy, "precision": "bf16"}
+    settings: dict[str, Any] = {"strategy": strategy, "precision": "bf16", "train__steps": 4}
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert ranks.run(2, leg, whole, corpus, settings) == 0
-    assert ranks.run(2, leg, run, corpus, settings | {"train__stop_after": 5}) == 0
+    assert ranks.run(2, leg, run, corpus, settings | {"train__stop_after": 2}) == 0
     assert ranks.run(2, leg, run, corpus, settings) == 0
     assert losses(run) == losses(whole)
     assert weights(run) == weights(whole)
-    assert (run / "checkpoints" / "step-000008" / "latest").read_text() == "global_step8"
+    assert (run / "checkpoints" / "step-000004" / "latest").read_text() == "global_step4"
 
 
 def own_tool(folder: Path) -> dict[str, Any]:
@@ -80,6 +86,8 @@ def test_evaluation_alone_with_offloaded_parameters(tmp_path: Path, corpus: Path
         "strategy": "zero3",
         "memory__offload_params": "cpu",
         "memory__offload_optimizer": "cpu",
+        "data__eval_fraction": 0.1,
+        "train__steps": 2,
     }
     run = tmp_path / "run"
     assert ranks.run(2, leg, run, corpus, settings) == 0
@@ -94,7 +102,7 @@ def evaluation(folder: Path, corpus: Path, settings: dict[str, Any]) -> float:
     import io
 
     printed = io.StringIO()
-    config = configured(folder, corpus, train__micro_batch_size=1, **settings)
+    config = configured(folder, corpus, **{**COMMON, **settings})
     with contextlib.redirect_stdout(printed):
         assert train_leg("cpu", config, eval_only=True) == 0
     words = printed.getvalue().split()

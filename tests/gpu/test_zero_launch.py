@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,18 @@ def check(folder: Path, strategy: str, done: subprocess.CompletedProcess[str]) -
 
 def test_the_ranks_of_deepspeed_train_together(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     # What the command deepspeed does; it starts a process on each node, which starts the ranks.
-    python = str(zygote.folder / "python")
+    # Of the ranks, one is a process of its own from the start, the other a fork that has its imports.
+    script = tmp_path / "python"
+    script.write_text(
+        f'#!/bin/sh\n[ "$LOCAL_RANK" = 1 ] && exec "{sys.executable}" "$@"\n'
+        f'exec "{zygote.folder / "python"}" "$@"\n'
+    )
+    script.chmod(0o755)
+    python = str(script)
     launcher = f"import sys; from deepspeed.launcher.runner import main; sys.executable = {python!r}; main()"
     command = ["python", "-c", launcher, "--num_gpus", "2", "--master_port", str(free_port())]
     command += ["--module", "portable.cli"]
-    done = zygote.run(*command, *settings_of(tmp_path, corpus, "zero2"), **ENVIRONMENT)
+    done = zygote.run(*command, *settings_of(tmp_path, corpus, "zero2"), **ENVIRONMENT, PYTHON_EXEC=python)
     check(tmp_path, "zero2", done)
 
 

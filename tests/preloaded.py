@@ -1,0 +1,39 @@
+"""What the process that ranks are forks of imports last, and finds out once for all of them.
+
+Half of the processor time of a short run under ZeRO: DeepSpeed's first engine imports what compiles, and
+engines look for garbage among all that was imported.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+
+import torch
+
+with suppress(ImportError):
+    for name in (
+        "deepspeed.module_inject.auto_ep_config",
+        "deepspeed.runtime.zero.muon.original_muon",
+        "pytest",
+        "setuptools",
+        "torch._inductor.compile_fx",
+    ):
+        import_module(name)
+
+with suppress(ImportError):
+    # Each starts a process: the one for whatever DeepSpeed loads of its ops, the other for each bucket of
+    # gradients that ZeRO reduces on a CPU.
+    for path, function in (("cpuinfo", "get_cpu_info"), ("deepspeed.utils.numa", "get_numa_cores")):
+        module = import_module(path)
+        setattr(module, function, cache(getattr(module, function)))
+        getattr(module, function)()
+
+if not torch.cuda.is_available():
+    # Optimizers and sharded tensors ask all the time, and each time the driver's library is looked for.
+    torch.cuda._cached_device_count = 0
+
+gc.collect()
+gc.freeze()
