@@ -122,7 +122,7 @@ class ObjectStore:
         _share_values()
         # Called as a function: a server behind the proxy would pass each byte through two more sockets, and
         # moto's would look through its folders for each request to find out that it is one of S3.
-        self._moto = create_backend_app("s3")
+        self._moto: Any = create_backend_app("s3")
         store = self
 
         class Handler(_Handler):
@@ -170,7 +170,8 @@ class ObjectStore:
         """In this test, a part of an upload that is not its last has at least so many bytes."""
         from moto.s3 import models
 
-        models.S3_UPLOAD_PART_MIN_SIZE = nbytes
+        known: Any = models
+        known.S3_UPLOAD_PART_MIN_SIZE = nbytes
 
     def url(self, path: str = "") -> str:
         """The URL of a place in the bucket."""

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,8 +41,10 @@ EIGHT = "checkpoints/step-000008"
 
 
 @pytest.fixture(autouse=True)
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
     monkeypatch.setattr("converters.remote_errors._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("portable.run.gc", Mock(spec=gc))
 
 
 def leg(place: Path | str, corpus: Path | str, **overrides: Any) -> int:
@@ -70,8 +73,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A run of eight steps on this disk."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     assert leg(folder, corpus) == 0
-    gc.collect()
-    gc.freeze()  # all that is imported by now, which each leg would look through for garbage
     return folder
 
 
