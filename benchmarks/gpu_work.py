@@ -41,6 +41,7 @@ class Scale:
     micro_batch_size: int
     precision: str
     compile: bool
+    lines: int
     warmup: int
     steps: int
     bert: dict[str, Any]
@@ -65,6 +66,7 @@ FULL = Scale(
     micro_batch_size=4,
     precision="bf16",
     compile=True,
+    lines=60_000,
     warmup=3,
     steps=6,
     # bert-large-uncased
@@ -97,6 +99,7 @@ SMALL = Scale(
     micro_batch_size=2,
     precision="fp32",
     compile=False,
+    lines=600,
     warmup=1,
     steps=2,
     bert={
@@ -118,7 +121,7 @@ def write_texts(folder: Path, scale: Scale) -> None:
     """The data of both measurements; the tokens are cached beside it, so that one process makes them."""
     words = random.Random(0)
     (folder / "text.txt").write_text(
-        "\n".join(f"line {i} of a text with {i * i} words" for i in range(60_000))
+        "\n".join(f"line {i} of a text with {i * i} words" for i in range(scale.lines))
     )
     with (folder / "classes.jsonl").open("w") as file:
         for i in range(scale.bert_samples):

@@ -1,6 +1,6 @@
 """A real S3 server on loopback, behind a proxy that counts what passes and fails on demand.
 
-The server is moto's, over HTTP; the clients are the real ones (s3fs, aiobotocore). The proxy is what they are
+The server is moto's; the clients are the real ones (s3fs, aiobotocore), over HTTP. The proxy is what they are
 pointed to by `AWS_ENDPOINT_URL`, so a test sees every request and can answer some of them badly:
 
     def test_x(s3: ObjectStore) -> None:
@@ -11,10 +11,10 @@ pointed to by `AWS_ENDPOINT_URL`, so a test sees every request and can answer so
 
 from __future__ import annotations
 
-import http.client
 import http.server
-import logging
+import io
 import os
+import sys
 import threading
 import time
 import urllib.parse
@@ -24,12 +24,38 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    import pytest
 
 # Recognisable, so that a test can look for them in everything that was printed.
 ACCESS_KEY, SECRET_KEY = "AKIAOBJECTSTORE00001", "wJalrXUtnFEMI-recognisable-secret-Key0"
+LEAST_PART = (5 << 20) // 16
+"""The store in small, see `scale_down`: S3 takes no part of less than 5 MiB but the last."""
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "content-length"}
 _ERRORS = {400: "BadRequest", 403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
+
+
+def scale_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The converter's sizes, a sixteenth of what they are, as `LEAST_PART` is of S3's; and its waits.
+
+    2 MB then take as many requests, parts, runs and blocks as 32 MB do.
+    """
+    from converters import casting, remote, remote_errors, remote_file, remote_output, writing
+
+    sizes = {
+        remote: ["PART_BYTES"],
+        remote_file: ["RUN_BYTES", "DATA_BYTES", "HEADER_BYTES", "KEPT_BYTES"],
+        remote_output: ["FLUSH_BYTES"],
+        writing: ["BLOCK_BYTES"],
+    }
+    for module, names in sizes.items():
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name) // 16)
+    monkeypatch.setattr(remote_errors, "_FIRST_WAIT", remote_errors._FIRST_WAIT / 16)
+    assert casting.cast_blocks.__defaults__ == (casting.BLOCK_BYTES,)
+    monkeypatch.setattr(casting.cast_blocks, "__defaults__", (casting.BLOCK_BYTES // 16,))
 
 
 class Request(NamedTuple):
@@ -91,13 +117,12 @@ class ObjectStore:
     """The server, its proxy, and the bucket of the running test."""
 
     def __init__(self) -> None:
-        from moto.server import ThreadedMotoServer
+        from moto.moto_server.werkzeug_app import create_backend_app
 
         _share_values()
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request else
-        self._moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-        self._moto.start()
-        self._host, self._port = self._moto.get_host_and_port()
+        # Called as a function: a server behind the proxy would pass each byte through two more sockets, and
+        # moto's would look through its folders for each request to find out that it is one of S3.
+        self._moto: Any = create_backend_app("s3")
         store = self
 
         class Handler(_Handler):
@@ -115,7 +140,6 @@ class ObjectStore:
     def close(self) -> None:
         self._proxy.shutdown()
         self._proxy.server_close()
-        self._moto.stop()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -132,12 +156,22 @@ class ObjectStore:
 
     def renew(self) -> None:
         """An empty bucket, no faults, nothing counted."""
+        from moto.moto_api._internal.models import moto_api_backend
+
         self.faults.clear()
-        self._ask("POST", "/moto-api/reset")  # it holds what it was sent in memory
+        moto_api_backend.reset()  # it holds what it was sent in memory
+        self.least_part(LEAST_PART)
         self._buckets += 1
         self.bucket = f"test-{self._buckets}"
         self._ask("PUT", f"/{self.bucket}")
         self.requests.clear()
+
+    def least_part(self, nbytes: int) -> None:
+        """In this test, a part of an upload that is not its last has at least so many bytes."""
+        from moto.s3 import models
+
+        known: Any = models
+        known.S3_UPLOAD_PART_MIN_SIZE = nbytes
 
     def url(self, path: str = "") -> str:
         """The URL of a place in the bucket."""
@@ -225,21 +259,49 @@ class ObjectStore:
         return sorted(str(upload.findtext(f"{space}Key")) for upload in tree.iter(f"{space}Upload"))
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
-        status, _, data = self.forward(method, path, {"Host": f"{self._host}:{self._port}", **_SIGNED}, body)
+        status, _, data = self.forward(method, path, {"Host": "127.0.0.1", **_SIGNED}, body)
         if status >= 300:
             raise AssertionError(f"{method} {path}: {status} {data[:300]!r}")
         return data
 
     def forward(
-        self, method: str, path: str, headers: dict[str, str], body: bytes
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=60)
+        """Have the server answer, by way of WSGI."""
+        place, _, query = path.partition("?")
+        environ: dict[str, Any] = {
+            "wsgi.version": (1, 0),
+            "wsgi.url_scheme": "http",
+            "wsgi.input": io.BytesIO(body),
+            "wsgi.errors": sys.stderr,
+            "wsgi.multithread": True,
+            "wsgi.multiprocess": False,
+            "wsgi.run_once": False,
+            "REQUEST_METHOD": method,
+            "SCRIPT_NAME": "",
+            "PATH_INFO": urllib.parse.unquote(place, "latin-1"),
+            "QUERY_STRING": query,
+            "REQUEST_URI": path,
+            "RAW_URI": path,
+            "REMOTE_ADDR": "127.0.0.1",
+            "SERVER_NAME": "127.0.0.1",
+            "SERVER_PORT": "80",
+            "SERVER_PROTOCOL": "HTTP/1.1",
+        }
+        for name, value in headers.items():
+            if name.lower() not in _HOP_BY_HOP:
+                known = _environ_name(name)
+                environ[known] = f"{environ[known]},{value}" if known in environ else value
+        environ["CONTENT_LENGTH"] = str(len(body))
+        begun: list[tuple[str, list[tuple[str, str]]]] = []
+        answer = self._moto(environ, lambda status, headers, _=None: begun.append((status, headers)))
         try:
-            connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.getheaders(), answer.read()
+            data = b"".join(answer)
         finally:
-            connection.close()
+            if hasattr(answer, "close"):
+                answer.close()
+        ((status, answered),) = begun
+        return int(status.split()[0]), answered, data
 
     def note(self, request: Request) -> None:
         with self._lock:
@@ -248,6 +310,12 @@ class ObjectStore:
     def fault(self, method: str, key: str, query: str) -> Fault | None:
         with self._lock:
             return next((fault for fault in self.faults if fault.applies(method, key, query)), None)
+
+
+def _environ_name(header: str) -> str:
+    """What WSGI calls a header."""
+    name = header.upper().replace("-", "_")
+    return name if name in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{name}"
 
 
 def _share_values() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,13 @@ from tests.portable.conftest import zygote  # noqa: F401 - a fixture of these te
 
 if TYPE_CHECKING:
     from tests.zygote import Zygote
+
+
+@pytest.fixture(autouse=True)
+def little_to_collect() -> None:
+    """What is there by now is not looked through again whenever a benchmark collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

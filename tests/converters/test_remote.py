@@ -12,14 +12,26 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from converters import completion
+from converters import completion, remote
 from converters.errors import CheckpointError
-from converters.remote import PART_BYTES, RemotePath, is_url
+from converters.remote import RemotePath, is_url
 from converters.remote_errors import AccessDeniedError, RemoteError, RetriesUsedUpError, redact
-from tests.object_store import SECRET_KEY, ObjectStore
+from tests.object_store import SECRET_KEY, ObjectStore, scale_down
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def in_small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "in_full" not in request.fixturenames:
+        scale_down(monkeypatch)
+
+
+@pytest.fixture
+def in_full(s3: ObjectStore) -> None:
+    """The sizes that there really are, here and at S3."""
+    s3.least_part(5 << 20)
 
 
 @pytest.fixture
@@ -76,7 +88,7 @@ def test_looking_about_costs_one_listing_a_folder(s3: ObjectStore, folder: Remot
 
 
 def test_a_stream_appears_when_it_is_closed(s3: ObjectStore, folder: RemotePath) -> None:
-    data = os.urandom(2 * PART_BYTES + 12345)
+    data = os.urandom(2 * remote.PART_BYTES + 12345)
     with (folder / "large").create() as file:
         for start in range(0, len(data), 1_000_003):
             file.write(data[start : start + 1_000_003])
@@ -93,15 +105,18 @@ def test_a_stream_appears_when_it_is_closed(s3: ObjectStore, folder: RemotePath)
 
 
 def test_files_go_up_and_come_down(s3: ObjectStore, folder: RemotePath, tmp_path: Path) -> None:
-    (tmp_path / "up").write_bytes(os.urandom(PART_BYTES + 1))
+    (tmp_path / "up").write_bytes(os.urandom(remote.PART_BYTES + 1))
     (folder / "x").upload_file(tmp_path / "up")
     (folder / "x").download(tmp_path / "down")
     assert (tmp_path / "up").read_bytes() == (tmp_path / "down").read_bytes() == s3.get("run/x")
 
 
+@pytest.mark.usefixtures("in_full")
 def test_parts_come_in_any_order(s3: ObjectStore, folder: RemotePath) -> None:
-    parts = [os.urandom(PART_BYTES) for _ in range(3)]
-    upload = (folder / "x").upload(3 * PART_BYTES)
+    """And are as large as S3 wants them."""
+    upload = (folder / "x").upload(2 * remote.PART_BYTES + 1)
+    assert upload.part_bytes == remote.PART_BYTES
+    parts = [os.urandom(remote.PART_BYTES), os.urandom(remote.PART_BYTES), b"."]
     for number in (3, 1, 2):
         upload.part(number, parts[number - 1])
     assert not upload.ordered and s3.names() == []
@@ -145,12 +160,12 @@ def test_failures_that_pass_are_tried_again(
     for _ in range(3):
         assert (folder / "x").read_range(2, 5) == b"234"
     with (folder / "y").create() as file:
-        file.write(b"y" * (PART_BYTES + 1))
+        file.write(b"y" * (remote.PART_BYTES + 1))
     (folder / "z").write_bytes(b"z")
     (folder / "x").unlink()
     s3.heal()
     assert s3.names("run/") == ["y", "z"]
-    assert s3.get("run/y") == b"y" * (PART_BYTES + 1)
+    assert s3.get("run/y") == b"y" * (remote.PART_BYTES + 1)
     # An upload whose name never arrived here stays behind, until the folder is removed or completed.
     assert s3.open_uploads() == (["run/y"] if {"after", "cut"} & fault.keys() else [])
     folder.remove_tree()
@@ -278,11 +293,11 @@ def test_other_protocols_go_the_same_way(tmp_path: Path) -> None:
     assert not folder.exists()
     token = completion.begin(folder)
     with (folder / "a" / "x").create() as file:
-        file.write(b"x" * (PART_BYTES + 5))
+        file.write(b"x" * (remote.PART_BYTES + 5))
         assert not (tmp_path / "run/a/x").exists()
-    assert (tmp_path / "run/a/x").stat().st_size == PART_BYTES + 5
+    assert (tmp_path / "run/a/x").stat().st_size == remote.PART_BYTES + 5
     with pytest.raises(RuntimeError), (folder / "y").create() as file:
-        file.write(b"y" * (PART_BYTES + 5))
+        file.write(b"y" * (remote.PART_BYTES + 5))
         raise RuntimeError
     completion.complete(folder, token)
     folder.refresh()

@@ -196,9 +196,9 @@ def functions_counted(calls: Counter[str]) -> Iterator[None]:
 
 # The maker, two numbers of (files, tensors), and the system calls that a piece may take.
 GROWING = {
-    "dcp": (dcp, (250, 1250), (1000, 5000), 8),
-    "zero3": (zero3, (32, 100), (128, 100), 4),
-    "xla": (xla, (32, 100), (128, 100), 4),
+    "dcp": (dcp, (80, 400), (320, 1600), 8),
+    "zero3": (zero3, (32, 50), (128, 50), 4),
+    "xla": (xla, (32, 50), (128, 50), 4),
 }
 THOUSANDS = {
     "dcp": (dcp, (1000, 10_000), (4000, 40_000), 8),

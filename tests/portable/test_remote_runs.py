@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,7 +26,7 @@ from portable.lease import LEASE_FILE, Lease
 from portable.metrics import read_metrics
 from portable.remote_checkpoints import send_files
 from portable.run import train_leg
-from tests.object_store import ACCESS_KEY, SECRET_KEY
+from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY
 from tests.ranks import RankError
 from tests.runs import configured, flags, tiny
 
@@ -36,6 +38,13 @@ if TYPE_CHECKING:
     from tests.xla import XlaPool
 
 EIGHT = "checkpoints/step-000008"
+
+
+@pytest.fixture(autouse=True)
+def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
+    monkeypatch.setattr("converters.remote_errors._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("portable.run.gc", Mock(spec=gc))
 
 
 def leg(place: Path | str, corpus: Path | str, **overrides: Any) -> int:
@@ -123,7 +132,8 @@ def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return leg(place, corpus, **settings)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
+# What is sent are the files that an engine leaves in a folder, whichever it is.
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero2", marks=pytest.mark.exhaustive)])
 def test_hosts_that_share_no_disk(
     strategy: str, s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
@@ -281,8 +291,8 @@ def test_resume_from_a_url(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks:
 
 
 def test_a_large_file_goes_in_parts(s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("converters.remote.PART_BYTES", 5 << 20)  # as small as the store takes them
-    content = random.Random(0).randbytes((12 << 20) + 3)
+    monkeypatch.setattr("converters.remote.PART_BYTES", LEAST_PART)
+    content = random.Random(0).randbytes(2 * LEAST_PART + LEAST_PART // 2 + 3)
     (tmp_path / "shard").write_bytes(content)
     target = RemotePath.of(s3.url("shard"))
     s3.fail(status=503, method="PUT", query="partNumber=2", times=2)
