@@ -23,6 +23,7 @@ from tests.object_store import ObjectStore
 from tests.ranks import PRELOADED, RankPool
 from tests.runs import write_corpus
 from tests.xla import XlaPool
+from tests.zygote import Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,6 +94,14 @@ def xla() -> Iterator[XlaPool]:
     pool = XlaPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Commands without their seconds of imports."""
+    process = Zygote(tmp_path_factory.mktemp("bin"))
+    yield process
+    process.close()
 
 
 @pytest.fixture(scope="session")

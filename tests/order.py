@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 XLA = "xla"
 _USES_XLA = re.compile(r"^tests/tpu/test_(run|parity|footprint)|^tests/(?!converters).*\[(.*\W)?xla\W")
-FIRST: tuple[str, ...] = (XLA, "tests/test_docs.py", "tests/portable/test_moves.py", "tests/test_engines.py")
+FIRST: tuple[str, ...] = (
+    XLA,
+    "tests/test_docs.py",
+    "tests/portable/test_moves.py",
+    "tests/portable/test_remote_runs.py",
+    "tests/converters/test_remote_convert.py",
+    "tests/portable/test_launch.py",
+    "tests/test_engines.py",
+)
 """The longest groups, as far as no record says so."""
 
 

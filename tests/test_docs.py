@@ -30,10 +30,11 @@ from portable.errors import UserError
 from portable.run import resolve, train_leg
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
-from tests.zygote import Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.zygote import Zygote
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.stem != "config")]
@@ -112,13 +113,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     accelerate = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
     (folder / "fsdp.yaml").write_text(yaml.safe_dump(accelerate))
     return folder
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    process = Zygote(tmp_path_factory.mktemp("bin"))
-    yield process
-    process.close()
 
 
 @pytest.fixture

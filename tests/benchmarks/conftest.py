@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.portable.conftest import zygote  # noqa: F401 - a fixture of these tests, too
-
 if TYPE_CHECKING:
     from tests.zygote import Zygote
 
@@ -22,6 +20,6 @@ def little_to_collect() -> None:
 
 
 @pytest.fixture
-def quick_python(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def quick_python(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of Python that a benchmark starts have everything loaded: what they take is not looked at."""
     monkeypatch.setattr(sys, "executable", str(zygote.folder / "python"))

@@ -1,22 +1,10 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import gc
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
-
-from tests.zygote import Zygote
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """Commands without their seconds of imports."""
-    process = Zygote(tmp_path_factory.mktemp("bin"))
-    yield process
-    process.close()
-
 
 _passes: dict[Any, Any] = {}
 """What passes of a model take, by all that they depend on."""
@@ -41,6 +29,7 @@ def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process draw no loss, which takes longer than their training."""
+def brief_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process draw no loss and look for no garbage, which takes longer than their training."""
     monkeypatch.setattr("portable.run.plot_loss", lambda _: None)
+    monkeypatch.setattr("portable.run.gc", Mock(spec=gc))

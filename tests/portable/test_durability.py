@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.xla import XlaPool
 
-pytestmark = pytest.mark.usefixtures("no_picture")
+pytestmark = pytest.mark.usefixtures("brief_runs")
 Synced = dict[str, list[int]]
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tests.xla import XlaPool
     from tests.zygote import Zygote
 
-pytestmark = pytest.mark.usefixtures("no_picture")
+pytestmark = pytest.mark.usefixtures("brief_runs")
 GOES_ON = 3  # steps
 BATCH = 4
 TOLERANCE = 1e-5

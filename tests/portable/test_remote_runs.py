@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
@@ -13,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -39,12 +37,13 @@ if TYPE_CHECKING:
 
 EIGHT = "checkpoints/step-000008"
 
+pytestmark = pytest.mark.usefixtures("brief_runs")
+
 
 @pytest.fixture(autouse=True)
 def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
+    """Short waits of legs in this process."""
     monkeypatch.setattr("converters.remote_errors._FIRST_WAIT", 0.01)
-    monkeypatch.setattr("portable.run.gc", Mock(spec=gc))
 
 
 def leg(place: Path | str, corpus: Path | str, **overrides: Any) -> int:
@@ -132,8 +131,7 @@ def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return leg(place, corpus, **settings)
 
 
-# What is sent are the files that an engine leaves in a folder, whichever it is.
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
 def test_hosts_that_share_no_disk(
     strategy: str, s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
@@ -161,7 +159,6 @@ def test_xla(s3: ObjectStore, tmp_path: Path, corpus: Path, xla: XlaPool) -> Non
     check_same(s3, tmp_path / "whole")
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_failures_that_pass(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
     faults = [
         s3.fail(status=503, method="PUT", every=4),
@@ -175,7 +172,6 @@ def test_failures_that_pass(s3: ObjectStore, undisturbed: Path, corpus: Path) ->
     assert all(fault.done for fault in faults[:2])
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_a_store_that_goes_away(
     s3: ObjectStore, undisturbed: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +214,6 @@ def start(s3: ObjectStore, corpus: Path, until: Callable[[], object], **settings
     return process
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_killed_while_it_sends(
     s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,7 +231,6 @@ def test_killed_while_it_sends(
     assert not s3.names(f"run/{EIGHT}/_INCOMPLETE") and s3.names(f"run/{EIGHT}/_COMPLETE")
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_sigterm(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
     slow = s3.fail(delay=1.0, key="step-000002/__0", times=1)
     every: dict[str, Any] = {"checkpoint__every_steps": 2}
@@ -249,7 +243,6 @@ def test_sigterm(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
     check_same(s3, undisturbed)
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_a_damaged_checkpoint_is_set_aside(
     s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,7 +258,6 @@ def test_a_damaged_checkpoint_is_set_aside(
     check_same(s3, undisturbed)
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_an_outage_is_no_damage(s3: ObjectStore, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
     monkeypatch.setenv("PORTABLE_STORAGE_ATTEMPTS", "2")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
-pytestmark = pytest.mark.usefixtures("no_picture")
+pytestmark = pytest.mark.usefixtures("brief_runs")
 
 
 def leg(folder: Path, corpus: Path, **overrides: Any) -> int:
