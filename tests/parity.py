@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,10 @@ from portable.loop import train_step
 from portable.run import Prepared, resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from portable.config import RunConfig
+    from portable.loop import StepResult
 
 
 @dataclass(frozen=True)
@@ -23,34 +27,63 @@ class Steps:
     graphs: dict[str, int]
 
 
-def take_steps(config: RunConfig, steps: int) -> Steps:
-    """Train from the start on ``config.backend``; nothing is read from the device before the last step."""
+class Opened:
+    """A run that has begun, for tests that look at its parts between the steps.
+
+    Attributes:
+        run: as it was prepared.
+        backend: started.
+        engine: at the start of the run.
+        batches: this rank's, from the first on.
+        steps: taken so far.
+    """
+
+    def __init__(self, run: Prepared) -> None:
+        self.run = run
+        self.backend = run.backend
+        self.engine: Any = run.engine(None)[0]
+        self.batches = iter(run.train_loader(0))
+        self.steps = 0
+
+    def step(self, learning_rate: float | None = None) -> StepResult:
+        """Take the next step, at the rate of the schedule or at another; nothing is read from the device."""
+        settings, schedule = self.run.config.train, self.run.schedule
+        result = train_step(
+            self.backend,
+            self.engine,
+            self.batches,
+            plan=self.run.plan,
+            first_sample=self.steps * self.run.plan.global_batch_size,
+            learning_rate=schedule(self.steps) if learning_rate is None else learning_rate,
+            max_grad_norm=settings.max_grad_norm or 0.0,
+            betas=schedule.betas(self.steps),
+        )
+        self.steps += 1
+        return result
+
+
+@contextmanager
+def opened(config: RunConfig) -> Iterator[Opened]:
+    """The run of ``config`` from its start, on the backend that it names."""
     backend = backend_room(config.backend).create(config.backend)
     config = resolve(config, backend)
     backend.start()
     try:
-        run = Prepared(config, backend)
-        engine, progress = run.engine(None)
-        batches = iter(run.train_loader(0))
+        trial = Opened(Prepared(config, backend))
+        yield trial
+        trial.batches.close()
+    finally:
+        backend.stop()
+
+
+def take_steps(config: RunConfig, steps: int) -> Steps:
+    """Train from the start on ``config.backend``; nothing is read from the device before the last step."""
+    with opened(config) as trial:
+        backend = trial.backend
         before = backend.figures()
-        results = []
-        for step in range(steps):
-            results.append(
-                train_step(
-                    backend,
-                    engine,
-                    batches,
-                    plan=run.plan,
-                    first_sample=progress.samples + step * run.plan.global_batch_size,
-                    learning_rate=run.schedule(step),
-                    max_grad_norm=config.train.max_grad_norm or 0.0,
-                )
-            )
-        batches.close()
+        results = [trial.step() for _ in range(steps)]
         figures = {name: value - before[name] for name, value in backend.figures().items()}
         losses = backend.read([result.loss for result in results])
         norms = backend.read([result.grad_norm for result in results])
-        compiled: Any = getattr(engine, "graphs", None)
+        compiled: Any = getattr(trial.engine, "graphs", None)
         return Steps(losses, norms, figures, {} if compiled is None else compiled.distinct)
-    finally:
-        backend.stop()

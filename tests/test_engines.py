@@ -14,11 +14,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from portable.backend import backend_room
-from portable.loop import evaluate, train_step
-from portable.run import Prepared, resolve
+from portable.loop import evaluate
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
+from tests.parity import opened
 from tests.runs import configured
 from tests.views import assert_same_bits, assert_same_view, view
 
@@ -71,25 +70,9 @@ def exercise(config: RunConfig, folder: Path) -> Seen:
 
 
 def _exercise(config: RunConfig, folder: Path) -> tuple[list[float], list[float], float, list[int], int]:
-    backend = backend_room(config.backend).create(config.backend)
-    config = resolve(config, backend)
-    backend.start()
-    try:
-        run = Prepared(config, backend)
-        engine, _ = run.engine(None)
-        batches = iter(run.train_loader(0))
-        results = [
-            train_step(
-                backend,
-                engine,
-                batches,
-                plan=run.plan,
-                first_sample=step * run.plan.global_batch_size,
-                learning_rate=run.schedule(step),
-                max_grad_norm=1.0,
-            )
-            for step in range(config.train.steps)  # type: ignore[arg-type]
-        ]
+    with opened(config) as trial:
+        backend, engine, run = trial.backend, trial.engine, trial.run
+        results = [trial.step() for _ in range(run.steps)]
         losses = backend.read([result.loss for result in results])
         norms = backend.read([result.grad_norm for result in results])
         evaluated = evaluate(backend, engine, run.eval_batches())
@@ -101,14 +84,11 @@ def _exercise(config: RunConfig, folder: Path) -> tuple[list[float], list[float]
         embeddings.register_forward_hook(lambda *call: call[-1] * torch.nan)
         for index in range(run.plan.accumulation_steps):
             last = index == run.plan.accumulation_steps - 1
-            parts.append(engine.accumulate(backend.place(next(batches)), valid, last=last))
+            parts.append(engine.accumulate(backend.place(next(trial.batches)), valid, last=last))
         engine.update(run.schedule(1), 1.0, backend.sum(torch.stack(parts).sum()))
-        batches.close()
         skipped = engine.health().skipped_updates
         save(engine, folder / "masked")
         return losses, norms, evaluated, continued, skipped
-    finally:
-        backend.stop()
 
 
 def save(engine: Any, folder: Path) -> None:

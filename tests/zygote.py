@@ -216,8 +216,13 @@ def ask(address: str, words: list[str]) -> int:
         socket.send_fds(connection, [b"."], [0, 1, 2])
         connection.sendall(json.dumps([words, str(Path.cwd()), dict(os.environ)]).encode() + b"\n")
         pid = int.from_bytes(connection.recv(4), "big")
+
+        def pass_on(number: int, _: object) -> None:
+            with suppress(ProcessLookupError):  # which has ended, and is about to be answered for
+                os.kill(pid, number)
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: os.kill(pid, number))
+            signal.signal(number, pass_on)
         return connection.recv(1)[0]
 
 

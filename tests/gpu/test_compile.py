@@ -13,9 +13,9 @@ from gpu.compiling import compile_layers
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import UserError
-from portable.loop import evaluate, train_step
-from portable.run import Prepared, resolve
+from portable.loop import evaluate
 from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -45,35 +45,17 @@ def compilations(config: RunConfig) -> list[int]:
     """Graphs compiled so far: after each of three steps, an evaluation, another step and evaluation."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(config, backend)
-    backend.start()
-    try:
-        run = Prepared(config, backend)
-        engine, _ = run.engine(None)
-        batches = iter(run.train_loader(0))
+    with opened(config) as trial:
 
         def step() -> int:
-            train_step(
-                backend,
-                engine,
-                batches,
-                plan=run.plan,
-                first_sample=0,
-                learning_rate=1e-3,
-                max_grad_norm=1.0,
-            )
+            trial.step(1e-3)
             return graphs()
 
         def evaluation() -> int:
-            evaluate(backend, engine, run.eval_batches())
+            evaluate(trial.backend, trial.engine, trial.run.eval_batches())
             return graphs()
 
-        counted = [step(), step(), step(), evaluation(), step(), evaluation()]
-        batches.close()
-        return counted
-    finally:
-        backend.stop()
+        return [step(), step(), step(), evaluation(), step(), evaluation()]
 
 
 @pytest.mark.parametrize(

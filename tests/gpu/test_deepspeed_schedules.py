@@ -12,9 +12,9 @@ pytest.importorskip("deepspeed")
 from gpu import zero_runtime
 from portable.backend import backend_room
 from portable.config import load_config
-from portable.loop import train_step
-from portable.run import Prepared, resolve, train_leg
+from portable.run import resolve, train_leg
 from portable.schedule import build_schedule
+from tests.parity import opened
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -110,31 +110,14 @@ def test_a_resolved_config_has_the_schedule_without_the_json() -> None:
 
 def rates_of_engine(config: RunConfig) -> list[tuple[float, tuple[float, float]]]:
     """What the optimizer inside the engine steps by."""
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(config, backend)
-    backend.start()
-    try:
-        run = Prepared(config, backend)
-        engine, _ = run.engine(None)
-        batches = iter(run.train_loader(0))
+    with opened(config) as trial:
         seen = []
-        inner: Any = getattr(engine, "_engine", None)
-        inner = inner.optimizer if inner is not None else engine._optimizer  # type: ignore[attr-defined]
-        for step in range(4):
-            train_step(
-                backend,
-                engine,
-                batches,
-                plan=run.plan,
-                first_sample=0,
-                learning_rate=run.schedule(step),
-                max_grad_norm=1.0,
-                betas=run.schedule.betas(step),
-            )
+        inner: Any = getattr(trial.engine, "_engine", None)
+        inner = inner.optimizer if inner is not None else trial.engine._optimizer
+        for _ in range(4):
+            trial.step()
             seen.append((inner.param_groups[0]["lr"], inner.param_groups[0]["betas"]))
         return seen
-    finally:
-        backend.stop()
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "zero3"])

@@ -13,11 +13,9 @@ from torch.distributed.tensor import DTensor
 from gpu import nvme
 from gpu.footprint import adopt, footprint, settings, units
 from portable import model as models
-from portable.backend import backend_room
-from portable.loop import train_step
 from portable.planner.footprint import Cluster, Setting
 from portable.planner.subject import inspect
-from portable.run import Prepared, resolve
+from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -144,26 +142,14 @@ def saved(config: RunConfig) -> int:
 
 def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
     """What ``look`` says of the engine after the last micro-batch of the second step."""
-    backend = backend_room("cpu").create("cpu")
     sizes = {"train.global_batch_size": 2 * int(os.environ["WORLD_SIZE"]), "train.micro_batch_size": 1}
-    config = resolve(config.replaced(sizes), backend)
-    backend.start()
-    try:
-        run = Prepared(config, backend)
-        engine, _ = run.engine(None)
-        batches = iter(run.train_loader(0))
-        valid = torch.tensor(100)
-        train_step(
-            backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-3, max_grad_norm=1.0
-        )
+    with opened(config.replaced(sizes)) as trial:
+        trial.step(1e-3)
         # Stage 1 sums gradients with the last micro-batch; before it, they are all there.
         first = config.strategy == "zero1"
-        engine.accumulate(backend.place(next(batches)), valid, last=not first)
-        found = look(engine)
-        batches.close()
-        return found
-    finally:
-        backend.stop()
+        batch = trial.backend.place(next(trial.batches))
+        trial.engine.accumulate(batch, torch.tensor(100), last=not first)
+        return look(trial.engine)
 
 
 def planned(config: RunConfig, ranks: int) -> Any:

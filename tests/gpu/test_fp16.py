@@ -13,12 +13,12 @@ from gpu.loss_scale import DeviceScaler, LossScale
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import RunError
-from portable.loop import train_step
 from portable.metrics import read_metrics
 from portable.run import Prepared, resolve, train_leg
 from portable.shards import local
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.parity import opened
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -92,13 +92,9 @@ def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def overflow_of_one_rank(folder: Path, corpus: Path, strategy: str) -> list[Any]:
     """Two steps; the gradient of the last rank's last micro-batch overflows in the first of them."""
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(configured(folder, corpus, strategy=strategy, **FP16, **ONE_OVERFLOW_HALVES), backend)
-    backend.start()
-    try:
-        run = Prepared(config, backend)
-        engine, _ = run.engine(None)
-        batches = iter(run.train_loader(0))
+    config = configured(folder, corpus, strategy=strategy, **FP16, **ONE_OVERFLOW_HALVES)
+    with opened(config) as trial:
+        backend, engine = trial.backend, trial.engine
         seen: list[Any] = []
         last_rank = backend.rank == backend.world_size - 1
 
@@ -108,28 +104,16 @@ def overflow_of_one_rank(folder: Path, corpus: Path, strategy: str) -> list[Any]
         def poison(module: Any, inputs: Any, output: torch.Tensor) -> None:
             output.register_hook(infinite)
 
-        model: Any = engine.model
-        model.model.norm.register_forward_hook(poison)
+        engine.model.model.norm.register_forward_hook(poison)
         parameters = list(engine.model.parameters())
         for _ in range(2):
             before = [local(p.detach()).clone() for p in parameters]
-            train_step(
-                backend,
-                engine,
-                batches,
-                plan=run.plan,
-                first_sample=0,
-                learning_rate=1e-3,
-                max_grad_norm=1.0,
-            )
+            trial.step(1e-3)
             changed = not all(torch.equal(local(p), old) for p, old in zip(parameters, before, strict=True))
             everywhere = (backend.any(changed), not backend.any(not changed))
             seen.append((everywhere, backend.figures()))
         assert engine.health().first_bad_update is None
-        batches.close()
         return seen
-    finally:
-        backend.stop()
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from portable.backend import backend_room
 from portable.errors import UserError
 from portable.metrics import read_metrics
-from portable.run import Prepared, resolve, train_leg
+from portable.run import train_leg
 from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.parity import opened
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -95,17 +95,12 @@ def test_losses_do_not_depend_on_it(
 
 def units_of(config: RunConfig) -> tuple[list[str], list[str], int]:
     """Names of the units, how parameters lie, and the elements that this rank holds."""
-    backend = backend_room("cpu").create("cpu")
-    backend.start()
-    try:
-        run = Prepared(resolve(config, backend), backend)
-        engine, _ = run.engine(None)
-        names = [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
-        parameters: list[Any] = list(engine.model.parameters())
+    with opened(config) as trial:
+        model = trial.engine.model
+        names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        parameters: list[Any] = list(model.parameters())
         placements = sorted({str(p.placements) for p in parameters})
         return names, placements, sum(p.to_local().numel() for p in parameters)
-    finally:
-        backend.stop()
 
 
 LAYERS = ["model.layers.0", "model.layers.1"]

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from portable.backend import backend_room
 from portable.data import TrainLoader
-from portable.loop import train_step
 from portable.run import Prepared, resolve
+from tests.parity import opened
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -38,29 +38,9 @@ def throughout(config: RunConfig, steps: int) -> RunConfig:
 
 def our_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     """Loss and gradient norm of each step, from the parts that ``portable-train`` is made of."""
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(throughout(config, steps), backend)
-    backend.start()
-    try:
-        run = Prepared(config, backend)
-        engine, progress = run.engine(None)
-        batches = iter(run.train_loader(0))
-        results = []
-        for step in range(steps):
-            result = train_step(
-                backend,
-                engine,
-                batches,
-                plan=run.plan,
-                first_sample=progress.samples + step * run.plan.global_batch_size,
-                learning_rate=run.schedule(step),
-                max_grad_norm=1.0,
-            )
-            results.append((float(result.loss), float(result.grad_norm)))
-        batches.close()
-        return results
-    finally:
-        backend.stop()
+    with opened(throughout(config, steps)) as trial:
+        results = [trial.step() for _ in range(steps)]
+        return [(float(result.loss), float(result.grad_norm)) for result in results]
 
 
 def plain_losses(config: RunConfig, steps: int = STEPS) -> Losses:

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable.adafactor import Adafactor
 from portable.adamw_8bit import AdamW8bit
-from portable.backend import backend_room
-from portable.run import Prepared, resolve
+from tests.parity import opened
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -70,22 +69,12 @@ class Waits(TorchDispatchMode):
     ids=lambda settings: "-".join(map(str, settings.values())) or "adamw",
 )
 def test_a_step_reads_nothing(settings: dict[str, Any], tmp_path: Path, corpus: Path) -> None:
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(configured(tmp_path, corpus, train__micro_batch_size=1, **settings), backend)
-    backend.start()
-    try:
-        run = Prepared(config, backend)
-        engine, _ = run.engine(None)
-        batches = iter(run.train_loader(0))
-        valid = torch.tensor(100)
-        with Waits() as seen:
-            for _ in range(2):
-                for last in (False, True):
-                    loss = engine.accumulate(next(batches), valid, last=last)
-                engine.update(1e-3, 1.0, loss)
-        batches.close()
-    finally:
-        backend.stop()
+    config = configured(tmp_path, corpus, train__micro_batch_size=1, **settings)
+    with opened(config) as trial, Waits() as seen:
+        for _ in range(2):
+            for last in (False, True):
+                loss = trial.engine.accumulate(next(trial.batches), torch.tensor(100), last=last)
+            trial.engine.update(1e-3, 1.0, loss)
     assert not seen.found, seen.found[0]
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed")
 from gpu import zero_saving
 from portable.errors import RunError
 from tests.gpu.test_zero_checkpoints import leg
+from tests.parity import opened
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -19,37 +20,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.config import RunConfig
-    from portable.loop import StepResult
     from tests.ranks import RankPool
 
 
 def stepping(config: RunConfig) -> Iterator[Any]:
     """The engine of a run from the start; whatever is then asked of the iterator is another step."""
-    from portable.backend import backend_room
-    from portable.loop import train_step
-    from portable.run import Prepared, resolve
-
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(config, backend)
-    backend.start()
-    try:
-        run = Prepared(config, backend)
-        engine, _ = run.engine(None)
-        yield engine
-        batches = iter(run.train_loader(0))
+    with opened(config) as trial:
+        yield trial.engine
         while True:
-            result: StepResult = train_step(
-                backend,
-                engine,
-                batches,
-                plan=run.plan,
-                first_sample=0,
-                learning_rate=3e-3,
-                max_grad_norm=1.0,
-            )
-            yield result
-    finally:
-        backend.stop()
+            yield trial.step(3e-3)
 
 
 def save_both_ways(config: RunConfig, folder: Path) -> list[str]:

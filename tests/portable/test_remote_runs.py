@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,13 +39,12 @@ if TYPE_CHECKING:
 
 EIGHT = "checkpoints/step-000008"
 
-pytestmark = pytest.mark.usefixtures("brief_runs")
-
 
 @pytest.fixture(autouse=True)
 def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short waits of legs in this process."""
+    """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
     monkeypatch.setattr("converters.remote_errors._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("portable.run.gc", Mock(spec=gc))
 
 
 def leg(place: Path | str, corpus: Path | str, **overrides: Any) -> int:
@@ -159,6 +160,7 @@ def test_xla(s3: ObjectStore, tmp_path: Path, corpus: Path, xla: XlaPool) -> Non
     check_same(s3, tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("brief_runs")
 def test_failures_that_pass(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
     faults = [
         s3.fail(status=503, method="PUT", every=4),
@@ -172,6 +174,7 @@ def test_failures_that_pass(s3: ObjectStore, undisturbed: Path, corpus: Path) ->
     assert all(fault.done for fault in faults[:2])
 
 
+@pytest.mark.usefixtures("brief_runs")
 def test_a_store_that_goes_away(
     s3: ObjectStore, undisturbed: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +217,7 @@ def start(s3: ObjectStore, corpus: Path, until: Callable[[], object], **settings
     return process
 
 
+@pytest.mark.usefixtures("brief_runs")
 def test_killed_while_it_sends(
     s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +235,7 @@ def test_killed_while_it_sends(
     assert not s3.names(f"run/{EIGHT}/_INCOMPLETE") and s3.names(f"run/{EIGHT}/_COMPLETE")
 
 
+@pytest.mark.usefixtures("brief_runs")
 def test_sigterm(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
     slow = s3.fail(delay=1.0, key="step-000002/__0", times=1)
     every: dict[str, Any] = {"checkpoint__every_steps": 2}
@@ -243,6 +248,7 @@ def test_sigterm(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
     check_same(s3, undisturbed)
 
 
+@pytest.mark.usefixtures("brief_runs")
 def test_a_damaged_checkpoint_is_set_aside(
     s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +264,7 @@ def test_a_damaged_checkpoint_is_set_aside(
     check_same(s3, undisturbed)
 
 
+@pytest.mark.usefixtures("brief_runs")
 def test_an_outage_is_no_damage(s3: ObjectStore, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
     monkeypatch.setenv("PORTABLE_STORAGE_ATTEMPTS", "2")
