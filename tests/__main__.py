@@ -24,6 +24,9 @@ MOST = 8
 NEEDED = 5 << 30
 """Bytes of memory for each process that runs tests, with the ranks that it keeps."""
 
+NICE = 10
+"""Of the static checks: tests wait for other processes often enough."""
+
 STATIC: dict[str, list[str]] = {
     "ruff check": ["-m", "ruff", "check"],
     "ruff format": ["-m", "ruff", "format", "--check"],
@@ -61,7 +64,13 @@ def processes() -> int:
 
 
 def run(name: str, command: list[str], *, aside: bool = False) -> Result:
-    """Run one check; ``aside``: beside another, so that its output is printed at its end, if it failed."""
+    """Run one check.
+
+    Args:
+        name: to be printed.
+        command: what follows this Python.
+        aside: beside another, whose pauses it fills; its output is printed at its end, if it failed.
+    """
     if not aside:
         print(f"\n=== {name}", flush=True)
     start = time.monotonic()
@@ -69,18 +78,20 @@ def run(name: str, command: list[str], *, aside: bool = False) -> Result:
     # that tests start would compile the project's modules anew if none may keep what it compiled.
     environment = {**os.environ, "PYTHONUTF8": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
         env=environment,
-        check=False,
         stdout=subprocess.PIPE if aside else None,
         stderr=subprocess.STDOUT if aside else None,
         text=True,
         encoding="utf-8",
     )
-    result = Result(name, done.returncode == 0, time.monotonic() - start)
-    output = f"\n=== {name}\n{done.stdout}" if aside and not result.passed else ""
+    if aside:
+        os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+    said, _ = process.communicate()
+    result = Result(name, process.returncode == 0, time.monotonic() - start)
+    output = f"\n=== {name}\n{said}" if aside and not result.passed else ""
     print(f"{output}--- {result} in {result.seconds:.1f} s", flush=True)
     return result
 
