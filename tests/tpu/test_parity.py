@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "vocab_size": 384,
             "n_positions": 64,
             "n_embd": 48,
-            "n_layer": 2,
+            "n_layer": 1,
             "n_head": 4,
             "resid_pdrop": 0,
             "embd_pdrop": 0,
@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "model_type": "qwen3",
             "hidden_size": 48,
             "intermediate_size": 80,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 12,
@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "model_type": "bert",
             "hidden_size": 48,
             "intermediate_size": 80,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "num_attention_heads": 4,
             "hidden_dropout_prob": 0,
             "attention_probs_dropout_prob": 0,
@@ -65,7 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "model_type": "mixtral",
             "hidden_size": 48,
             "intermediate_size": 80,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "num_local_experts": 4,
@@ -81,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "d_model": 48,
             "d_ff": 80,
             "d_kv": 12,
-            "num_layers": 2,
+            "num_layers": 1,
             "num_heads": 4,
             "feed_forward_proj": "gated-gelu",
             "dropout_rate": 0.0,
@@ -90,7 +90,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-# Compiling takes most of the time, and what follows is the same for each layer.
+# Compiling takes most of the time, and what follows is the same for each layer. So the models above have one
+# each, but for Llama.
 ONE_LAYER: dict[str, Any] = {"model__config": {**TINY_MODEL, "num_hidden_layers": 1}}
 
 
