@@ -44,7 +44,8 @@ def cache_folder() -> Path:
         compiler = ""
     flags = "".join(line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("flags"))[:4000]
     # Paths stand in what is built: another place of theirs would have it built anew, there.
-    text = "\n".join([*parts, sys.version, compiler, flags, platform.machine(), sys.prefix, str(COMPILER)])
+    ours = [sys.prefix, str(COMPILER), COMPILER.read_text("utf-8")]
+    text = "\n".join([*parts, sys.version, compiler, flags, platform.machine(), *ours])
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return root / "portable-trainer" / "ops" / hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -110,6 +111,4 @@ def build(op: str) -> None:
                 stderr=subprocess.STDOUT,
                 env=environment,
             )
-        for precompiled in folder.glob("*/precompiled.*"):  # half a gigabyte each
-            precompiled.unlink()
         done.touch()
