@@ -130,6 +130,7 @@ class ShardedPartitions:
                 with _SwappedIn(self._zero, index) as flat:
                     _fill_weights(flat, fragments, weights)
                     self._zero._reassign_or_swap_out_partitioned_parameters(index)
+        self._zero.invalidate_secondary_tensor()  # hpZ's copies, from which a forward pass would gather
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Fill the optimizer state, by parameter name."""
@@ -151,6 +152,7 @@ class ShardedPartitions:
         stop = min(start + share.ds_numel, parameter.ds_numel)
         if stop > start:
             fill_run(share.data[: stop - start], source, start, stop)
+        parameter.ds_secondary_tensor = None  # no step will ever do so
 
 
 class _SwappedIn:
