@@ -80,7 +80,9 @@ def losses_with_frozen_norms(config: RunConfig) -> Losses:
         return our_losses(config)
 
 
-def test_secondary_partitions(truth: dict[str, Losses], tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_secondary_partitions(
+    truth: dict[str, Losses], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
     """hpZ keeps a second copy of the weights in each node, which is what a forward pass sees."""
     document = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
     config = zero_config(tmp_path, corpus, strategy="zero3", deepspeed__config=document)
