@@ -1,0 +1,358 @@
+"""Every text model of transformers beside transformers itself: ``python -m tests.architectures [TYPE ...]``.
+
+For each pair of a model type and a task, a tiny model is trained on one rank and on two, beside a plain loop
+with ``forward(labels=)``. What it exports is opened by ``from_pretrained`` and generates; weights that
+``save_pretrained`` wrote are loaded here. ``docs/models.md`` is written from what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tests.parity import opened
+from tests.ranks import RankError, RankPool
+from tests.runs import configured
+from tests.tiny_models import VOCABULARY, tiny_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from portable.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "models.md"
+STEPS = 3
+TOLERANCE = 1e-5
+TASKS = {
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
+BF16_TOLERANCE = 5e-2
+
+
+class Pair(NamedTuple):
+    """A model type and a task that transformers has a class for."""
+
+    model_type: str
+    task: str
+
+
+def pairs() -> list[Pair]:
+    """All that transformers' auto classes know."""
+    from transformers.models.auto import modeling_auto
+
+    return [Pair(name, task) for task, names in TASKS.items() for name in getattr(modeling_auto, names)]
+
+
+def write_records(folder: Path) -> Path:
+    """Short texts with a target and a label each."""
+    path = folder / "records.jsonl"
+    words = [
+        "one",
+        "way",
+        "to",
+        "find",
+        "out",
+        "what",
+        "a",
+        "model",
+        "means",
+        "is",
+        "to",
+        "train",
+        "it",
+        "beside",
+        "another",
+        "that",
+        "means",
+        "it",
+    ]
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(80):
+            text = " ".join(words[(i * 7 + j * (1 + i % 5)) % len(words)] for j in range(12 + (i * 13) % 30))
+            file.write(json.dumps({"text": text, "target": text[::-1], "label": f"kind {i % 2}"}) + "\n")
+    return path
+
+
+def run_of(pair: Pair, folder: Path, records: Path, **overrides: Any) -> RunConfig:
+    """The run of a pair in ``folder``; as :func:`tests.runs.configured`."""
+    return configured(
+        folder,
+        records,
+        **{
+            "model__config": tiny_config(pair.model_type),
+            "model__task": pair.task,
+            "data__vocab_size": VOCABULARY,
+            "data__eval_fraction": 0,
+            "train__steps": STEPS,
+            "train__global_batch_size": 4,
+            "train__micro_batch_size": 2,
+            "train__weight_decay": 0.0,
+            "train__learning_rate": 1e-3,
+            "train__warmup_steps": 0,
+            **overrides,
+        },
+    )
+
+
+# -- what ranks do ----------------------------------------------------------------------------------------
+
+
+def our_losses(config: RunConfig) -> list[float]:
+    """The loss of each step."""
+    with opened(config) as trial:
+        return trial.backend.read([trial.step().loss for _ in range(STEPS)])
+
+
+def auto_class(task: str) -> Any:
+    import transformers
+
+    from portable.model import AUTO_CLASSES
+
+    return getattr(transformers, AUTO_CLASSES[task])
+
+
+def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, float]]:
+    """Loss of each step, here and in a plain loop over the same samples; exports into ``folder``."""
+    import torch
+
+    from converters import open_checkpoint, write_safetensors
+    from portable.data import TrainLoader
+
+    with opened(config) as trial:
+        run, task = trial.run, config.model.task
+        attention = run.model.config._attn_implementation
+        plain = auto_class(task).from_config(
+            run.model_config, attn_implementation=attention, dtype=torch.float32
+        )
+        plain.load_state_dict(trial.engine.model.state_dict())
+        plain.config.use_cache = False
+        plain.train()
+        optimizer = torch.optim.AdamW(
+            plain.parameters(), betas=config.train.betas, eps=config.train.eps, weight_decay=0.0
+        )
+        size = config.train.global_batch_size
+        loader = iter(
+            TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
+        )
+        losses = []
+        for step in range(STEPS):
+            loss = loss_of(plain, task, next(loader))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), config.train.max_grad_norm or 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = run.schedule(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((float(trial.step().loss), float(loss.detach())))
+        loader.close()
+        saved = folder / "saved"
+        saved.mkdir(parents=True)
+        trial.engine.save(saved, background=False)
+        run.write_model_files(saved)
+        write_safetensors(open_checkpoint(saved), folder / "final")
+        torch.save(trial.engine.model.state_dict(), folder / "live.pt")
+    return losses
+
+
+def loss_of(model: Any, task: str, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What ``forward(labels=)`` returns for a batch of ours."""
+    import torch
+    from torch.nn import functional
+
+    inputs = dict(batch)
+    labels = inputs.pop("labels")
+    if task != "causal-lm":
+        return model(**inputs, labels=labels).loss  # type: ignore[no-any-return]
+    ids = inputs["input_ids"]
+    logits = model(ids).logits
+    plain = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    # Most shift by themselves. The last label is not among the inputs: append it.
+    longer = torch.cat([ids, labels[:, -1:]], dim=1)
+    shifted = torch.cat([torch.full_like(labels[:, :1], -100), labels], dim=1)
+    output = model(longer, labels=shifted)
+    if not torch.allclose(output.logits[:, :-1], logits, atol=1e-4):
+        return plain  # a model that looks ahead would see its last label
+    # The decoders of BART and its kin take labels that are shifted already.
+    losses = [output.loss, model(ids, labels=labels).loss]
+    best: torch.Tensor = min(losses, key=lambda loss: abs(float(loss.detach() - plain.detach())))
+    return best
+
+
+def opened_again(config: RunConfig, folder: Path) -> None:
+    """Load what was exported, compare it with the live model, and generate."""
+    import torch
+
+    task = config.model.task
+    model, info = auto_class(task).from_pretrained(
+        folder / "final", dtype=torch.float32, output_loading_info=True
+    )
+    amiss = {what: sorted(names) for what, names in info.items() if names}
+    if amiss:
+        raise AssertionError(f"from_pretrained: {amiss}")
+    same_state(model.state_dict(), torch.load(folder / "live.pt", weights_only=True))
+    if task in ("causal-lm", "seq2seq-lm"):
+        prompt = torch.arange(4, 12).view(1, -1)
+        tokens = model.eval().generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        if tokens.shape[1] < 3:
+            raise AssertionError(f"generated {tokens.shape[1]} tokens")
+
+
+def same_state(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    """Raise AssertionError, with names, unless both hold the same bits."""
+    import torch
+
+    unlike = [
+        name for name, tensor in wanted.items() if name not in found or not torch.equal(found[name], tensor)
+    ]
+    if unlike:
+        raise AssertionError(f"{len(unlike)} of {len(wanted)} tensors differ: {', '.join(unlike[:3])}")
+
+
+def loads_what_transformers_saved(config: RunConfig, folder: Path) -> None:
+    """Take weights that none would draw through ``save_pretrained`` into an engine."""
+    import torch
+
+    with opened(config) as trial:
+        attention = trial.run.model.config._attn_implementation
+        model = auto_class(config.model.task).from_config(
+            trial.run.model_config, attn_implementation=attention, dtype=torch.float32
+        )
+        trial.run.data.tokenizer.save_pretrained(folder / "theirs")
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    model.save_pretrained(folder / "theirs")
+    taken = config.replaced({"model.config": None, "model.name_or_path": str(folder / "theirs")})
+    with opened(taken) as trial:
+        same_state(trial.engine.model.state_dict(), model.state_dict())
+
+
+# -- the sweep --------------------------------------------------------------------------------------------
+
+Findings = dict[str, str]
+"""By what was looked at: ``""`` where it holds, or what was found instead."""
+
+
+def findings(pair: Pair, ranks: RankPool, folder: Path, records: Path) -> Findings:
+    """Look at one pair from all sides."""
+    found: Findings = {}
+
+    def look(name: str, check: Callable[[], str | None]) -> None:
+        try:
+            found[name] = check() or ""
+        except RankError as error:
+            found[name] = str(error).strip().splitlines()[-1][:300]
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+
+    ours: list[float] = []
+
+    def apart(pairs: list[tuple[float, float]], tolerance: float = TOLERANCE) -> str | None:
+        worst = max(abs(one - other) / max(abs(other), 1e-9) for one, other in pairs)
+        return None if worst < tolerance else f"a loss is {worst:.1e} off"
+
+    def alone() -> str | None:
+        both = ranks.run(1, beside_transformers, run_of(pair, folder, records), folder, timeout=120)
+        ours.extend(one for one, _ in both)
+        return apart(both)
+
+    def two(strategy: str) -> str | None:
+        config = run_of(pair, folder, records, strategy=strategy)
+        return apart(list(zip(ranks.run(2, our_losses, config, timeout=120), ours, strict=True)))
+
+    def bf16() -> str | None:
+        losses = ranks.run(1, our_losses, run_of(pair, folder, records, precision="bf16"), timeout=120)
+        return apart(list(zip(losses, ours, strict=True)), BF16_TOLERANCE)
+
+    try:
+        config = run_of(pair, folder, records)
+    except Exception as error:
+        return {"one rank": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]}
+    look("one rank", alone)
+    if ours:
+        look("bf16", bf16)
+        look("full_shard", lambda: two("full_shard"))
+        look("zero3", lambda: two("zero3"))
+        look("export", lambda: ranks.run(1, opened_again, config, folder, timeout=120))
+        look("pretrained", lambda: ranks.run(1, loads_what_transformers_saved, config, folder, timeout=120))
+    return found
+
+
+INTRODUCTION = f"""# Models
+
+Every text model of transformers {{version}}, held against transformers itself by
+`python -m tests.architectures`. For each type and task a tiny model was trained for {STEPS} steps in fp32 on
+one rank, beside a plain loop with `forward(labels=)`; in bf16; on two ranks with `full_shard` and `zero3`.
+What it exported was opened by `from_pretrained`, compared bit for bit, and generated text. Weights that
+`save_pretrained` wrote were loaded and compared bit for bit. "yes" says that all of it held.
+
+"""
+
+
+def page(everything: Mapping[str, Findings]) -> str:
+    """The page of the docs: a row a type, a column a task, and what does not hold below."""
+    import transformers
+
+    rows: dict[str, dict[str, str]] = {}
+    notes: dict[str, list[str]] = {}
+    for name, found in everything.items():
+        model_type, task = name.split()
+        amiss = [f"{what}: {why.replace('portable.errors.', '')}" for what, why in found.items() if why]
+        for line in amiss:
+            notes.setdefault(line, []).append(f"{model_type} {task}")
+        cell = "yes" if not amiss else "no" if found.get("one rank") else "in part"
+        rows.setdefault(model_type, {})[task] = cell
+    lines = [f"| type | {' | '.join(TASKS)} |", f"| --- |{' --- |' * len(TASKS)}"]
+    lines += [
+        f"| `{model_type}` | {' | '.join(cells.get(task, '') for task in TASKS)} |"
+        for model_type, cells in sorted(rows.items())
+    ]
+    lines += ["", "What did not hold:", ""]
+    lines += [f"- {', '.join(names)}: `{line.replace('`', '')}`" for line, names in sorted(notes.items())]
+    return INTRODUCTION.format(version=transformers.__version__) + "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Sweep, print a line a pair, and write the page if all were looked at."""
+    parser = argparse.ArgumentParser(prog="python -m tests.architectures", description=__doc__)
+    parser.add_argument("types", nargs="*", help="model types; all by default")
+    parser.add_argument("--task", choices=TASKS)
+    parser.add_argument("--json", type=Path, help="where to write the findings")
+    chosen = parser.parse_args(arguments)
+    wanted = [
+        pair
+        for pair in pairs()
+        if (not chosen.types or pair.model_type in chosen.types) and chosen.task in (None, pair.task)
+    ]
+    everything: dict[str, Findings] = {}
+    pool = RankPool()
+    with tempfile.TemporaryDirectory() as root:
+        records = write_records(Path(root))
+        for number, pair in enumerate(wanted):
+            start = time.monotonic()
+            found = findings(pair, pool, Path(root, str(number)), records)
+            everything[f"{pair.model_type} {pair.task}"] = found
+            amiss = "; ".join(f"{what}: {why}" for what, why in found.items() if why) or "ok"
+            print(f"{pair.model_type} {pair.task} ({time.monotonic() - start:.1f} s): {amiss}", flush=True)
+            if chosen.json:
+                chosen.json.write_text(json.dumps(everything, indent=1))
+    pool.close()
+    if not chosen.types and chosen.task is None:
+        PAGE.write_text(page(everything), encoding="utf-8")
+    return 0 if not any(why for found in everything.values() for why in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

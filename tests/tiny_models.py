@@ -1,0 +1,110 @@
+"""Configs of a few thousand parameters for every architecture of transformers, from its own defaults."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+VOCABULARY = 384
+
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"(num_)?hidden_layers|(n|num|encoder|decoder)_layers?|num_(en|de)coder_layers|n_layer", 2),
+    (r"num_key_value_heads|num_kv_heads|n_head_kv|num_key_value_groups|n_kv_heads", 2),
+    (r"(n|num|encoder|decoder)(_attention)?_heads?|num_encoder_attention_heads|n_heads", 4),
+    (r"(hidden|embedding|model|embed)_(size|dim)|d_model|n_embd|dim|emb_dim|d_embed|word_embed_proj_dim", 32),
+    (r"head_dim|d_head|d_kv|attention_head_size|v_head_dim|kv_channels", 8),
+    (r"(moe_|shared_expert_|expert_|encoder_|decoder_|local_)?(intermediate_size|ffn_dim|ff_dim)(_mlp)?", 64),
+    (r"d_ff|ffn_hidden_size|n_inner|d_inner|ffn_size|feed_forward_size|dim_ff|hidden_dim", 64),
+    (r"shared_intermediate_size|moe_shared_expert_intermediate_size|feed_forward_proj_dim", 64),
+    (
+        r"vocab_size|n_words|emb_vocab_size|vocab_size_per_layer_input|src_vocab_size|tgt_vocab_size",
+        VOCABULARY,
+    ),
+    (r"(max_)?(encoder_|decoder_|target_|source_)?(n_)?positions?(_embeddings)?|max_seq_len|n_ctx", 64),
+    (r"(num|n)(_local|_routed|_total)?_experts|moe_num_experts", 4),
+    (r"num_experts_per_tok|moe_topk|moe_k|num_selected_experts|top_?k_experts|num_experts_per_token", 2),
+    (r"rotary_dim", 4),
+    (r"kv_lora_rank|q_lora_rank|qk_nope_head_dim|qk_rope_head_dim", 8),
+)
+"""Names of sizes, as many as transformers has for a thing, and what each becomes where it is larger."""
+
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
+_LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_MLA = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+OVERRIDES: dict[str, dict[str, Any]] = {
+    **{name: {"num_key_value_heads": 4} for name in _MLA},
+    "bamba": _MAMBA,
+    "blt": {"encoder_hash_byte_group_vocab": 32},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots3_note": {"num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1},
+    "esmc": {"num_key_value_heads": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": _MAMBA,
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32},
+    "luke": {"entity_vocab_size": 16, "entity_emb_size": 8},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 8},
+    "mluke": {"entity_vocab_size": 16, "entity_emb_size": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "neomme": {"head_dim": 16},
+    "qwen3_next": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR,
+    "reformer": {
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [8, 8],
+        "attn_layers": ["local", "lsh"],
+        "num_buckets": 2,
+        "is_decoder": True,
+    },
+    "perceiver": {
+        "num_latents": 8,
+        "d_latents": 32,
+        "num_self_attends_per_block": 1,
+        "num_self_attention_heads": 4,
+    },
+    "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
+}
+"""What the rules below do not reach."""
+
+
+def tiny_config(model_type: str) -> dict[str, Any]:
+    """Settings for ``model.config``: the defaults of a type, made small, without dropout."""
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(model_type)
+    settings = {"model_type": model_type, **_small(default)}
+    settings.update(OVERRIDES.get(model_type, {}))
+    return settings
+
+
+def _small(config: Any) -> dict[str, Any]:
+    from transformers import PretrainedConfig
+
+    changed: dict[str, Any] = {}
+    for key, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            changed[key] = _small(value)
+        elif ("drop" in key and isinstance(value, float)) or "jitter" in key:
+            changed[key] = 0.0
+        elif key in ("layer_types", "layers_block_type") and isinstance(value, list):
+            other = next((kind for kind in value if kind != value[0]), value[0])
+            changed[key] = [value[0], other]
+        elif isinstance(value, int) and not isinstance(value, bool):
+            size = next((size for name, size in SIZES if re.fullmatch(name, key)), None)
+            if size is not None and value > size:
+                changed[key] = size
+            elif key.endswith("_token_id") and value >= VOCABULARY:
+                changed[key] = 1
+    return changed
