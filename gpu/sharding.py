@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gpu.compiling import compile_layers
+from gpu.experts import zero_missing_gradients
 from gpu.units import order_prefetches, units
 from portable.errors import UserError
 from portable.model import every_parameter_counts, materialize
@@ -157,6 +158,7 @@ _meshes = itertools.count()
 def _fully_shard(
     model: nn.Module, config: RunConfig, mesh: DeviceMesh, compute: torch.dtype, offload: OffloadPolicy
 ) -> None:
+    zero_missing_gradients(model)
     ordered = units(model, config)
     for module in [*reversed(ordered), model]:  # what lies inside another unit comes before it
         wrapped = fully_shard(

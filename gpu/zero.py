@@ -11,13 +11,14 @@ from torch import nn
 from converters import Tensor as StoredTensor
 from gpu import deepspeed_json, nvme, zero_optimizer, zero_runtime
 from gpu.compiling import compile_layers
+from gpu.experts import routed, zero_missing_gradients
 from gpu.footprint import footprint
 from gpu.generation import continue_text
 from gpu.loss_scale import LossScale
 from gpu.zero_partitions import FlatPartitions, ShardedPartitions
 from gpu.zero_saving import ZeroSaver
 from gpu.zero_settings import ModelSizes, settings_for
-from portable.errors import unsupported
+from portable.errors import require, unsupported
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import token_loss
 from portable.model import materialize, state_tensors
@@ -98,9 +99,19 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
     on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
     checkpoint_activations(model, config.memory.activation_checkpointing, inputs_on_host=on_host)
     compile_layers(model, config)
+    experts = routed(model)
+    require(
+        stage != 2 or not experts or machine.world_size == 1,
+        "strategy: zero2 sends gradients as they come, and the ranks of a "
+        f"{type(model).__name__} have them in different orders, by which experts their tokens choose; "
+        "use zero1, zero3 or full_shard",
+    )
     if stage == 3:
+        if experts:  # gathered together, and their missing gradients are zeros
+            deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in experts}))
         _partition(deepspeed, model, settings, machine.device, COMPUTE_DTYPES[config.precision])
     else:
+        zero_missing_gradients(model)
         materialize(model, machine.device)
     optimizer = zero_optimizer.build(config, document, model)
     with native_stdout_closed():

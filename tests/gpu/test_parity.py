@@ -12,13 +12,13 @@ from portable.backend import backend_room
 from portable.data import TrainLoader
 from portable.run import Prepared, resolve
 from tests.parity import opened
+from tests.ranks import RankError, RankPool
 from tests.runs import configured
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 STEPS = 4
 """Enough to pass the warm-up and for every moment to count; each engine has a witness over LONG steps."""
@@ -142,6 +142,41 @@ def test_a_parameter_without_a_gradient_is_no_obstacle(
     truth = our_losses(configured(tmp_path, corpus, **settings))
     config = configured(tmp_path, corpus, strategy=strategy, **settings)
     assert_close(ranks.run(2, our_losses, config), truth, 1e-5)
+
+
+SWITCH: dict[str, Any] = {
+    "model__task": "seq2seq-lm",
+    "model__config": {
+        "model_type": "switch_transformers",
+        "vocab_size": 384,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_heads": 4,
+        "num_layers": 2,
+        "num_sparse_encoder_layers": 2,
+        "num_sparse_decoder_layers": 2,
+        "num_experts": 8,
+        "dropout_rate": 0.0,
+        "router_jitter_noise": 0.0,
+    },
+    "data__target_field": "text",
+    "data__seq_len": 16,
+    "train__global_batch_size": 8,
+    "train__micro_batch_size": 1,
+    "train__learning_rate": 0.01,
+}
+"""A sentence has 16 tokens, of which none may go to some of the 8 experts."""
+
+
+def test_experts_that_no_token_of_a_rank_chooses(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    pytest.importorskip("deepspeed")
+    truth = our_losses(configured(tmp_path, corpus, **SWITCH))
+    for strategy in ("no_shard", "full_shard", "zero1", "zero3"):
+        config = configured(tmp_path, corpus, strategy=strategy, **SWITCH)
+        assert_close(ranks.run(2, our_losses, config), truth, 1e-5)
+    with pytest.raises(RankError, match=r"strategy: zero2 [^\n]* use zero1, zero3 or full_shard"):
+        ranks.run(2, our_losses, configured(tmp_path, corpus, strategy="zero2", **SWITCH))
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
