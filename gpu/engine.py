@@ -24,7 +24,7 @@ from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import token_loss
 from portable.model import embeddings, state_tensors
 from portable.optim import build_optimizer, set_rates
-from portable.quirks import one_sequence_a_row
+from portable.quirks import no_look_at_values
 from portable.resume import stored_state
 from portable.shards import local
 from portable.weights import fill
@@ -118,7 +118,7 @@ class TorchEngine:
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._captured.begin_pass()
         with self._sharded.accumulating(last=last):
-            with self._sharded.autocast(), one_sequence_a_row():
+            with self._sharded.autocast(), no_look_at_values():
                 loss = token_loss(self._sharded.forward, batch, self._head)
             loss = loss / valid.clamp(min=1)
             scaled = loss * self._sharded.loss_scale
@@ -179,7 +179,7 @@ class TorchEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
         self._captured.begin_pass()
-        with self._sharded.autocast(), one_sequence_a_row():
+        with self._sharded.autocast(), no_look_at_values():
             loss = token_loss(self._sharded.forward, batch, self._head)
         self.model.train()
         return loss

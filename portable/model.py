@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from portable.errors import UserError, one_line
+from portable.quirks import no_look_at_values
 from portable.weights import InMemoryTensor, ReadableTensor
 
 if TYPE_CHECKING:
@@ -176,6 +177,25 @@ def _check_forward(model: PreTrainedModel, place: str) -> None:
             ) from error
 
 
+def called_past_hooks(model: nn.Module) -> set[str]:
+    """Names of layers whose ``forward`` is called directly, so that nothing that hooks into them is told.
+
+    As far as a pass on the meta device shows it; empty where none can be made.
+    """
+    layers = [name for name, _ in transformer_layers(model)]
+    silent = set(layers)
+
+    def watch(trial: nn.Module) -> None:
+        for name in layers:
+            trial.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: silent.discard(name))
+
+    try:
+        trial_forward(model, watch)
+    except Exception:
+        return set()
+    return silent
+
+
 def every_parameter_counts(model: nn.Module) -> bool:
     """Whether all that is trained of ``model``, on the meta device, gets a gradient in each pass.
 
@@ -207,13 +227,12 @@ def trial_forward(
     """
     trial: Any = copy.deepcopy(model)
     trial.to("meta").eval()
-    trial.config.use_cache = True  # without a cache, masks are made from the values of the positions
     prepare(trial)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     inputs = {"input_ids": tokens}
     if trial.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    with torch.set_grad_enabled(gradients):
+    with torch.set_grad_enabled(gradients), no_look_at_values():
         return trial(**inputs)
 
 
@@ -226,9 +245,18 @@ def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found = [(name, m) for name, m in members if type(m).__name__ in classes]
     if not found and lists:
         name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-        found = [(f"{name}.{child}", module) for child, module in largest.named_children()]
+        found = list(_members(name, largest))
     names = {name for name, _ in found}
     return [(name, m) for name, m in found if not any(name.startswith(f"{n}.") for n in names)]
+
+
+def _members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What stands in a list of modules, or in lists within it: a list itself is never called."""
+    for child, module in entries.named_children():
+        if type(module) is nn.ModuleList:
+            yield from _members(f"{name}.{child}", module)
+        else:
+            yield f"{name}.{child}", module
 
 
 LayerKinds = dict[tuple[Any, ...], list[str]]

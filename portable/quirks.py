@@ -6,29 +6,42 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @contextmanager
-def one_sequence_a_row() -> Iterator[None]:
-    """Around a forward pass: spare transformers the look for rows that hold several sequences.
+def no_look_at_values() -> Iterator[None]:
+    """Around a forward pass: keep transformers from reading masks and positions, which drains a GPU's queue.
 
-    Without a mask it reads the positions, once a forward pass, and on a GPU that waits for all that is
-    queued. The data never gives positions, and those that a model counts itself are of one sequence.
+    It looks for rows that hold several sequences, which the data has none of, and for masks that mask
+    nothing, to leave them out. A mask that is given is used.
     """
     from transformers import masking_utils
 
     module: Any = masking_utils
-    look = getattr(module, "find_packed_sequence_indices", None)
-    if look is None:
-        yield
-        return
-    module.find_packed_sequence_indices = _none
+    replaced = {
+        "find_packed_sequence_indices": lambda _: _none,
+        "_ignore_causal_mask_sdpa": _unless_given,
+        "_ignore_bidirectional_mask_sdpa": _unless_given,
+    }
+    before = {name: getattr(module, name) for name in replaced if hasattr(module, name)}
+    for name, function in before.items():
+        setattr(module, name, replaced[name](function))
     try:
         yield
     finally:
-        module.find_packed_sequence_indices = look
+        for name, function in before.items():
+            setattr(module, name, function)
 
 
 def _none(position_ids: Any) -> None:
     """No packed sequences."""
+
+
+def _unless_given(may_skip: Callable[..., bool]) -> Callable[..., bool]:
+    """``may_skip``, the test whether a mask can be left out, without the look into ``padding_mask``."""
+
+    def skips(padding_mask: Any, *arguments: Any, **keywords: Any) -> bool:
+        return padding_mask is None and may_skip(padding_mask, *arguments, **keywords)
+
+    return skips

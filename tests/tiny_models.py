@@ -40,6 +40,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **{name: {"num_key_value_heads": 4} for name in _MLA},
     "bamba": _MAMBA,
     "blt": {"encoder_hash_byte_group_vocab": 32},
+    "mobilebert": {"embedding_size": 16},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},

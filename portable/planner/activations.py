@@ -26,7 +26,7 @@ from portable.chunked_loss import chunked_head
 from portable.loss import token_loss
 from portable.model import LayerKinds, layer_kinds, replace_tensors, shortened, transformer_layers
 from portable.planner.passes import Activations, Peak
-from portable.quirks import one_sequence_a_row
+from portable.quirks import no_look_at_values
 from portable.recompute import checkpoint_activations
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _passes(
         if request.compiled:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             _keep_logits(small, logits)
-        with one_sequence_a_row():
+        with no_look_at_values():
             if request.compute == "autocast":
                 if request.on_gpu:
                     stack.enter_context(_CudaAutocast(dtype))

@@ -19,7 +19,7 @@ from portable.model import layer_kinds
 from portable.planner import activations as planner
 from portable.planner.activations import DTYPES, activations, fake_batch
 from portable.planner.passes import Compute, Request
-from portable.quirks import one_sequence_a_row
+from portable.quirks import no_look_at_values
 from portable.recompute import checkpoint_activations
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def measured(model: nn.Module, request: Request) -> int:
 
     def passes() -> None:
         cast = request.compute == "autocast"
-        with torch.autocast("cpu", computed) if cast else nullcontext(), one_sequence_a_row():
+        with torch.autocast("cpu", computed) if cast else nullcontext(), no_look_at_values():
             loss = token_loss(real, batch, head)
         loss.backward()
 
