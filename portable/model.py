@@ -22,7 +22,7 @@ from portable.errors import UserError, one_line
 from portable.weights import InMemoryTensor, ReadableTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -75,7 +75,18 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
         except Exception as error:  # sizes that contradict each other have an error class of their own
             raise UserError(f"model.name_or_path: {one_line(error)}") from error
+    without_quantization(config)  # the weights are floats once they are loaded, and when they are saved
     return config
+
+
+def without_quantization(config: PretrainedConfig) -> Any:
+    """Take the description of quantised weights out of ``config``, where weights are floats; returns it."""
+    description = None
+    for part in (config, config.get_text_config(), config.get_text_config(decoder=True)):
+        if "quantization_config" in vars(part):
+            description = description or part.quantization_config
+            del part.quantization_config
+    return description
 
 
 def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
@@ -392,82 +403,6 @@ def _initialize(module: nn.Module, owner: PreTrainedModel, name: str, seed: int)
         apply(module, owner)
     prefix = f"{name}." if name else ""
     return {prefix + key: InMemoryTensor(tensor) for key, tensor in state_tensors(module).items()}
-
-
-@dataclass(frozen=True)
-class PretrainedWeights:
-    """Weights found for a model, and the names of those that the checkpoint does not have."""
-
-    found: Mapping[str, ReadableTensor]
-    missing: list[str]
-
-
-def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
-    """Match a pretrained checkpoint's tensors to ``model`` by name, without loading them.
-
-    A checkpoint of the bare base model fits a model with a head and the other way round. Where names differ
-    in ways that only transformers knows (fused experts, renamed layers), it loads the model itself, in host
-    memory.
-    """
-    from converters import CheckpointError, open_checkpoint
-
-    assert settings.name_or_path is not None
-    try:
-        tensors: Mapping[str, ReadableTensor] = open_checkpoint(_snapshot(settings.name_or_path)).tensors
-    except CheckpointError as error:
-        raise UserError(f"model.name_or_path: {error}") from error
-    prefix = model.base_model_prefix + "."
-    wanted = state_tensors(model)
-    aliases = tied_names(model)
-    found: dict[str, ReadableTensor] = {}
-    for name, tensor in wanted.items():
-        for candidate in [name, *aliases.get(name, [])]:
-            key = next(
-                (k for k in (candidate, candidate.removeprefix(prefix), prefix + candidate) if k in tensors),
-                None,
-            )
-            if key is not None:
-                if tuple(tensors[key].shape) != tuple(tensor.shape):
-                    raise UserError(
-                        f"model.name_or_path: {key} has shape {list(tensors[key].shape)} in the checkpoint "
-                        f"and {list(tensor.shape)} in the model; check the config or the task"
-                    )
-                found[name] = tensors[key]
-                break
-    missing = [name for name in wanted if name not in found]
-    if any(name.startswith(prefix) for name in missing):
-        return _loaded_by_transformers(settings, model)
-    return PretrainedWeights(found, missing)
-
-
-def _loaded_by_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
-    try:
-        loader: Any = type(model).from_pretrained
-        loaded, info = loader(
-            settings.name_or_path,
-            config=model.config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            trust_remote_code=settings.trust_remote_code,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"model.name_or_path: {one_line(error)}") from error
-    missing = set(info["missing_keys"])
-    found = {n: InMemoryTensor(t) for n, t in state_tensors(loaded).items() if n not in missing}
-    return PretrainedWeights(found, sorted(missing))
-
-
-def _snapshot(name_or_path: str) -> Path:
-    """The folder of a pretrained model; downloads a hub model's weights if they are not cached."""
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
-    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise UserError(f"model.name_or_path: {one_line(error)}") from error
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:

@@ -40,6 +40,7 @@ from portable.plan import (
 from portable.planner.here import planner_here, what_fits
 from portable.planner.subject import inspect
 from portable.plot import plot_loss
+from portable.pretrained import pretrained_weights
 from portable.profiling import Profiler
 from portable.replay import replay_step
 from portable.report import Reporter
@@ -536,11 +537,12 @@ class Prepared:
             for weights in blueprint.initial_weights(config.seed):
                 engine.load_weights(weights)
             return
-        pretrained = models.pretrained_weights(config.model, blueprint.model)
+        pretrained = pretrained_weights(config.model, blueprint.model)
+        if self.backend.rank == 0:
+            for note in pretrained.notes():
+                print(note, file=sys.stderr)
         if pretrained.missing:
             # A new head, for example: what the checkpoint lacks is initialised, the rest is then filled in.
-            if self.backend.rank == 0:
-                print("newly initialised: " + ", ".join(pretrained.missing), file=sys.stderr)
             for weights in blueprint.initial_weights(config.seed):
                 engine.load_weights({n: w for n, w in weights.items() if n in set(pretrained.missing)})
         engine.load_weights(pretrained.found)

@@ -12,6 +12,7 @@ from portable import model as models
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import UserError
+from portable.pretrained import pretrained_weights
 from portable.run import Prepared, resolve
 from tests.runs import configured
 
@@ -118,7 +119,7 @@ def test_a_pretrained_model_of_another_shape_is_refused(tmp_path: Path) -> None:
     small.save_pretrained(tmp_path)
     settings = load_config({"model": {"name_or_path": str(tmp_path)}}).model
     with pytest.raises(UserError, match=r"has shape .* in the checkpoint"):
-        models.pretrained_weights(settings, build(64))
+        pretrained_weights(settings, build(64))
 
 
 def test_a_models_config_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_a_base_model_fits_a_model_with_a_head(tmp_path: Path) -> None:
     settings = load_config(
         {"model": {"name_or_path": str(tmp_path), "task": "masked-lm"}, "data": {"source": "text.jsonl"}}
     ).model
-    weights = models.pretrained_weights(settings, bert)
+    weights = pretrained_weights(settings, bert)
     assert all(name.startswith("cls.") for name in weights.missing)
     key = "bert.encoder.layer.0.attention.self.query.weight"
     expected = base.state_dict()["encoder.layer.0.attention.self.query.weight"]
