@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-import hashlib
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,10 +17,9 @@ import torch
 from torch import nn
 
 from portable.errors import UserError, one_line
-from portable.weights import InMemoryTensor, ReadableTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -349,60 +346,6 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
     return tensors
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """The unsharded model on the meta device, kept to derive initial weights from."""
-
-    model: PreTrainedModel
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Blueprint:
-        return cls(copy.deepcopy(model))
-
-    def initial_weights(self, seed: int) -> Iterator[dict[str, ReadableTensor]]:
-        """Initialise as transformers does, one layer at a time; consumes the blueprint.
-
-        Each layer draws from a generator of its own, seeded by (seed, layer name), so that the weights do not
-        depend on the world size, the strategy or the order of initialisation.
-        """
-        owner = _owners(self.model)
-        for name, layer in transformer_layers(self.model):
-            yield _initialize(layer, owner[name], name, seed)
-            parent, _, child = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), child, nn.Identity())
-        yield _initialize(self.model, self.model, "", seed)
-
-
-def _owners(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """For each module name the innermost PreTrainedModel around it, whose ``_init_weights`` applies."""
-    from transformers import PreTrainedModel
-
-    owners: dict[str, PreTrainedModel] = {}
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        owners[name] = module if isinstance(module, PreTrainedModel) else owners[parent]
-    return owners
-
-
-def _initialize(module: nn.Module, owner: PreTrainedModel, name: str, seed: int) -> dict[str, ReadableTensor]:
-    from transformers import PreTrainedModel
-
-    def apply(module: nn.Module, owner: PreTrainedModel) -> None:
-        for child in module.children():
-            apply(child, child if isinstance(child, PreTrainedModel) else owner)
-        owner._init_weights(module)
-
-    materialize(module, torch.device("cpu"))
-    for parameter in module.parameters():
-        parameter.detach().zero_()  # what an architecture leaves uninitialised must not be random memory
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        apply(module, owner)
-    prefix = f"{name}." if name else ""
-    return {prefix + key: InMemoryTensor(tensor) for key, tensor in state_tensors(module).items()}
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:

@@ -26,6 +26,7 @@ from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_
 from portable.foreign import open_foreign, own_state
 from portable.hosts import leave_word, refuse_together, word_left
 from portable.html_report import REPORT_FILE, write_report
+from portable.initial import Blueprint
 from portable.loop import Cadence, Progress, evaluate, train
 from portable.metrics import METRICS_FILE, check_trackers, table
 from portable.output import open_output
@@ -452,7 +453,7 @@ class Prepared:
         own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
         if source is not None and source not in own:
             self.taken = self.take_over(source)  # before anything is put into the model
-        blueprint = models.Blueprint.of(self.model) if source is None else None
+        blueprint = Blueprint.of(self.model) if source is None else None
         engine = self.backend.prepare(self.model, self.config)
         if blueprint is not None:
             self.start_weights(engine, blueprint)
@@ -531,7 +532,7 @@ class Prepared:
             raise DamagedError(f"checkpoint.resume: {error}") from error
         return Progress(state.step, state.samples, state.skipped_steps)
 
-    def start_weights(self, engine: Engine, blueprint: models.Blueprint) -> None:
+    def start_weights(self, engine: Engine, blueprint: Blueprint) -> None:
         config = self.config
         if config.model.from_scratch:
             for weights in blueprint.initial_weights(config.seed):
@@ -543,8 +544,12 @@ class Prepared:
                 print(note, file=sys.stderr)
         if pretrained.missing:
             # A new head, for example: what the checkpoint lacks is initialised, the rest is then filled in.
+            left = set(pretrained.missing)
             for weights in blueprint.initial_weights(config.seed):
-                engine.load_weights({n: w for n, w in weights.items() if n in set(pretrained.missing)})
+                engine.load_weights({n: w for n, w in weights.items() if n in left})
+                left -= weights.keys()
+                if not left:
+                    break
         engine.load_weights(pretrained.found)
 
     def save(self, checkpoints: Checkpoints[Any], engine: Engine, progress: Progress) -> None:

@@ -12,6 +12,7 @@ from portable import model as models
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import UserError
+from portable.initial import Blueprint
 from portable.pretrained import pretrained_weights
 from portable.run import Prepared, resolve
 from tests.runs import configured
@@ -37,14 +38,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TASKS = {"bert": "masked-lm", "t5": "seq2seq-lm"}
 
 
-def blueprint(family: str) -> models.Blueprint:
+def blueprint(family: str) -> Blueprint:
     config = {"model_type": family, "vocab_size": 300, **FAMILIES[family]}
     task = TASKS.get(family, "causal-lm")
     given: dict[str, Any] = {"model": {"config": config, "task": task}}
     if task != "causal-lm":
         given["data"] = {"source": "text.jsonl"}
     settings = load_config(given).model
-    return models.Blueprint.of(models.build_model(models.model_config(settings), settings))
+    return Blueprint.of(models.build_model(models.model_config(settings), settings))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""Pretrained weights: the same as ``from_pretrained`` gives, for what is in the file; nothing silently random."""
+"""Pretrained weights: those that ``from_pretrained`` gives; nothing is silently random."""
 
 from __future__ import annotations
 
