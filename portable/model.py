@@ -54,7 +54,7 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             raise UserError(f"model.config.model_type: transformers knows no {model_type!r}{near}") from error
         for key in given:
             # transformers keeps any keyword it is given, so that a misspelt one would change nothing.
-            if not hasattr(known, key):
+            if not (_has_setting(known, key) or _means_nothing(key, given[key]) or _is_of_generation(key)):
                 near = _nearest(key, known.to_dict())
                 raise UserError(f"model.config.{key}: not a setting of {type(known).__name__}{near}")
         try:
@@ -74,6 +74,28 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             raise UserError(f"model.name_or_path: {one_line(error)}") from error
     without_quantization(config)  # the weights are floats once they are loaded, and when they are saved
     return config
+
+
+# Keys of config.json files on the hub that no class of today has an attribute for; they change nothing.
+_PUBLISHED = {"auto_map", "n_ctx", "n_positions", "output_past", "prefix", "task_specific_params"}
+
+
+def _has_setting(config: PretrainedConfig, key: str) -> bool:
+    try:
+        return hasattr(config, key)
+    except Exception:  # what may differ from layer to layer is refused to whoever asks for one value
+        return True
+
+
+def _means_nothing(key: str, value: Any) -> bool:
+    return key in _PUBLISHED or (key == "gradient_checkpointing" and not value)
+
+
+def _is_of_generation(key: str) -> bool:
+    """Whether ``key`` is of generation's settings, which config.json files had before these got their own."""
+    from transformers import GenerationConfig
+
+    return not key.startswith("_") and key in vars(GenerationConfig())
 
 
 def without_quantization(config: PretrainedConfig) -> Any:
