@@ -15,8 +15,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.deterministic
 from torch import nn
-from torch.utils import deterministic
 
 from portable.model import state_tensors, transformer_layers
 from portable.weights import InMemoryTensor, ReadableTensor
@@ -58,7 +58,8 @@ class Blueprint:
         made_for = self._units_by_construction(units)
         left = set(state_tensors(self.model))
         for number, part in enumerate(parts):
-            with _made_in_part(units.classes, lambda n, part=part: made_for[n] in part, _REST in part):
+            real = {layer for layer, unit in enumerate(made_for) if unit in part}
+            with _made_in_part(units.classes, real, _REST in part):
                 model = self._built(seed if number == 0 else _derived(seed, part[0]))
             buffers = dict(model.named_buffers())
             chosen = {
@@ -84,7 +85,7 @@ class Blueprint:
 
     def _units_by_construction(self, units: _Units) -> list[str]:
         """The unit of each layer, in the order in which a constructor makes them."""
-        with _made_in_part(units.classes, lambda _: False, False) as made:
+        with _made_in_part(units.classes, set(), False) as made:
             model = self._built(0)
         names = {id(module): name for name, module in model.named_modules()}
         return [units.of(names.get(id(layer), _REST)) for layer in made]
@@ -128,25 +129,26 @@ def _parts(sizes: dict[str, int], part_bytes: int) -> list[list[str]]:
 
 @contextmanager
 def _made_in_part(
-    classes: set[type[nn.Module]], is_real: Callable[[int], bool], rest_is_real: bool
+    classes: set[type[nn.Module]], real_layers: set[int], rest_is_real: bool
 ) -> Iterator[list[nn.Module]]:
     """Within, parameters are made on the meta device, except in those parts of a model that are chosen.
 
     Args:
-        classes: of the layers. is_real: whether to make the layer that is constructed after so many others.
-        rest_is_real: whether to make what is not in a layer.
+        classes: of the layers. real_layers: by how many layers are constructed before them.
+        rest_is_real: whether what is not in a layer is made.
 
     Yields:
         The layers that have been constructed, a growing list.
     """
     made: list[nn.Module] = []
     inside: list[int] = []  # the number of the outermost layer whose constructor runs
-    register = nn.Module.register_parameter
-    filled = deterministic.fill_uninitialized_memory
+    base: Any = nn.Module
+    deterministic: Any = torch.utils.deterministic
+    register, filled = base.register_parameter, deterministic.fill_uninitialized_memory
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        real = is_real(inside[0]) if inside else rest_is_real
+        real = inside[0] in real_layers if inside else rest_is_real
         if parameter is not None and not real and not parameter.is_meta:
             meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             meta.__dict__.update(parameter.__dict__)
@@ -160,31 +162,31 @@ def _made_in_part(
                 return
             inside.append(len(made))
             made.append(module)
-            deterministic.fill_uninitialized_memory = is_real(inside[0])  # type: ignore[assignment]
+            deterministic.fill_uninitialized_memory = inside[0] in real_layers
             try:
                 construct(module, *args, **kwargs)
             finally:
                 inside.pop()
-                deterministic.fill_uninitialized_memory = rest_is_real  # type: ignore[assignment]
+                deterministic.fill_uninitialized_memory = rest_is_real
 
         return constructor
 
-    own = {kind: kind.__dict__.get("__init__") for kind in classes}
-    constructors = {kind: following(kind.__init__) for kind in classes}
+    own: dict[Any, Any] = {kind: kind.__dict__.get("__init__") for kind in classes}
+    constructors: dict[Any, Any] = {kind: following(kind.__init__) for kind in classes}
     try:
-        deterministic.fill_uninitialized_memory = rest_is_real  # type: ignore[assignment]
-        nn.Module.register_parameter = registered  # type: ignore[method-assign]
+        deterministic.fill_uninitialized_memory = rest_is_real
+        base.register_parameter = registered
         for kind, constructor in constructors.items():
-            kind.__init__ = constructor  # type: ignore[method-assign]
+            kind.__init__ = constructor
         yield made
     finally:
-        deterministic.fill_uninitialized_memory = filled  # type: ignore[assignment]
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        deterministic.fill_uninitialized_memory = filled
+        base.register_parameter = register
         for kind, construct in own.items():
             if construct is None:
                 del kind.__init__
             else:
-                kind.__init__ = construct  # type: ignore[method-assign]
+                kind.__init__ = construct
 
 
 @contextmanager
