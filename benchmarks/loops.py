@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from portable.initial import Blueprint
 from portable.loop import Cadence, Events, train
-from portable.model import Blueprint
 from portable.optim import parameter_groups
 from portable.output import LocalOutput
 from portable.weights import to_torch

@@ -33,6 +33,7 @@ from gpu import rehearsal
 from gpu.strategies import Machine, engine_room
 from portable import model as models
 from portable.config import load_config
+from portable.initial import Blueprint
 from portable.planner.activations import fake_batch
 from portable.planner.footprint import Cluster, Setting
 from portable.planner.passes import Request
@@ -135,7 +136,7 @@ def measure(config: RunConfig, ranks: int) -> int:
         model = models.build_model(models.model_config(config.model), config.model)
         request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
         batch = fake_batch(model, request)
-        weights = list(models.Blueprint.of(model).initial_weights(0))
+        weights = list(Blueprint.of(model).initial_weights(0))
         with allocations() as recording:
             engine = room.prepare(model, config, machine)
             for tensors in weights:

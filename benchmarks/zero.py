@@ -46,8 +46,9 @@ from benchmarks.train_overhead import (
 )
 from portable.config import load_config
 from portable.data import TrainLoader
+from portable.initial import Blueprint
 from portable.launch import launch
-from portable.model import Blueprint, tied_names
+from portable.model import tied_names
 from portable.run import Prepared, resolve
 from portable.weights import to_torch
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-import hashlib
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,10 +18,9 @@ from torch import nn
 
 from portable.errors import UserError, one_line
 from portable.quirks import no_look_at_values
-from portable.weights import InMemoryTensor, ReadableTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -58,7 +55,7 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             raise UserError(f"model.config.model_type: transformers knows no {model_type!r}{near}") from error
         for key in given:
             # transformers keeps any keyword it is given, so that a misspelt one would change nothing.
-            if not hasattr(known, key):
+            if not (_has_setting(known, key) or _means_nothing(key, given[key]) or _is_of_generation(key)):
                 near = _nearest(key, known.to_dict())
                 raise UserError(f"model.config.{key}: not a setting of {type(known).__name__}{near}")
         try:
@@ -76,7 +73,40 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
         except Exception as error:  # sizes that contradict each other have an error class of their own
             raise UserError(f"model.name_or_path: {one_line(error)}") from error
+    without_quantization(config)  # the weights are floats once they are loaded, and when they are saved
     return config
+
+
+# Keys of config.json files on the hub that no class of today has an attribute for; they change nothing.
+_PUBLISHED = {"auto_map", "n_ctx", "n_positions", "output_past", "prefix", "task_specific_params"}
+
+
+def _has_setting(config: PretrainedConfig, key: str) -> bool:
+    try:
+        return hasattr(config, key)
+    except Exception:  # what may differ from layer to layer is refused to whoever asks for one value
+        return True
+
+
+def _means_nothing(key: str, value: Any) -> bool:
+    return key in _PUBLISHED or (key == "gradient_checkpointing" and not value)
+
+
+def _is_of_generation(key: str) -> bool:
+    """Whether ``key`` is of generation's settings, which config.json files had before these got their own."""
+    from transformers import GenerationConfig
+
+    return not key.startswith("_") and key in vars(GenerationConfig())
+
+
+def without_quantization(config: PretrainedConfig) -> Any:
+    """Take the description of quantised weights out of ``config``, where weights are floats; returns it."""
+    description = None
+    for part in (config, config.get_text_config(), config.get_text_config(decoder=True)):
+        if "quantization_config" in vars(part):
+            description = description or part.quantization_config
+            del part.quantization_config
+    return description
 
 
 def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
@@ -366,136 +396,6 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
     return tensors
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """The unsharded model on the meta device, kept to derive initial weights from."""
-
-    model: PreTrainedModel
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Blueprint:
-        return cls(copy.deepcopy(model))
-
-    def initial_weights(self, seed: int) -> Iterator[dict[str, ReadableTensor]]:
-        """Initialise as transformers does, one layer at a time; consumes the blueprint.
-
-        Each layer draws from a generator of its own, seeded by (seed, layer name), so that the weights do not
-        depend on the world size, the strategy or the order of initialisation.
-        """
-        owner = _owners(self.model)
-        for name, layer in transformer_layers(self.model):
-            yield _initialize(layer, owner[name], name, seed)
-            parent, _, child = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), child, nn.Identity())
-        yield _initialize(self.model, self.model, "", seed)
-
-
-def _owners(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """For each module name the innermost PreTrainedModel around it, whose ``_init_weights`` applies."""
-    from transformers import PreTrainedModel
-
-    owners: dict[str, PreTrainedModel] = {}
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        owners[name] = module if isinstance(module, PreTrainedModel) else owners[parent]
-    return owners
-
-
-def _initialize(module: nn.Module, owner: PreTrainedModel, name: str, seed: int) -> dict[str, ReadableTensor]:
-    from transformers import PreTrainedModel
-
-    def apply(module: nn.Module, owner: PreTrainedModel) -> None:
-        for child in module.children():
-            apply(child, child if isinstance(child, PreTrainedModel) else owner)
-        owner._init_weights(module)
-
-    materialize(module, torch.device("cpu"))
-    for parameter in module.parameters():
-        parameter.detach().zero_()  # what an architecture leaves uninitialised must not be random memory
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        apply(module, owner)
-    prefix = f"{name}." if name else ""
-    return {prefix + key: InMemoryTensor(tensor) for key, tensor in state_tensors(module).items()}
-
-
-@dataclass(frozen=True)
-class PretrainedWeights:
-    """Weights found for a model, and the names of those that the checkpoint does not have."""
-
-    found: Mapping[str, ReadableTensor]
-    missing: list[str]
-
-
-def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
-    """Match a pretrained checkpoint's tensors to ``model`` by name, without loading them.
-
-    A checkpoint of the bare base model fits a model with a head and the other way round. Where names differ
-    in ways that only transformers knows (fused experts, renamed layers), it loads the model itself, in host
-    memory.
-    """
-    from converters import CheckpointError, open_checkpoint
-
-    assert settings.name_or_path is not None
-    try:
-        tensors: Mapping[str, ReadableTensor] = open_checkpoint(_snapshot(settings.name_or_path)).tensors
-    except CheckpointError as error:
-        raise UserError(f"model.name_or_path: {error}") from error
-    prefix = model.base_model_prefix + "."
-    wanted = state_tensors(model)
-    aliases = tied_names(model)
-    found: dict[str, ReadableTensor] = {}
-    for name, tensor in wanted.items():
-        for candidate in [name, *aliases.get(name, [])]:
-            key = next(
-                (k for k in (candidate, candidate.removeprefix(prefix), prefix + candidate) if k in tensors),
-                None,
-            )
-            if key is not None:
-                if tuple(tensors[key].shape) != tuple(tensor.shape):
-                    raise UserError(
-                        f"model.name_or_path: {key} has shape {list(tensors[key].shape)} in the checkpoint "
-                        f"and {list(tensor.shape)} in the model; check the config or the task"
-                    )
-                found[name] = tensors[key]
-                break
-    missing = [name for name in wanted if name not in found]
-    if any(name.startswith(prefix) for name in missing):
-        return _loaded_by_transformers(settings, model)
-    return PretrainedWeights(found, missing)
-
-
-def _loaded_by_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
-    try:
-        loader: Any = type(model).from_pretrained
-        loaded, info = loader(
-            settings.name_or_path,
-            config=model.config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            trust_remote_code=settings.trust_remote_code,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"model.name_or_path: {one_line(error)}") from error
-    missing = set(info["missing_keys"])
-    found = {n: InMemoryTensor(t) for n, t in state_tensors(loaded).items() if n not in missing}
-    return PretrainedWeights(found, sorted(missing))
-
-
-def _snapshot(name_or_path: str) -> Path:
-    """The folder of a pretrained model; downloads a hub model's weights if they are not cached."""
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
-    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise UserError(f"model.name_or_path: {one_line(error)}") from error
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:

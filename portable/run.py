@@ -26,6 +26,7 @@ from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_
 from portable.foreign import open_foreign, own_state
 from portable.hosts import leave_word, refuse_together, word_left
 from portable.html_report import REPORT_FILE, write_report
+from portable.initial import Blueprint
 from portable.loop import Cadence, Progress, evaluate, train
 from portable.metrics import METRICS_FILE, check_trackers, table
 from portable.output import open_output
@@ -40,6 +41,7 @@ from portable.plan import (
 from portable.planner.here import planner_here, what_fits
 from portable.planner.subject import inspect
 from portable.plot import plot_loss
+from portable.pretrained import pretrained_weights
 from portable.profiling import Profiler
 from portable.replay import replay_step
 from portable.report import Reporter
@@ -451,7 +453,7 @@ class Prepared:
         own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
         if source is not None and source not in own:
             self.taken = self.take_over(source)  # before anything is put into the model
-        blueprint = models.Blueprint.of(self.model) if source is None else None
+        blueprint = Blueprint.of(self.model) if source is None else None
         engine = self.backend.prepare(self.model, self.config)
         if blueprint is not None:
             self.start_weights(engine, blueprint)
@@ -530,19 +532,24 @@ class Prepared:
             raise DamagedError(f"checkpoint.resume: {error}") from error
         return Progress(state.step, state.samples, state.skipped_steps)
 
-    def start_weights(self, engine: Engine, blueprint: models.Blueprint) -> None:
+    def start_weights(self, engine: Engine, blueprint: Blueprint) -> None:
         config = self.config
         if config.model.from_scratch:
             for weights in blueprint.initial_weights(config.seed):
                 engine.load_weights(weights)
             return
-        pretrained = models.pretrained_weights(config.model, blueprint.model)
+        pretrained = pretrained_weights(config.model, blueprint.model)
+        if self.backend.rank == 0:
+            for note in pretrained.notes():
+                print(note, file=sys.stderr)
         if pretrained.missing:
             # A new head, for example: what the checkpoint lacks is initialised, the rest is then filled in.
-            if self.backend.rank == 0:
-                print("newly initialised: " + ", ".join(pretrained.missing), file=sys.stderr)
+            left = set(pretrained.missing)
             for weights in blueprint.initial_weights(config.seed):
-                engine.load_weights({n: w for n, w in weights.items() if n in set(pretrained.missing)})
+                engine.load_weights({n: w for n, w in weights.items() if n in left})
+                left -= weights.keys()
+                if not left:
+                    break
         engine.load_weights(pretrained.found)
 
     def save(self, checkpoints: Checkpoints[Any], engine: Engine, progress: Progress) -> None:

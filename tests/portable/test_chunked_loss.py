@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from portable.chunked_loss import chunked_head
 from portable.config import load_config
 from portable.errors import UserError
+from portable.initial import Blueprint
 from portable.loss import token_loss
-from portable.model import Blueprint, build_model, materialize, model_config
+from portable.model import build_model, materialize, model_config
 from tests.gpu.test_fsdp import FOUR
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured

@@ -12,6 +12,8 @@ from portable import model as models
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import UserError
+from portable.initial import Blueprint
+from portable.pretrained import pretrained_weights
 from portable.run import Prepared, resolve
 from tests.runs import configured
 
@@ -36,39 +38,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TASKS = {"bert": "masked-lm", "t5": "seq2seq-lm"}
 
 
-def blueprint(family: str) -> models.Blueprint:
-    config = {"model_type": family, "vocab_size": 300, **FAMILIES[family]}
+def settings_of(family: str, **config: Any) -> Any:
     task = TASKS.get(family, "causal-lm")
-    given: dict[str, Any] = {"model": {"config": config, "task": task}}
+    given: dict[str, Any] = {"model": {"config": {"model_type": family, **config}, "task": task}}
     if task != "causal-lm":
         given["data"] = {"source": "text.jsonl"}
-    settings = load_config(given).model
-    return models.Blueprint.of(models.build_model(models.model_config(settings), settings))
+    return load_config(given).model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_initial_weights_have_the_distribution_that_transformers_gives(family: str) -> None:
-    """Parameter by parameter: the same mean and spread, up to sampling, as transformers' own model."""
-    ours = blueprint(family)
-    names = set(models.state_tensors(ours.model))
-    layers = [name for name, _ in models.transformer_layers(ours.model)]
-    assert len(layers) == (6 if family == "t5" else 3)
-    torch.manual_seed(0)
-    theirs = models.state_tensors(type(ours.model)(ours.model.config))
-    drawn: dict[str, torch.Tensor] = {}
-    for weights in ours.initial_weights(seed=0):
-        for name, weight in weights.items():
-            assert name not in drawn
-            drawn[name] = torch.from_numpy(weight.read())
-    assert set(drawn) == names == set(theirs)
-    for name, tensor in drawn.items():
-        reference = theirs[name].detach().float()
-        if tensor.numel() > 1000:
-            spread = float(reference.std())
-            assert float(tensor.std()) == pytest.approx(spread, rel=0.15, abs=1e-7), name
-            assert abs(float(tensor.mean() - reference.mean())) <= 0.1 * spread + 1e-7, name
-        elif float(reference.float().std(correction=0)) == 0:  # zeros, ones, counters
-            assert torch.equal(tensor.float(), reference), name
+def blueprint(family: str) -> Blueprint:
+    settings = settings_of(family, vocab_size=300, **FAMILIES[family])
+    return Blueprint.of(models.build_model(models.model_config(settings), settings))
 
 
 def test_initial_weights_depend_on_the_seed_and_on_nothing_else() -> None:
@@ -118,7 +98,7 @@ def test_a_pretrained_model_of_another_shape_is_refused(tmp_path: Path) -> None:
     small.save_pretrained(tmp_path)
     settings = load_config({"model": {"name_or_path": str(tmp_path)}}).model
     with pytest.raises(UserError, match=r"has shape .* in the checkpoint"):
-        models.pretrained_weights(settings, build(64))
+        pretrained_weights(settings, build(64))
 
 
 def test_a_models_config_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
@@ -139,8 +119,59 @@ def test_a_base_model_fits_a_model_with_a_head(tmp_path: Path) -> None:
     settings = load_config(
         {"model": {"name_or_path": str(tmp_path), "task": "masked-lm"}, "data": {"source": "text.jsonl"}}
     ).model
-    weights = models.pretrained_weights(settings, bert)
+    weights = pretrained_weights(settings, bert)
     assert all(name.startswith("cls.") for name in weights.missing)
     key = "bert.encoder.layer.0.attention.self.query.weight"
     expected = base.state_dict()["encoder.layer.0.attention.self.query.weight"]
     assert torch.equal(torch.from_numpy(weights.found[key].read()), expected)
+
+
+PUBLISHED = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "decoder_start_token_id": 0,
+    "gradient_checkpointing": False,
+    "n_positions": 512,
+    "num_beams": 4,
+    "output_past": True,
+    "task_specific_params": {"summarization": {"prefix": "summarize: "}},
+    "torch_dtype": "float32",
+    "transformers_version": "4.6.0",
+}
+
+
+def test_a_published_config_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Its keys for generation, and for programs of the past, change nothing here."""
+    settings = settings_of("t5", **PUBLISHED)
+    config = models.model_config(settings)
+    assert config.decoder_start_token_id == 0
+    config.save_pretrained(tmp_path)
+    models.build_model(config, settings)
+
+
+@pytest.mark.parametrize("key", ["numm_beams", "hidden", "_from_model_config"])
+def test_a_key_that_nobody_knows_is_refused(key: str) -> None:
+    with pytest.raises(UserError, match=rf"^model\.config\.{key}: not a setting of T5Config"):
+        models.model_config(settings_of("t5", **{key: 4}))
+
+
+def test_gradient_checkpointing_is_not_asked_for_in_the_models_config() -> None:
+    with pytest.raises(UserError, match=r"model\.config\.gradient_checkpointing"):
+        models.model_config(settings_of("t5", gradient_checkpointing=True))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [
+        ("gemma4_text", "head_dim"),
+        ("gemma4_unified_text", "head_dim"),
+        ("dots3_note_text", "kv_lora_rank"),
+        ("neomme", "sliding_window"),
+    ],
+)
+def test_a_setting_that_differs_from_layer_to_layer(model_type: str, key: str) -> None:
+    """Such a config has an error for whoever asks it for the one value."""
+    from transformers import AutoConfig
+
+    value = AutoConfig.for_model(model_type).to_dict()[key]
+    config = models.model_config(settings_of(model_type, **{key: value}))
+    assert config.to_dict()[key] == value

@@ -1,0 +1,228 @@
+"""Pretrained weights: those that ``from_pretrained`` gives; nothing is silently random."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from portable import model as models
+from portable.config import load_config
+from portable.errors import UserError
+from portable.pretrained import PretrainedWeights, pretrained_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+MOE = {**SMALL, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+# By what transformers does to them between the file and the model.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("causal-lm", SMALL),  # another name for the head
+    "mixtral": ("causal-lm", {**MOE, "num_local_experts": 4}),  # experts are stacked
+    "qwen2_moe": ("causal-lm", {**MOE, "num_experts": 4, "moe_intermediate_size": 16}),
+    "llama": ("causal-lm", {**SMALL, "tie_word_embeddings": True}),
+    "bert": ("masked-lm", SMALL),
+    "t5": ("seq2seq-lm", {"vocab_size": 96, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
+}
+
+
+def chosen(task: str, **model: Any) -> Any:
+    data = {} if task == "causal-lm" else {"data": {"source": "text.jsonl"}}
+    return load_config({"model": {"task": task, **model}, **data}).model
+
+
+def built(settings: Any) -> Any:
+    return models.build_model(models.model_config(settings), settings)
+
+
+def saved(folder: Path, model_type: str, task: str, config: dict[str, Any]) -> Any:
+    """A checkpoint in the layout that transformers publishes, of numbers that no initialisation draws."""
+    import transformers
+
+    auto: Any = getattr(transformers, models.AUTO_CLASSES[task])
+    model = auto.from_config(transformers.AutoConfig.for_model(model_type, **config))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=torch.float32)
+
+
+def read(weights: PretrainedWeights) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.found.items()}
+
+
+def rewritten(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_weights_are_those_of_from_pretrained(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, config = ARCHITECTURES[model_type]
+    theirs = models.state_tensors(saved(tmp_path, model_type, task, config))
+    settings = chosen(task, name_or_path=str(tmp_path))
+    model = built(settings)
+
+    def whole(*_: Any, **__: Any) -> None:
+        raise AssertionError("the whole model was loaded into the host's memory")
+
+    monkeypatch.setattr(type(model), "from_pretrained", whole)
+    weights = pretrained_weights(settings, model)
+    assert weights.notes() == []
+    ours = read(weights)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_slices_of_stacked_experts_are_slices_of_the_whole(tmp_path: Path) -> None:
+    theirs = models.state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
+    settings = chosen("causal-lm", name_or_path=str(tmp_path))
+    found = pretrained_weights(settings, built(settings)).found
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    part = found[name].read((slice(1, 3), slice(5, 9), slice(0, 32)))
+    assert torch.equal(torch.from_numpy(part), theirs[name][1:3, 5:9])
+
+
+def test_a_table_that_cannot_be_read_leaves_the_work_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = models.state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
+    settings = chosen("causal-lm", name_or_path=str(tmp_path))
+    model = built(settings)
+    monkeypatch.setattr("portable.pretrained._translated", lambda *_: None)
+    ours = read(pretrained_weights(settings, model))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "llama"])
+def test_a_language_model_without_its_head_is_refused(model_type: str, tmp_path: Path) -> None:
+    task, config = ARCHITECTURES[model_type]
+    saved(tmp_path, model_type, task, {**config, "tie_word_embeddings": False})
+
+    def beheaded(tensors: dict[str, torch.Tensor]) -> None:
+        head = next(name for name in tensors if name in ("lm_head.weight", "embed_out.weight"))
+        tensors["a.head.of.old"] = tensors.pop(head)
+
+    rewritten(tmp_path, beheaded)
+    settings = chosen(task, name_or_path=str(tmp_path))
+    with pytest.raises(UserError, match=r"output head lm_head\.weight \(it has a\.head\.of\.old, not used\)"):
+        pretrained_weights(settings, built(settings))
+
+
+def test_what_the_checkpoint_has_for_nothing_is_told(tmp_path: Path) -> None:
+    """A causal language model's folder for a classifier: the head goes, another comes."""
+    saved(tmp_path, "llama", "causal-lm", {**SMALL, "tie_word_embeddings": False})
+    rewritten(
+        tmp_path, lambda tensors: tensors.update({f"model.layers.{i}.new": torch.ones(2) for i in (0, 1)})
+    )
+    settings = chosen("sequence-classification", name_or_path=str(tmp_path))
+    assert pretrained_weights(settings, built(settings)).notes() == [
+        "newly initialised: score.weight",
+        "in the checkpoint and not used: lm_head.weight, model.layers.*.new (2)",
+    ]
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "llama", "causal-lm", SMALL)
+    save_file({"something.else": torch.ones(3)}, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = chosen("causal-lm", name_or_path=str(tmp_path))
+    with pytest.raises(UserError, match="none of its 1 tensors belongs to a LlamaForCausalLM"):
+        pretrained_weights(settings, built(settings))
+
+
+def test_a_tied_pair_that_differs_in_the_file_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "llama", "causal-lm", {**SMALL, "tie_word_embeddings": False})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    settings = chosen("causal-lm", name_or_path=str(tmp_path))
+    with pytest.raises(UserError, match=r"lm_head\.weight differ in the checkpoint, and its config ties"):
+        pretrained_weights(settings, built(settings))
+
+
+# -- quantised -----------------------------------------------------------------------------------------------
+
+
+def described(folder: Path, description: dict[str, Any] | None) -> Any:
+    """The settings for a folder whose config says that its weights are quantised so."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if description is not None:
+        path.write_text(json.dumps({**config, "quantization_config": description}))
+    return chosen("causal-lm", name_or_path=str(folder))
+
+
+PROJECTION = "model.layers.0.mlp.up_proj.weight"
+
+
+def test_fp8_weights_come_with_their_scales(tmp_path: Path) -> None:
+    """In DeepSeek's layout: blocks of fp8 beside the inverse of their scales."""
+    model = saved(tmp_path, "llama", "causal-lm", {**SMALL, "intermediate_size": 64})
+    whole = model.get_parameter(PROJECTION).detach()
+
+    def packed(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if "proj" in n]:
+            blocks = tensors[name].unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
+            scale = blocks.abs().amax(dim=(1, 3)) / 448
+            scaled = blocks / scale[:, None, :, None]
+            tensors[name] = scaled.flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale
+
+    rewritten(tmp_path, packed)
+    settings = described(tmp_path, {"quant_method": "fp8", "weight_block_size": [16, 16]})
+    weights = pretrained_weights(settings, built(settings))
+    assert weights.notes() == []
+    ours = read(weights)[PROJECTION]
+    assert ours.dtype == torch.float32
+    assert 0 < float((ours - whole).abs().max()) < 0.1 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "a new one"},
+    ],
+    ids=lambda description: description["quant_method"],
+)
+def test_what_cannot_be_dequantised_here_is_refused(description: dict[str, Any], tmp_path: Path) -> None:
+    saved(tmp_path, "llama", "causal-lm", SMALL)
+    rewritten(tmp_path, lambda tensors: tensors.update({PROJECTION: tensors[PROJECTION].to(torch.int8)}))
+    settings = described(tmp_path, description)
+    with pytest.raises(UserError, match=rf"quantised \({description['quant_method']}\)") as refused:
+        pretrained_weights(settings, built(settings))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_numbers_of_another_kind_are_never_copied(kind: torch.dtype, tmp_path: Path) -> None:
+    saved(tmp_path, "llama", "causal-lm", SMALL)
+    rewritten(tmp_path, lambda tensors: tensors.update({PROJECTION: tensors[PROJECTION].to(kind)}))
+    settings = described(tmp_path, None)
+    with pytest.raises(UserError, match=r"up_proj\.weight is stored as .*give the model in float32"):
+        pretrained_weights(settings, built(settings))
+
+
+def test_what_is_saved_is_not_called_quantised(tmp_path: Path) -> None:
+    saved(tmp_path, "llama", "causal-lm", SMALL)
+    settings = described(tmp_path, {"quant_method": "fp8"})
+    config = models.model_config(settings)
+    config.save_pretrained(tmp_path / "final")
+    assert "quantization_config" not in json.loads((tmp_path / "final" / "config.json").read_text())
