@@ -125,7 +125,7 @@ def test_vocabulary_of_a_causal_model() -> None:
     llama = word_tokenizer("<s> $A", bos_token="<s>", eos_token="</s>")
     vocabulary = Vocabulary.of(llama)
     assert (vocabulary.size, vocabulary.end, vocabulary.pad) == (6, 1, 1)
-    assert (vocabulary.prefix, vocabulary.begin, vocabulary.suffix) == ((0,), (0,), ())
+    assert (vocabulary.prefix, vocabulary.suffix) == ((0,), ())
     assert frame("causal-lm", vocabulary) == Frame((0,), (1,))
     gpt = Vocabulary.of(word_tokenizer("", bos_token="<|e|>", eos_token="<|e|>"))
     assert frame("causal-lm", gpt) == Frame((), (0,))
@@ -134,9 +134,9 @@ def test_vocabulary_of_a_causal_model() -> None:
 def test_vocabulary_of_an_encoder() -> None:
     special = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
     bert = Vocabulary.of(word_tokenizer("[CLS] $A [SEP]", **special))
-    assert (bert.prefix, bert.suffix, bert.begin, bert.mask, bert.pad) == ((0,), (1,), (), 3, 2)
+    assert (bert.prefix, bert.suffix, bert.mask, bert.pad) == ((0,), (1,), 3, 2)
     assert frame("masked-lm", bert) == frame("sequence-classification", bert) == Frame((0,), (1,))
-    assert frame("causal-lm", bert) == Frame((), (1,))
+    assert frame("causal-lm", bert) == Frame((0,), (1,))
     t5 = Vocabulary.of(word_tokenizer("$A </s>", eos_token="</s>", pad_token="<pad>"))
     assert frame("seq2seq-lm", t5) == Frame((), (0,))
 
