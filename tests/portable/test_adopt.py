@@ -13,7 +13,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     GenerationConfig,
+    MBartTokenizer,
+    NllbTokenizer,
 )
 from transformers.trainer_utils import align_special_tokens
 
@@ -388,3 +391,53 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
         assert fill == [data.tokenizer.pad_token_id] == [model.config.pad_token_id]
         assert trial.run.model_config.pad_token_id == fill[0]
         assert trial.run.model_config.label2id == {"POSITIVE": 0, "NEGATIVE": 1}
+
+
+@pytest.mark.parametrize("kind", ["m2m_100", "mbart"])
+def test_a_translation_model_begins_to_write_in_the_target_language(kind: str, tmp_path: Path) -> None:
+    """It is trained on what ``forward(labels=)`` of transformers computes, and saved as its examples do."""
+    letters = chr(0x2581) + "abcd"
+    special = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    own: Any
+    if kind == "m2m_100":
+        languages = {"source": "eng_Latn", "target": "deu_Latn"}
+        vocab = special | {letter: 4 + i for i, letter in enumerate(letters)}
+        own = NllbTokenizer(vocab=vocab, merges=[])
+    else:
+        languages = {"source": "en_XX", "target": "de_DE"}
+        own = MBartTokenizer()
+    config = AutoConfig.for_model(kind, **SEQ2SEQ | {"vocab_size": len(own), "dropout": 0.0})
+    torch.manual_seed(0)
+    theirs: Any = AutoModelForSeq2SeqLM.from_config(config)
+    theirs.save_pretrained(tmp_path / "model")
+    own.save_pretrained(tmp_path / "model")
+    given = configured(
+        tmp_path / "run",
+        words(tmp_path, [row | {"target": row["text"][::-1]} for row in TEXT]),
+        model__config=None,
+        model__name_or_path=str(tmp_path / "model"),
+        model__task="seq2seq-lm",
+        data__source_language=languages["source"],
+        data__target_language=languages["target"],
+        train__steps=1,
+        train__warmup_steps=0,
+        train__micro_batch_size=6,
+    )
+    with opened(given) as trial:
+        batch = trial.run.data.train.batch([(0, i) for i in range(6)])
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        with torch.no_grad():
+            logits = trial.run.model.eval()(**inputs).logits
+            del inputs["decoder_input_ids"]
+            expected = theirs.eval()(**inputs, labels=batch["labels"]).logits
+        counted = batch["labels"] != -100
+        assert torch.allclose(logits[counted], expected[counted], atol=1e-5)
+        trial.run.write_model_files(tmp_path / "final")
+    german = own.convert_tokens_to_ids(languages["target"])
+    saved = GenerationConfig.from_pretrained(tmp_path / "final")
+    if kind == "m2m_100":
+        assert (saved.decoder_start_token_id, saved.forced_bos_token_id) == (2, german)
+    else:
+        assert saved.decoder_start_token_id == german
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final")
+    assert tokenizer("a", text_target="a")["labels"].count(german) == 1
