@@ -72,6 +72,11 @@ def _class_names(config: PretrainedConfig) -> list[str]:
     return names
 
 
+def classifies_at_the_end(config: PretrainedConfig) -> bool:
+    """Whether a classifier looks at the last position, padding or not, so that padding must come first."""
+    return getattr(config, "summary_type", None) == "last"
+
+
 def adopt_labels(config: PretrainedConfig, names: Sequence[int | str]) -> None:
     """Give a classifier its classes, in the order of their ids; without names, leave it alone."""
     if not names:
@@ -204,28 +209,37 @@ def _pretrained_generation(settings: ModelConfig) -> Any:
 
 
 def _replace_defaults(config: Any, given: dict[str, Any], tokenizer: Any) -> None:
-    text = config.get_text_config()
-    defaults = {name: getattr(text, name, None) for name in _IDS}
+    parts = [("", config), *((name, getattr(config, name, None)) for name in config.sub_configs)]
+    for name, part in parts:
+        if part is config or hasattr(part, "vocab_size"):  # of text, not of pictures
+            inner = given.get(name, {}) if name else given
+            _replace_defaults_of(part, inner if isinstance(inner, dict) else {}, tokenizer)
+
+
+def _replace_defaults_of(config: Any, given: dict[str, Any], tokenizer: Any) -> None:
+    defaults = {name: getattr(config, name, None) for name in _IDS}
+    size = getattr(config.get_text_config(), "vocab_size", None)
+
+    def outside(token: Any) -> bool:
+        return isinstance(size, int) and isinstance(token, int) and token >= size
+
     own = tokenizer.pad_token_id
     own = None if own in (tokenizer.bos_token_id, tokenizer.eos_token_id) else own
     replaced = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     if (default := defaults["pad_token_id"]) is not None:
         # The row of a padding id gets no gradient: it must not be that of a token that stands in the text.
-        outside = isinstance(size := getattr(text, "vocab_size", None), int) and default >= size
-        replaced["pad_token_id"] = own if own is not None or outside else default
+        replaced["pad_token_id"] = own if own is not None or outside(default) else default
     for name, value in replaced.items():
-        if name not in given:
-            setattr(text, name, value)
+        if name not in given and hasattr(config, name):
+            setattr(config, name, value)
     for name in _STARTS:
         default = getattr(config, name, None)
         if name in given or default is None:
             continue
-        role = next(
-            (n for n in ("eos_token_id", "pad_token_id", "bos_token_id") if defaults[n] == default), None
-        )
-        if role is not None:
+        roles = ("eos_token_id", "pad_token_id", "bos_token_id")
+        if (role := next((role for role in roles if defaults[role] == default), None)) is not None:
             setattr(config, name, getattr(tokenizer, role))
-        elif isinstance(size := getattr(text, "vocab_size", None), int) and default >= size:
+        elif outside(default):
             setattr(config, name, None)
 
 

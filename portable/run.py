@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from portable import launch
 from portable import model as models
-from portable.adopt import SpecialTokens, adopt_labels, known_classes, positions
+from portable.adopt import SpecialTokens, adopt_labels, classifies_at_the_end, known_classes, positions
 from portable.agreement import agree, settings_and_versions
 from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import TrainerState, write_durably
@@ -186,6 +186,7 @@ class Prepared:
             seed=config.seed,
             decoder_start_token_id=special_tokens.decoder_start,
             known_classes=known_classes(self.model_config, config.model),
+            pad_left=classifies_at_the_end(self.model_config),
             progress=True,  # only the rank that builds the cache shows it
             **tokenizer_hints(config, self.model_config),
         )

@@ -167,6 +167,7 @@ def build_data(
     model_vocab_size: int | None = None,
     decoder_start_token_id: int | Callable[[Any], int] | None = None,
     known_classes: KnownClasses | None = None,
+    pad_left: bool = False,
     progress: bool = False,
 ) -> Data:
     """Open the data, tokenizing it first where that was not done before.
@@ -180,6 +181,7 @@ def build_data(
         trains one. model_vocab_size: the size of the tokenizer to train for ``data.vocab_size`` null.
         decoder_start_token_id: what a seq2seq decoder starts with, or what tells it of the tokenizer, or
         ``LAST_LABEL``; ``None`` takes the padding token. known_classes: those that the model has already.
+        pad_left: a classifier's padding stands before the text.
         progress: show progress on stderr where it takes more than a second.
 
     Raises:
@@ -221,7 +223,9 @@ def build_data(
                 target_suffix=(framed.target or framed).suffix,
             )
         if classes is not None:
-            return Classification(tokens, part, length, vocabulary, suffix=framed.suffix, ids=classes.ids)
+            return Classification(
+                tokens, part, length, vocabulary, suffix=framed.suffix, ids=classes.ids, left=pad_left
+            )
         if settings.packing:
             return PackedCausal(tokens, part, length)
         return PaddedCausal(tokens, part, length, vocabulary.pad)

@@ -142,7 +142,8 @@ class Classification(Samples):
     """A text and its class: ``labels`` is one id a sample, ``[batch]``.
 
     Args:
-        ids: the model's id of each label of the cache; None where it is the same.
+        ids: the model's id of each label of the cache; None where it is the same. left: put the padding
+        before the text, for a model that classifies at the last position, as XLNet does.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Classification(Samples):
         *,
         suffix: Sequence[int],
         ids: Sequence[int] | None = None,
+        left: bool = False,
     ) -> None:
         assert cache.labels is not None
         self.num_samples = part.num_samples
@@ -164,12 +166,17 @@ class Classification(Samples):
         self._pad = vocabulary.pad
         self._suffix = tuple(suffix)
         self._ids = None if ids is None else np.array(ids, dtype=np.int64)
+        self._left = left
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         assert self._cache.labels is not None
         numbers = [self._part(index) for _, index in places]
         texts = [cut(self._cache.document("text", number), self._length, self._suffix) for number in numbers]
         inputs, mask = pad_rows(texts, self._length, self._pad)
+        if self._left:
+            for row, text in enumerate(texts):
+                inputs[row] = np.roll(inputs[row], self._length - len(text))
+                mask[row] = np.roll(mask[row], self._length - len(text))
         labels = self._cache.labels[numbers]
         labels = labels if self._ids is None else self._ids[labels]
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels}

@@ -149,7 +149,9 @@ def test_a_pretrained_model_is_aligned_as_the_trainer_does(
         assert notes
 
 
-def test_a_model_fine_tuned_to_stop_stops_and_keeps_how_it_generates(tmp_path: Path) -> None:
+def test_a_model_fine_tuned_to_stop_stops_and_keeps_how_it_generates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Several end tokens, and a generation config that transformers would refuse to save changed."""
     tokenizer = word_tokenizer("<s> $A", **WORDS, pad_token="<pad>")
     folder = pretrained(tmp_path / "model", tokenizer, bos_token_id=1, eos_token_id=5)
@@ -160,18 +162,45 @@ def test_a_model_fine_tuned_to_stop_stops_and_keeps_how_it_generates(tmp_path: P
         words(tmp_path, TEXT),
         model__config=None,
         model__name_or_path=str(folder),
-        data__seq_len=8,
+        data__seq_len=4,
+        data__packing=False,
         train__steps=1,
         train__warmup_steps=0,
         train__micro_batch_size=6,
         log__sample_tokens=0,
     )
     assert train_leg("cpu", config) == 0
+    told_of = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("note", "warning"))]
+    assert len(told_of) == 2 and "eos_token_id 5 -> 2" in told_of[0]
+    assert told_of[1].startswith("warning: data.seq_len: ") and "are cut off" in told_of[1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
     assert model.config.eos_token_id == tokenizer.eos_token_id
     found = model.generation_config
     assert found.eos_token_id == [2, 5, 6]
     assert (found.temperature, found.max_length) == (0.5, 17)
+
+
+TEXT_MODEL: dict[str, Any] = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+TEXT_MODEL |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+NESTED = [
+    ("gemma3", "causal-lm", {"text_config": TEXT_MODEL}),
+    ("t5gemma", "seq2seq-lm", {"encoder": TEXT_MODEL, "decoder": TEXT_MODEL, "vocab_size": 384}),
+]
+
+
+@pytest.mark.parametrize(("kind", "task", "given"), NESTED, ids=[kind for kind, _, _ in NESTED])
+def test_the_configs_inside_a_config_take_the_ids_over_too(
+    kind: str, task: str, given: dict[str, Any]
+) -> None:
+    """Their classes say 0 for padding, which is the end token here: its row would never be trained."""
+    tokenizer = word_tokenizer("$A </s>", eos_token="</s>", bos_token="<s>", unk_token="<u>", pad_token="<p>")
+    assert tokenizer.eos_token_id == 0
+    model, config, notes = aligned(None, tokenizer, task, model_type=kind, **given)
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.padding_idx is not None]
+    assert tables and all(table.padding_idx == tokenizer.pad_token_id for table in tables)
+    for part in (config.get_text_config(), model.config.get_text_config(), model.generation_config):
+        assert part.eos_token_id == tokenizer.eos_token_id
+    assert not notes
 
 
 # -- decoder starts
@@ -344,14 +373,18 @@ def test_which_models_have_classes(tmp_path: Path) -> None:
 DECODER = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
 
 
+XLNET = {"model_type": "xlnet", "vocab_size": 64, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}
+
+
 @pytest.mark.parametrize("pad", [None, "</s>", "<pad>"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "xlnet"])
 def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
     family: str, pad: str | None, tmp_path: Path
 ) -> None:
     """Loss and class of each text are those of transformers for that text alone, without padding."""
     tokenizer = word_tokenizer("", **WORDS, **({} if pad is None else {"pad_token": pad}))
-    shape: dict[str, Any] = DECODER if family == "gpt2" else {"model_type": "llama", **LLAMA}
+    shapes: dict[str, Any] = {"gpt2": DECODER, "llama": {"model_type": "llama", **LLAMA}, "xlnet": XLNET}
+    shape = shapes[family]
     names = {0: "POSITIVE", 1: "NEGATIVE"}
     config = AutoConfig.for_model(
         **shape, id2label=names, label2id={name: index for index, name in names.items()}

@@ -148,7 +148,7 @@ def test_all_of_a_template_stands_before_a_document() -> None:
     assert frame("causal-lm", Vocabulary.of(glm)) == Frame((2, 1), (0,))
 
 
-class TwoSides(PreTrainedTokenizer):
+class TwoSides(PreTrainedTokenizer):  # type: ignore[misc, unused-ignore]
     """A tokenizer in Python that reads one vocabulary and writes another, as Marian's does."""
 
     def __init__(self, **settings: Any) -> None:
