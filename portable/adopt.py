@@ -1,47 +1,294 @@
-"""What a model's config takes over from data and tokenizer, so that the saved model is right by itself."""
+"""What a model takes over from data and tokenizer, so that it is right by itself once it is saved."""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portable.errors import UserError
+import torch
+from torch import nn
+
+from portable.data import LAST_LABEL, KnownClasses
+from portable.data.tokenizer import Vocabulary
+from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.config import ModelConfig
+    from portable.data import Frame
+
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_STARTS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+
+# -- classes -------------------------------------------------------------------------------------------------
+
+
+def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClasses | None:
+    """The classes of a model whose head is trained, or that ``model.config`` names; None where it has none.
+
+    Raises:
+        UserError: the model is no classifier of one class out of several.
+    """
+    if settings.task != "sequence-classification":
+        return None
+    place = "model.config" if settings.name_or_path is None else "model.name_or_path"
+    given = settings.config or {} if settings.name_or_path is None else {}
+    count = int(config.num_labels or 0)
+    names = _class_names(config)
+    if settings.name_or_path is None:
+        known = any(key in given for key in ("num_labels", "id2label", "label2id"))
+    elif settings.init == "scratch":
+        known = False
+    else:
+        built = getattr(config, "architectures", None)
+        named = any(not name.startswith("LABEL_") for name in names)
+        known = any(n.endswith("ForSequenceClassification") for n in built) if built else named
+    kind = getattr(config, "problem_type", None)
+    if kind in ("regression", "multi_label_classification"):
+        raise UserError(
+            f"{place}: problem_type is {kind}, and sequence-classification trains only "
+            "single_label_classification (one class a text); use a model of that kind"
+        )
+    if known and count == 1:
+        raise UserError(
+            f"{place}: the model has one output (num_labels 1), which is a regression, and "
+            "sequence-classification trains only one class out of several; use another model"
+        )
+    return KnownClasses(place, tuple(names)) if known else None
+
+
+def _class_names(config: PretrainedConfig) -> list[str]:
+    """The names of a config's classes in the order of their ids."""
+    count = int(config.num_labels or 0)
+    by_id = {int(index): str(name) for index, name in (config.id2label or {}).items()}
+    names = [by_id.get(index, f"LABEL_{index}") for index in range(count)]
+    if all(name == f"LABEL_{index}" for index, name in enumerate(names)):
+        told = {int(index): str(name) for name, index in (config.label2id or {}).items()}
+        names = [told.get(index, name) for index, name in enumerate(names)]
+    return names
+
+
+def classifies_at_the_end(config: PretrainedConfig) -> bool:
+    """Whether a classifier looks at the last position, padding or not, so that padding must come first."""
+    return getattr(config, "summary_type", None) == "last"
 
 
 def adopt_labels(config: PretrainedConfig, names: Sequence[int | str]) -> None:
     """Give a classifier its classes, in the order of their ids; without names, leave it alone."""
     if not names:
         return
-    if len(names) < 2:
-        raise UserError("data.label_field: all records have one label; there is nothing to tell apart")
-    config.num_labels = len(names)
     config.id2label = {index: str(name) for index, name in enumerate(names)}
     config.label2id = {str(name): index for index, name in enumerate(names)}
 
 
-def adopt_special_tokens(config: PretrainedConfig, settings: ModelConfig, tokenizer: Any) -> None:
-    """Take the ids of the tokenizer's special tokens, except where ``model.config`` names its own.
+# -- special tokens ------------------------------------------------------------------------------------------
 
-    A config's defaults are ids of the tokenizer that its first model came with: generation would stop at
-    whatever token has that number here. A pretrained model keeps the ids that it has.
+
+@dataclass
+class SpecialTokens:
+    """The ids of special tokens: which a model is built with, and which it is saved with.
+
+    A model is built with its config as it is, as transformers builds it: a padding id becomes the
+    ``padding_idx`` of the embedding, the row of which gets no gradient. Only then do model, generation config
+    and saved config take over the tokenizer's ids, as the Trainer does it.
+
+    Attributes:
+        config: what is saved with the weights.
+        generation: the pretrained model's own; None where there is none.
     """
-    given = settings.config or {}
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        known = getattr(config, key, None)
-        if key in given or (settings.name_or_path is not None and known is not None):
+
+    config: PretrainedConfig
+    settings: ModelConfig
+    generation: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generation = _pretrained_generation(self.settings)
+
+    def prepare(self, tokenizer: Any) -> None:
+        """Replace the ids that a config built from scratch has by default, before the model is built.
+
+        These are ids of the tokenizer that the first model of its kind came with: generation would begin and
+        stop at whatever tokens have those numbers here. A pretrained model keeps the ids that it has.
+        """
+        if self.settings.name_or_path is None:
+            _replace_defaults(self.config, self.settings.config or {}, tokenizer)
+
+    def decoder_start(self, tokenizer: Any) -> int:
+        """What the decoder begins with in training; ``LAST_LABEL`` for a row's own last label, as in mBART.
+
+        The model's own way to shift labels decides, with the config's start, or the generation config's.
+        """
+        config = copy.deepcopy(self.config)
+        if self.settings.name_or_path is None:
+            _replace_defaults(config, self.settings.config or {}, tokenizer)
+        if getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = getattr(self.generation, "decoder_start_token_id", None)
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = Vocabulary.of(tokenizer).pad
+        start = _shifted_start(config)
+        if start is None:
+            start = config.decoder_start_token_id
+        return config.pad_token_id if start is None else int(start)
+
+    def align(self, model: PreTrainedModel, tokenizer: Any, target: Frame | None = None) -> list[str]:
+        """Give ``model``, its generation config and the config to save the ids that the Trainer gives them.
+
+        Args:
+            model: as it was built.
+            tokenizer: of the data; one without a padding token gets its end token for a classifier.
+            target: what stands around a target text, where there are any.
+
+        Returns:
+            what a person should be told of.
+        """
+        if self.generation is not None and getattr(model, "generation_config", None) is not None:
+            model.generation_config = self.generation
+        generation = getattr(model, "generation_config", None)
+        text = model.config.get_text_config()
+        notes = []
+        for name in _IDS:
+            if (change := _align(name, getattr(tokenizer, name), text, generation)) is not None:
+                notes.append(change)
+        if self.settings.task == "sequence-classification":
+            self._align_padding(text, tokenizer, notes)
+        if getattr(model.config, "is_encoder_decoder", False):
+            self._align_start(model.config, generation, tokenizer, target)
+        saved = self.config.get_text_config()
+        for name in _IDS:
+            if hasattr(text, name):
+                setattr(saved, name, getattr(text, name))
+        if getattr(model.config, "is_encoder_decoder", False):
+            self.config.decoder_start_token_id = model.config.decoder_start_token_id
+        return notes
+
+    def _align_padding(self, text: Any, tokenizer: Any, notes: list[str]) -> None:
+        """A decoder classifies at the last token that is no padding: its config must say what padding is."""
+        fill = Vocabulary.of(tokenizer).pad
+        if tokenizer.pad_token_id is None and tokenizer.eos_token_id == fill:
+            tokenizer.pad_token = tokenizer.eos_token
+        if getattr(text, "pad_token_id", None) != fill:
+            notes.append(f"pad_token_id {getattr(text, 'pad_token_id', None)} -> {fill}")
+            text.pad_token_id = fill
+
+    def _align_start(self, config: Any, generation: Any, tokenizer: Any, target: Frame | None) -> None:
+        """What generation begins with, which is what training began with."""
+        prefix, suffix = ((), ()) if target is None else (target.prefix, target.suffix)
+        several = getattr(tokenizer, "tgt_lang", None) is not None  # its texts name their language
+        start: int | None = self.decoder_start(tokenizer)
+        if start == LAST_LABEL:
+            start = suffix[-1] if suffix else None
+        if getattr(config, "decoder_start_token_id", None) is None or (several and suffix and not prefix):
+            config.decoder_start_token_id = start
+        if generation is None:
+            return
+        generation.decoder_start_token_id = config.decoder_start_token_id
+        if several and prefix:
+            generation.forced_bos_token_id = prefix[0]
+
+
+def _pretrained_generation(settings: ModelConfig) -> Any:
+    """The generation config that ``from_pretrained`` gives a model."""
+    if settings.from_scratch or settings.task == "sequence-classification":
+        return None
+    from transformers import GenerationConfig
+
+    name = settings.name_or_path
+    assert name is not None
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except OSError:  # it has none of its own: what its config says of generation
+        pass
+    try:
+        return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.name_or_path: {one_line(error)}") from error
+
+
+def _replace_defaults(config: Any, given: dict[str, Any], tokenizer: Any) -> None:
+    parts = [("", config), *((name, getattr(config, name, None)) for name in config.sub_configs)]
+    for name, part in parts:
+        if part is config or hasattr(part, "vocab_size"):  # of text, not of pictures
+            inner = given.get(name, {}) if name else given
+            _replace_defaults_of(part, inner if isinstance(inner, dict) else {}, tokenizer)
+
+
+def _replace_defaults_of(config: Any, given: dict[str, Any], tokenizer: Any) -> None:
+    defaults = {name: getattr(config, name, None) for name in _IDS}
+    size = getattr(config.get_text_config(), "vocab_size", None)
+
+    def outside(token: Any) -> bool:
+        return isinstance(size, int) and isinstance(token, int) and token >= size
+
+    own = tokenizer.pad_token_id
+    own = None if own in (tokenizer.bos_token_id, tokenizer.eos_token_id) else own
+    replaced = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    if (default := defaults["pad_token_id"]) is not None:
+        # The row of a padding id gets no gradient: it must not be that of a token that stands in the text.
+        replaced["pad_token_id"] = own if own is not None or outside(default) else default
+    for name, value in replaced.items():
+        if name not in given and hasattr(config, name):
+            setattr(config, name, value)
+    for name in _STARTS:
+        default = getattr(config, name, None)
+        if name in given or default is None:
             continue
-        setattr(config, key, getattr(tokenizer, key))
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        and getattr(config, "decoder_start_token_id", None) is None
-    ):
-        config.decoder_start_token_id = config.pad_token_id
+        roles = ("eos_token_id", "pad_token_id", "bos_token_id")
+        if (role := next((role for role in roles if defaults[role] == default), None)) is not None:
+            setattr(config, name, getattr(tokenizer, role))
+        elif outside(default):
+            setattr(config, name, None)
+
+
+def _shifted_start(config: Any) -> int | None:
+    """What the model itself puts before labels; None where it cannot be asked."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    try:
+        kind: Any = AutoModelForSeq2SeqLM._model_mapping[type(config)]
+        shift = kind.prepare_decoder_input_ids_from_labels
+        model = object.__new__(kind)
+        nn.Module.__init__(model)  # without its layers: the shift asks for its config alone
+        model.config = config
+        free = [n for n in range(8) if n not in (config.pad_token_id, config.decoder_start_token_id)][:4]
+        first, second = ([*free[:2], last] for last in free[2:])
+        shifted = [shift(model, labels=torch.tensor([labels]))[0].tolist() for labels in (first, second)]
+    except Exception:  # whatever a model's own code wants besides
+        return None
+    starts = [row[0] for row in shifted]
+    if starts == [first[-1], second[-1]]:
+        return LAST_LABEL
+    return int(starts[0]) if starts[0] == starts[1] else None
+
+
+def _align(name: str, token: int | None, config: Any, generation: Any) -> str | None:
+    """One id of the Trainer's ``align_special_tokens``; what changed, in words.
+
+    An id that the tokenizer does not define is left alone. Several end tokens all stay, behind its own.
+    """
+    if token is None:
+        return None
+    several = name == "eos_token_id"
+    ours = getattr(config, name, None)
+    theirs = getattr(generation, name, None)
+    before = ours if isinstance(ours, list) else [ours]
+    stops = theirs if isinstance(theirs, list) else [theirs]
+    if token in before and (generation is None or token in stops):
+        return None
+    if several and isinstance(ours, list):
+        setattr(config, name, [token, *(other for other in ours if other != token)])
+    else:
+        setattr(config, name, token)
+    told = f"{name} {ours} -> {getattr(config, name)}" if getattr(config, name) != ours else None
+    if generation is not None:
+        kept = [token, *(other for other in stops if other is not None and other != token)]
+        setattr(generation, name, kept if several and len(kept) > 1 else token)
+        if told is None and theirs is not None:
+            told = f"{name} of generation {theirs} -> {getattr(generation, name)}"
+    return told
 
 
 def positions(config: PretrainedConfig) -> int | None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from portable import launch
 from portable import model as models
-from portable.adopt import adopt_labels, adopt_special_tokens, positions
+from portable.adopt import SpecialTokens, adopt_labels, classifies_at_the_end, known_classes, positions
 from portable.agreement import agree, settings_and_versions
 from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import TrainerState, write_durably
@@ -181,17 +181,22 @@ class Prepared:
         self.taken: Takeover | None = None  # what it holds, where another program wrote it
         self.model_config = models.model_config(config.model)
         models.check_length(self.model_config, config.data.seq_len)
+        special_tokens = SpecialTokens(self.model_config, config.model)
         self.data = build_data(
             config.data,
             task=config.model.task,
             seed=config.seed,
-            decoder_start_token_id=getattr(self.model_config, "decoder_start_token_id", None),
+            decoder_start_token_id=special_tokens.decoder_start,
+            known_classes=known_classes(self.model_config, config.model),
+            pad_left=classifies_at_the_end(self.model_config),
             progress=True,  # only the rank that builds the cache shows it
             **tokenizer_hints(config, self.model_config),
         )
         adopt_labels(self.model_config, self.data.label_names)
-        adopt_special_tokens(self.model_config, config.model, self.data.tokenizer)
+        special_tokens.prepare(self.data.tokenizer)
         self.model = models.build_model(self.model_config, config.model)
+        aligned = special_tokens.align(self.model, self.data.tokenizer, self.data.target_frame)
+        self.say_before(aligned)
         # Taken before a backend wraps or shards the model.
         self.architecture = type(self.model).__name__
         self.parameters = parameter_count(self.model)
@@ -206,6 +211,18 @@ class Prepared:
         self.steps = total_steps(config, len(self.data.train))
         self.until = min(self.steps, config.train.stop_after or self.steps)
         self.schedule = build_schedule(config.train, self.steps)
+
+    def say_before(self, aligned: list[str]) -> None:
+        """Tell, on the first rank, what of the model's settings and of the data may surprise a person."""
+        if self.backend.rank != 0:
+            return
+        if aligned:
+            print(
+                f"note: the model takes over the tokenizer's special tokens: {'; '.join(aligned)}",
+                file=sys.stderr,
+            )
+        if (warning := self.data.sizes.warning) is not None:
+            print(f"warning: {warning}", file=sys.stderr)
 
     # -- batches -----------------------------------------------------------------------------------------
 
@@ -584,7 +601,10 @@ class Prepared:
         config.save_pretrained(folder)
         generation = getattr(self.model, "generation_config", None)
         if generation is not None:
-            generation.save_pretrained(folder)
+            try:
+                generation.save_pretrained(folder)
+            except ValueError:  # it contradicts itself, as it did where it came from
+                generation.to_json_file(folder / "generation_config.json")
         self.data.tokenizer.save_pretrained(folder)
 
     def sample(self, engine: Engine, reporter: Reporter) -> None:

@@ -123,6 +123,23 @@ class DataConfig(Section):
         min_length=1,
         description="Field that holds the class (sequence-classification).",
     )
+    text_split: Literal["file", "paragraph", "line"] = Field(
+        default="file",
+        description="What of a .txt file is one text: all of it, a paragraph (blank lines part them), or a "
+        "line. Matters where texts are not packed, and each is cut at data.seq_len.",
+    )
+    source_language: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Language of the texts, as the tokenizer of a model of many languages calls it (eng_Latn "
+        "for NLLB, en_XX for mBART, en for M2M100). For seq2seq-lm.",
+    )
+    target_language: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Language of the texts to produce, called the same way. The saved model then begins to "
+        "write in it.",
+    )
     tokenizer: str | None = Field(
         default=None,
         min_length=1,

@@ -1,19 +1,26 @@
 """Data: sources, tokenizer, token cache, data sets, their order, and the loaders that feed the loop."""
 
 from portable.data.build import TASKS, Data, DataSettings, DataSizes, build_data, inspect_data
+from portable.data.classes import Classes, KnownClasses
 from portable.data.loader import BatchIterator, EvalLoader, TrainLoader
 from portable.data.order import Permutation, locate, permutation
 from portable.data.samples import IGNORED, Batch, Samples
+from portable.data.tasks import LAST_LABEL
+from portable.data.tokenize import Frame
 
 __all__ = [
     "IGNORED",
+    "LAST_LABEL",
     "TASKS",
     "Batch",
     "BatchIterator",
+    "Classes",
     "Data",
     "DataSettings",
     "DataSizes",
     "EvalLoader",
+    "Frame",
+    "KnownClasses",
     "Permutation",
     "Samples",
     "TrainLoader",

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from portable.data.cache import CacheDamagedError, TokenCache
+from portable.data.classes import Classes, KnownClasses, number_classes
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
@@ -19,9 +22,10 @@ from portable.data.samples import (
 )
 from portable.data.sources import Fields, Source, open_source
 from portable.data.tasks import Classification, MaskedLM, Seq2Seq
-from portable.data.tokenize import frame, token_cache_folder, tokenize
+from portable.data.tokenize import Frame, frame, token_cache_folder, tokenize
 from portable.data.tokenizer import (
     Vocabulary,
+    check_languages,
     is_trained,
     load_tokenizer,
     train_tokenizer,
@@ -33,7 +37,9 @@ from portable.places import default_cache_dir
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from portable.data.documents import TextSplit
 
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "causal-lm",
@@ -61,6 +67,12 @@ class DataSettings(Protocol):
     @property
     def label_field(self) -> str: ...
     @property
+    def text_split(self) -> TextSplit: ...
+    @property
+    def source_language(self) -> str | None: ...
+    @property
+    def target_language(self) -> str | None: ...
+    @property
     def tokenizer(self) -> str | None: ...
     @property
     def vocab_size(self) -> int | None: ...
@@ -72,6 +84,9 @@ class DataSettings(Protocol):
     def eval_fraction(self) -> float: ...
     @property
     def cache_dir(self) -> str | os.PathLike[str] | None: ...
+
+
+CUT_UNSAID = 0.05  # a larger share of the tokens is not left out without a word
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,8 @@ class DataSizes:
     tokens: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
+    cut: float = 0.0
+    """The share of the tokens that is left out, because documents are longer than ``seq_len``."""
     cached: Path | None = None
     """The token cache, once there is one."""
 
@@ -97,9 +114,21 @@ class DataSizes:
         how = f"{self.tokenizer}{vocabulary}; {made}"
         if self.cached is None:
             return f"{self.source}: sizes unknown until tokenized, once, by {how}"
-        return (
+        told = (
             f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
             f"{self.train_samples:,} to train, {self.eval_samples:,} to evaluate"
+        )
+        return told if self.cut <= CUT_UNSAID else f"{told}; {self.cut:.0%} of the tokens are cut off"
+
+    @property
+    def warning(self) -> str | None:
+        """What a person should be told before so much of the text is left out."""
+        if self.cut <= CUT_UNSAID:
+            return None
+        return (
+            f"data.seq_len: {self.cut:.0%} of the tokens are cut off, because a document that is longer than "
+            f"{self.seq_len} tokens is cut there; raise it, set data.packing (language models), or for .txt "
+            "files data.text_split to paragraph or line"
         )
 
 
@@ -115,8 +144,10 @@ class Data:
     """A digest of every token and label; equal on every machine that has the same text and tokenizer."""
     vocab_size: int
     """One more than the tokenizer's largest id: what the model's embedding must at least hold."""
-    label_names: tuple[int | str, ...] = ()
-    """For classification, the labels as they stand in the source, in the order of their ids."""
+    label_names: tuple[str, ...] = ()
+    """For classification, the classes in the order of their ids."""
+    target_frame: Frame | None = None
+    """For seq2seq, what stands around each target."""
 
     @property
     def num_labels(self) -> int | None:
@@ -134,7 +165,9 @@ def build_data(
     seed: int = 0,
     model_tokenizer: str | None = None,
     model_vocab_size: int | None = None,
-    decoder_start_token_id: int | None = None,
+    decoder_start_token_id: int | Callable[[Any], int] | None = None,
+    known_classes: KnownClasses | None = None,
+    pad_left: bool = False,
     progress: bool = False,
 ) -> Data:
     """Open the data, tokenizing it first where that was not done before.
@@ -146,7 +179,9 @@ def build_data(
         settings: the ``data`` section. task: one of ``TASKS``. seed: keys the masking of a masked language
         model. model_tokenizer: the tokenizer for ``data.tokenizer`` null, the pretrained model's; ``None``
         trains one. model_vocab_size: the size of the tokenizer to train for ``data.vocab_size`` null.
-        decoder_start_token_id: what a seq2seq decoder starts with; ``None`` takes the padding token.
+        decoder_start_token_id: what a seq2seq decoder starts with, or what tells it of the tokenizer, or
+        ``LAST_LABEL``; ``None`` takes the padding token. known_classes: those that the model has already.
+        pad_left: a classifier's padding stands before the text.
         progress: show progress on stderr where it takes more than a second.
 
     Raises:
@@ -156,16 +191,19 @@ def build_data(
     source = _source(settings, task, cache)
     name = settings.tokenizer or model_tokenizer
     if name is not None:
-        tokenizer = load_tokenizer(name)
+        tokenizer = load_tokenizer(name, **_languages(settings, task))
     else:
         size = settings.vocab_size or model_vocab_size
         tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED)
     vocabulary = _vocabulary(tokenizer, task)
-    framed = frame(task, vocabulary)
+    framed = _frame(settings, task, tokenizer, vocabulary)
     tokens = tokenize(
         source, tokenizer, vocabulary, _fields(settings, task), framed, cache, progress=progress
     )
     train, held_out = _parts(settings, task, tokens)
+    classes: Classes | None = None
+    if task == CLASSIFICATION:
+        classes = number_classes(tokens.label_names, source.class_names, known_classes)
 
     def samples(part: Part) -> Samples:
         length = settings.seq_len
@@ -173,12 +211,21 @@ def build_data(
             packed = settings.packing
             return MaskedLM(tokens, part, length, vocabulary, suffix=framed.suffix, seed=seed, packed=packed)
         if task == SEQ2SEQ:
-            start = vocabulary.pad if decoder_start_token_id is None else decoder_start_token_id
+            start = decoder_start_token_id
+            start = start(tokenizer) if callable(start) else start
             return Seq2Seq(
-                tokens, part, length, vocabulary, suffix=framed.suffix, decoder_start_token_id=start
+                tokens,
+                part,
+                length,
+                vocabulary,
+                suffix=framed.suffix,
+                decoder_start_token_id=vocabulary.pad if start is None else start,
+                target_suffix=(framed.target or framed).suffix,
             )
-        if task == CLASSIFICATION:
-            return Classification(tokens, part, length, vocabulary, suffix=framed.suffix)
+        if classes is not None:
+            return Classification(
+                tokens, part, length, vocabulary, suffix=framed.suffix, ids=classes.ids, left=pad_left
+            )
         if settings.packing:
             return PackedCausal(tokens, part, length)
         return PaddedCausal(tokens, part, length, vocabulary.pad)
@@ -190,7 +237,8 @@ def build_data(
         sizes=_sizes(settings, task, source, name, vocabulary.size, tokens),
         fingerprint=tokens.fingerprint,
         vocab_size=vocabulary.size,
-        label_names=tuple(tokens.label_names),
+        label_names=() if classes is None else classes.names,
+        target_frame=(framed.target or framed) if task == SEQ2SEQ else None,
     )
 
 
@@ -220,7 +268,7 @@ def inspect_data(
     tokens = None
     if folder is not None:
         try:
-            tokenizer = load_tokenizer(folder, offline=True)
+            tokenizer = load_tokenizer(folder, offline=True, **_languages(settings, task))
         except UserError:
             if name is not None and Path(name).exists():
                 raise
@@ -228,8 +276,8 @@ def inspect_data(
             vocabulary = _vocabulary(tokenizer, task)
             size = vocabulary.size
             if not source.remote:
+                framed = _frame(settings, task, tokenizer, vocabulary)
                 with suppress(CacheDamagedError):
-                    framed = frame(task, vocabulary)
                     tokens = TokenCache.open(token_cache_folder(source, tokenizer, framed, cache))
     return _sizes(settings, task, source, name, size, tokens)
 
@@ -238,11 +286,25 @@ def _cache_dir(settings: DataSettings) -> Path:
     return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir).expanduser()
 
 
+def _languages(settings: DataSettings, task: str) -> dict[str, Any]:
+    if task != SEQ2SEQ:
+        return {}
+    return {"source_language": settings.source_language, "target_language": settings.target_language}
+
+
+def _frame(settings: DataSettings, task: str, tokenizer: Any, vocabulary: Vocabulary) -> Frame:
+    if task != SEQ2SEQ:
+        return frame(task, vocabulary)
+    check_languages(tokenizer, source=settings.source_language, target=settings.target_language)
+    return frame(task, vocabulary, Vocabulary.of(tokenizer, targets=True))
+
+
 def _fields(settings: DataSettings, task: str) -> Fields:
     return Fields(
         text=settings.text_field,
         target=settings.target_field if task == SEQ2SEQ else None,
         label=settings.label_field if task == CLASSIFICATION else None,
+        text_split=settings.text_split,
     )
 
 
@@ -286,6 +348,16 @@ def _parts(settings: DataSettings, task: str, tokens: TokenCache) -> tuple[Part,
     return split_blocks(blocks, settings.eval_fraction)
 
 
+def _cut_share(tokens: TokenCache, longest: int) -> float:
+    """The share of all tokens that lie behind the first ``longest`` of their document."""
+    cut = 0
+    for offsets in tokens.offsets.values():
+        for start in range(0, len(offsets) - 1, 1 << 20):
+            lengths = np.diff(offsets[start : start + (1 << 20) + 1].astype(np.int64))
+            cut += int(np.maximum(lengths - longest, 0).sum())
+    return cut / max(1, tokens.total_tokens)
+
+
 def _sizes(
     settings: DataSettings,
     task: str,
@@ -302,6 +374,7 @@ def _sizes(
             "tokens": tokens.total_tokens,
             "train_samples": train.num_samples,
             "eval_samples": held_out.num_samples,
+            "cut": 0.0 if _packs(settings, task) else _cut_share(tokens, settings.seq_len + (task == CAUSAL)),
             "cached": tokens.folder,
         }
     return DataSizes(

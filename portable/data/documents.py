@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+TextSplit = Literal["file", "paragraph", "line"]
 PIECE_CHARS = 1 << 20  # a longer text is read and tokenized in pieces, so that one huge file fits in memory
 
 
@@ -33,6 +34,8 @@ class Fields:
     text: str = "text"
     target: str | None = None
     label: str | None = None
+    text_split: TextSplit = field(default="file", repr=False)
+    """What of a ``.txt`` file is a document."""
 
 
 class Source(ABC):
@@ -42,6 +45,11 @@ class Source(ABC):
     """Whether the first look at it may download it."""
     name: str
     """What to call it in a message, for example the path as the person wrote it."""
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes, where the source has them and its labels are numbers of these."""
+        return None
 
     @property
     @abstractmethod

@@ -71,7 +71,8 @@ def _local_files(name: str) -> list[Path] | None:
 
 
 class LocalFiles(Source):
-    """Local files, read in order: a ``.txt`` file is one document, the others have a row a document."""
+    """Local files, read in order: a ``.txt`` file is cut as ``Fields.text_split`` says, the others have a row
+    a document."""
 
     def __init__(
         self,
@@ -96,14 +97,19 @@ class LocalFiles(Source):
     @property
     def key(self) -> str:
         if self._key is None:
-            told = (self._fields.text, self._fields.target, self._fields.label, self._max_samples)
-            digest = hashlib.blake2b(repr(told).encode(), digest_size=16)
+            digest = hashlib.blake2b(repr(self._told()).encode(), digest_size=16)
             for path in self._files:
                 digest.update(
                     path.suffix.lower().encode() + b"\0" + _file_digest(path, self._digests, self._remember)
                 )
             self._key = digest.hexdigest()
         return self._key
+
+    def _told(self) -> tuple[Any, ...]:
+        """What is read of the files."""
+        fields = self._fields
+        told = (fields.text, fields.target, fields.label, self._max_samples)
+        return told if fields.text_split == "file" else (*told, fields.text_split)
 
     @property
     def size_bytes(self) -> int | None:
@@ -118,8 +124,14 @@ class LocalFiles(Source):
                 return
             suffix, here = path.suffix.lower(), self._here(path)
             if suffix == ".txt":
-                yield from _text_file(here)
-                left = None if left is None else left - 1
+                split = self._fields.text_split
+                for text in _text_file(here) if split == "file" else _pieces_of_text(here, split):
+                    yield text
+                    if split != "file" and text.ends and left is not None:
+                        left -= 1
+                        if left == 0:
+                            return
+                left = left - 1 if split == "file" and left is not None else left
                 continue
             rows = _jsonl_rows(here) if suffix == ".jsonl" else library_rows(here)
             for where, row in islice(rows, left):
@@ -178,6 +190,36 @@ def _text_file(path: Path) -> Iterator[Document]:
                 if following or piece.strip():
                     yield Document(piece, ends=not following)
                 piece = following
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.source: {path}: it is not UTF-8 text; convert it (iconv -t utf-8)") from error
+    except OSError as error:
+        raise UserError(f"data.source: {path}: cannot read it: {one_line(error.strerror)}") from error
+
+
+def _pieces_of_text(path: Path, split: str) -> Iterator[Document]:
+    """A document a line, or a paragraph (which blank lines part), without the line's end behind it.
+
+    One that is very long comes in pieces.
+    """
+    held: list[str] = []
+    begun = False  # pieces of the present document were given away
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            within_line = False
+            while line := file.readline(PIECE_CHARS):
+                blank = not within_line and not line.strip()
+                within_line = not line.endswith(("\n", "\r"))
+                if not blank:
+                    held.append(line)
+                if blank if split == "paragraph" else not within_line:
+                    if begun or held:
+                        yield Document("".join(held).rstrip("\r\n"))
+                    held, begun = [], False
+                elif sum(map(len, held)) >= PIECE_CHARS:
+                    yield Document("".join(held), ends=False)
+                    held, begun = [], True
+        if begun or held:
+            yield Document("".join(held).rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise UserError(f"data.source: {path}: it is not UTF-8 text; convert it (iconv -t utf-8)") from error
     except OSError as error:

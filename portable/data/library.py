@@ -89,6 +89,12 @@ class HubDataset(Source):
     def size_bytes(self) -> int | None:
         return None
 
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        feature = (getattr(self._rows(), "features", None) or {}).get(self._fields.label)
+        names = getattr(feature, "names", None)
+        return None if names is None else tuple(map(str, names))
+
     def documents(self) -> Iterator[Document]:
         for number, row in enumerate(islice(self._rows(), self._max_samples), start=1):
             document = read_row(row, self._fields, f"{self.name}: row {number}")

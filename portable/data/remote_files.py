@@ -72,9 +72,8 @@ class RemoteFiles(LocalFiles):
     @property
     def key(self) -> str:
         """By what the store tells of the files: one that was tokenized before need not be fetched for it."""
-        told = (self._fields.text, self._fields.target, self._fields.label, self._max_samples)
         versions = [(str(path), found.size, found.version) for path, found in self._objects.items()]
-        return hashlib.blake2b(repr((told, versions)).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((self._told(), versions)).encode(), digest_size=16).hexdigest()
 
     @property
     def size_bytes(self) -> int | None:

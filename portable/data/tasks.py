@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _U64 = (1 << 64) - 1
 MASKED_SHARE = 0.15
+LAST_LABEL = -1
+"""In place of the id that a decoder starts with: each row's own last label, as in mBART."""
 
 
 class MaskedLM(Samples):
@@ -87,7 +89,12 @@ class MaskedLM(Samples):
 
 
 class Seq2Seq(Samples):
-    """A text to read and a text to write, both padded; the decoder reads its labels shifted right by one."""
+    """A text to read and a text to write, both padded; the decoder reads its labels shifted right by one.
+
+    Args:
+        suffix: of the texts. target_suffix: of the targets, where it is another. decoder_start_token_id: what
+        comes before the labels, or ``LAST_LABEL``.
+    """
 
     def __init__(
         self,
@@ -98,6 +105,7 @@ class Seq2Seq(Samples):
         *,
         suffix: Sequence[int],
         decoder_start_token_id: int,
+        target_suffix: Sequence[int] | None = None,
     ) -> None:
         self.num_samples = part.num_samples
         self._cache = cache
@@ -105,29 +113,49 @@ class Seq2Seq(Samples):
         self._length = seq_len
         self._pad = vocabulary.pad
         self._suffix = tuple(suffix)
+        self._target_suffix = self._suffix if target_suffix is None else tuple(target_suffix)
         self._start = decoder_start_token_id
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         numbers = [self._part(index) for _, index in places]
-        inputs, mask = pad_rows(self._field("text", numbers), self._length, self._pad)
-        targets = self._field("target", numbers)
+        texts = self._field("text", numbers, self._suffix)
+        inputs, mask = pad_rows(texts, self._length, self._pad)
+        targets = self._field("target", numbers, self._target_suffix)
         labels, _ = pad_rows(targets, self._length, IGNORED)
-        shifted: list[npt.NDArray[Any]] = [np.concatenate(([self._start], row[:-1])) for row in targets]
+        last = self._start == LAST_LABEL
+        shifted: list[npt.NDArray[Any]] = [
+            np.concatenate((row[-1:] if last else [self._start], row[:-1])) for row in targets
+        ]
         decoder, _ = pad_rows(shifted, self._length, self._pad)
         return {"input_ids": inputs, "attention_mask": mask, "decoder_input_ids": decoder, "labels": labels}
 
     def documents(self, index: int) -> range:
         return self._part.document(index)
 
-    def _field(self, field: str, numbers: Sequence[int]) -> list[npt.NDArray[np.int64]]:
-        return [cut(self._cache.document(field, number), self._length, self._suffix) for number in numbers]
+    def _field(
+        self, field: str, numbers: Sequence[int], suffix: Sequence[int]
+    ) -> list[npt.NDArray[np.int64]]:
+        return [cut(self._cache.document(field, number), self._length, suffix) for number in numbers]
 
 
 class Classification(Samples):
-    """A text and its class: ``labels`` is one id a sample, ``[batch]``."""
+    """A text and its class: ``labels`` is one id a sample, ``[batch]``.
+
+    Args:
+        ids: the model's id of each label of the cache; None where it is the same. left: put the padding
+        before the text, for a model that classifies at the last position, as XLNet does.
+    """
 
     def __init__(
-        self, cache: TokenCache, part: Part, seq_len: int, vocabulary: Vocabulary, *, suffix: Sequence[int]
+        self,
+        cache: TokenCache,
+        part: Part,
+        seq_len: int,
+        vocabulary: Vocabulary,
+        *,
+        suffix: Sequence[int],
+        ids: Sequence[int] | None = None,
+        left: bool = False,
     ) -> None:
         assert cache.labels is not None
         self.num_samples = part.num_samples
@@ -137,13 +165,21 @@ class Classification(Samples):
         self._length = seq_len
         self._pad = vocabulary.pad
         self._suffix = tuple(suffix)
+        self._ids = None if ids is None else np.array(ids, dtype=np.int64)
+        self._left = left
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         assert self._cache.labels is not None
         numbers = [self._part(index) for _, index in places]
         texts = [cut(self._cache.document("text", number), self._length, self._suffix) for number in numbers]
         inputs, mask = pad_rows(texts, self._length, self._pad)
-        return {"input_ids": inputs, "attention_mask": mask, "labels": self._cache.labels[numbers]}
+        if self._left:
+            for row, text in enumerate(texts):
+                inputs[row] = np.roll(inputs[row], self._length - len(text))
+                mask[row] = np.roll(mask[row], self._length - len(text))
+        labels = self._cache.labels[numbers]
+        labels = labels if self._ids is None else self._ids[labels]
+        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
 
     def documents(self, index: int) -> range:
         return self._part.document(index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -28,17 +28,27 @@ class Frame:
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
+    target: Frame | None = field(default=None, repr=False)
+    """Those around a target text, where they are others."""
 
 
-def frame(task: str, vocabulary: Vocabulary) -> Frame:
+def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
     """How ``task`` frames a document.
 
     A causal document begins as the tokenizer begins texts and ends with its end token. An encoder's
     documents get what the tokenizer puts around a text, and the end token where that has none.
 
+    Args:
+        task: one of ``TASKS``.
+        vocabulary: of the texts.
+        target: of the targets, where there are any.
+
     Raises:
         UserError: the tokenizer has no token to end a document with.
     """
+    if target is not None:
+        framed, apart = frame(task, vocabulary), frame(task, target)
+        return framed if apart == framed else replace(framed, target=apart)
     if task == "sequence-classification":
         return Frame(vocabulary.prefix, vocabulary.suffix)
     if task != "causal-lm" and vocabulary.suffix:
@@ -48,12 +58,13 @@ def frame(task: str, vocabulary: Vocabulary) -> Frame:
             "data.tokenizer: it has no eos_token to end a document with; set one in its "
             "tokenizer_config.json, or use another tokenizer"
         )
-    return Frame(vocabulary.begin if task == "causal-lm" else vocabulary.prefix, (vocabulary.end,))
+    return Frame(vocabulary.prefix, (vocabulary.end,))
 
 
 def token_cache_folder(source: Source, tokenizer: Any, framed: Frame, cache: Path) -> Path:
     """Where the tokens of ``source`` lie, or would."""
     told = f"{FORMAT} {source.key} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
+    told += "" if framed.target is None else f" {framed.target}"
     return cache / "tokens" / hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
@@ -117,8 +128,13 @@ def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWr
         (number, document.target) for number, document in enumerate(batch) if document.target is not None
     ]
     targets = dict(
-        zip((number for number, _ in pairs), _encode(tokenizer, [text for _, text in pairs]), strict=True)
+        zip(
+            (number for number, _ in pairs),
+            _encode(tokenizer, [text for _, text in pairs], targets=True),
+            strict=True,
+        )
     )
+    around = framed.target or framed
     ended = 0
     for number, document in enumerate(batch):
         if not writer.in_document:
@@ -127,17 +143,17 @@ def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWr
         if document.ends:
             writer.append("text", framed.suffix)
             if number in targets:
-                writer.append("target", [*framed.prefix, *targets[number], *framed.suffix])
+                writer.append("target", [*around.prefix, *targets[number], *around.suffix])
             writer.end_document(document.label)
             ended += 1
     return ended
 
 
-def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
     if not texts:
         return []
     encoded: list[list[int]] = tokenizer(
-        texts,
+        **{"text_target" if targets else "text": texts},
         add_special_tokens=False,
         return_attention_mask=False,
         return_token_type_ids=False,

@@ -9,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import contextmanager
+import tempfile
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.data.cache import locked_folder
+from portable.data.documents import listed
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from portable.data.documents import Source
 
@@ -29,16 +32,30 @@ _FORMAT = 1
 _TRAIN_CHARS = 16_000_000  # more text hardly changes the merges of a small vocabulary
 
 
-def load_tokenizer(name_or_path: str, *, offline: bool = False) -> Any:
+def load_tokenizer(
+    name_or_path: str,
+    *,
+    offline: bool = False,
+    source_language: str | None = None,
+    target_language: str | None = None,
+) -> Any:
     """A hub tokenizer, or one in a local folder; ``offline`` takes what is on this disk, or fails.
+
+    Args:
+        name_or_path: id or folder.
+        offline: as above.
+        source_language: of the texts, for a tokenizer of many languages.
+        target_language: of the targets, for the same.
 
     Raises:
         UserError: it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
+    languages = {"src_lang": source_language, "tgt_lang": target_language}
+    languages = {key: code for key, code in languages.items() if code is not None}
     try:
-        return AutoTokenizer.from_pretrained(name_or_path, local_files_only=offline)
+        return AutoTokenizer.from_pretrained(name_or_path, local_files_only=offline, **languages)
     except Exception as error:  # what comes out depends on what is wrong with the files or the network
         reason = one_line(error)
         reason = reason if len(reason) <= 200 else reason[:197] + "..."
@@ -46,6 +63,48 @@ def load_tokenizer(name_or_path: str, *, offline: bool = False) -> Any:
             f"data.tokenizer: cannot load {name_or_path!r} ({reason}); give a folder with tokenizer files, "
             "a hub id, or null to train one on the source"
         ) from error
+
+
+def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -> None:
+    """Refuse languages that the tokenizer does not know, and one of many languages that was not told its own.
+
+    Raises:
+        UserError: for these.
+    """
+    several = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
+    given = {"source": source, "target": target}
+    for side, key in (("source", "src_lang"), ("target", "tgt_lang")):
+        name, code = f"data.{side}_language", given[side]
+        if not several:
+            if code is not None:
+                raise UserError(
+                    f"{name}: {code!r} is for a tokenizer of many languages, and "
+                    f"{type(tokenizer).__name__} is none; remove it"
+                )
+            continue
+        told = code or tokenizer.init_kwargs.get(key) or (side == "target" and tokenizer.tgt_lang)
+        if not told:
+            raise UserError(
+                f"{name}: missing; {type(tokenizer).__name__} marks texts with their language, so name the "
+                f"{side}'s as it does ({listed(_languages(tokenizer))})"
+            )
+    if several and tokenizer.unk_token_id is not None:
+        for side in ("source", "target"):
+            told = Vocabulary.of(tokenizer, targets=side == "target")
+            if tokenizer.unk_token_id in (*told.prefix, *told.suffix):
+                codes = _languages(tokenizer)
+                code = given[side] or ""
+                near = get_close_matches(code, codes, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it knows {listed(codes)}"
+                raise UserError(f"data.{side}_language: {code!r} is no language of the tokenizer; {hint}")
+
+
+def _languages(tokenizer: Any) -> list[str]:
+    """The codes of the languages of a tokenizer, as far as it lists them."""
+    known = getattr(tokenizer, "lang_code_to_id", None) or ()
+    known = known or [str(token) for token in getattr(tokenizer, "extra_special_tokens", None) or ()]
+    known = known or getattr(tokenizer, "additional_special_tokens", None) or ()
+    return sorted(map(str, known))
 
 
 def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
@@ -186,13 +245,13 @@ class Vocabulary:
     """What the tokenizer itself puts before a text, such as ``[CLS]``."""
     suffix: tuple[int, ...]
     """What the tokenizer itself puts after a text, such as ``[SEP]``."""
-    begin: tuple[int, ...]
-    """The beginning-of-sequence token, where it is in the prefix."""
 
     @staticmethod
-    def of(tokenizer: Any) -> Vocabulary:
-        bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-        framed: list[int] = tokenizer("a", add_special_tokens=True)["input_ids"]
+    def of(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
+        """What ``tokenizer`` does to texts, or to the ``targets`` of a translation."""
+        text = {"text_target" if targets else "text": "a"}
+        bare: list[int] = tokenizer(**text, add_special_tokens=False)["input_ids"]
+        framed: list[int] = tokenizer(**text, add_special_tokens=True)["input_ids"]
         places = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
         start = next(places, 0) if bare else 0
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
@@ -205,7 +264,6 @@ class Vocabulary:
             special=tuple(sorted(tokenizer.all_special_ids)),
             prefix=tuple(framed[:start]),
             suffix=tuple(framed[start + len(bare) :]) if bare else (),
-            begin=tuple(framed[:1]) if start and framed[0] == tokenizer.bos_token_id else (),
         )
 
 
@@ -216,7 +274,22 @@ def tokenizer_digest(tokenizer: Any) -> str:
         told = json.loads(backend.to_str())
         told["truncation"] = told["padding"] = None  # set and unset by every call; they never apply here
     else:
-        told = {"class": type(tokenizer).__name__, "vocab": sorted(tokenizer.get_vocab().items())}
+        told = {
+            "class": type(tokenizer).__name__,
+            "vocab": sorted(tokenizer.get_vocab().items()),
+            "files": _files_digest(tokenizer),
+        }
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
     content = json.dumps([told, ids], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _files_digest(tokenizer: Any) -> str:
+    """A digest of the files of a tokenizer in Python, such as the two sentencepiece models of a Marian."""
+    hasher = hashlib.blake2b(digest_size=16)
+    with tempfile.TemporaryDirectory() as folder:
+        with suppress(NotImplementedError, OSError, ValueError):  # without one, the vocabulary tells all
+            tokenizer.save_vocabulary(folder)
+        for path in sorted(Path(folder).iterdir()):
+            hasher.update(path.name.encode() + b"\0" + path.read_bytes())
+    return hasher.hexdigest()

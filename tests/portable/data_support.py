@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from portable.data.documents import TextSplit
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -24,6 +26,9 @@ class Settings:
     text_field: str = "text"
     target_field: str = "target"
     label_field: str = "label"
+    text_split: TextSplit = "file"
+    source_language: str | None = None
+    target_language: str | None = None
     tokenizer: str | None = None
     vocab_size: int | None = 300
     seq_len: int = 16

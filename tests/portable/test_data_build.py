@@ -6,8 +6,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from transformers import AutoTokenizer, MBartTokenizer, NllbTokenizer
 
-from portable.data import IGNORED, TASKS, EvalLoader, TrainLoader, build_data, inspect_data
+from portable.data import (
+    IGNORED,
+    LAST_LABEL,
+    TASKS,
+    EvalLoader,
+    KnownClasses,
+    TrainLoader,
+    build_data,
+    inspect_data,
+)
+from portable.data.library import HubDataset
 from portable.data.tasks import Classification, MaskedLM, Seq2Seq
 from portable.errors import UserError
 from tests.portable.data_support import Settings, corpus, texts, write_jsonl
@@ -136,6 +147,102 @@ def test_seq2seq(settings: Settings, tmp_path: Path) -> None:
     assert sample["decoder_input_ids"][0] == 7
     default = build_data(given, task="seq2seq-lm")
     assert default.train[0]["decoder_input_ids"][0] == data.tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("kind", ["nllb", "nllb of old", "mbart"])
+def test_translation_targets_are_in_their_language(kind: str, settings: Settings, tmp_path: Path) -> None:
+    """Ids and special tokens are those of ``tokenizer(text, text_target=target)``."""
+    if kind == "mbart":
+        own: Any = MBartTokenizer(vocab=None)
+        source, written = "en_XX", "de_DE"
+    else:
+        letters = {letter: 4 + i for i, letter in enumerate(chr(0x2581) + "abcdefghijklmnopqrstuvwxyz")}
+        special = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+        own = NllbTokenizer(vocab=special | letters, merges=[], legacy_behaviour=kind != "nllb")
+        source, written = "eng_Latn", "deu_Latn"
+    own.save_pretrained(tmp_path / "own")
+    pairs = [("a cat", "eine katze"), ("the dog sat down there", "der hund sass dort und schlief")] * 4
+    rows = ({"text": text, "target": target} for text, target in pairs)
+    given = replace(
+        settings,
+        source=str(write_jsonl(tmp_path / "p.jsonl", rows)),
+        tokenizer=str(tmp_path / "own"),
+        seq_len=20,
+        eval_fraction=0.0,
+        source_language=source,
+        target_language=written,
+    )
+    data = build_data(given, task="seq2seq-lm", decoder_start_token_id=LAST_LABEL)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "own", src_lang=source, tgt_lang=written)
+    codes = theirs.convert_tokens_to_ids([source, written])
+    seen = set()
+    for i in range(len(data.train)):
+        sample = data.train[i]
+        number = data.train.documents(i)[0]
+        text, target = pairs[number]
+        expected = theirs(text, text_target=target, truncation=True, max_length=20)
+        labels = sample["labels"][sample["labels"] != IGNORED].tolist()
+        assert sample["input_ids"][sample["attention_mask"] == 1].tolist() == expected["input_ids"]
+        assert labels == expected["labels"]
+        assert sample["decoder_input_ids"][: len(labels)].tolist() == [labels[-1], *labels[:-1]]
+        assert codes[0] in expected["input_ids"] and codes[1] in labels and codes[0] not in labels
+        seen.add(len(labels))
+    assert kind == "mbart" or max(seen) == 20  # one was cut, and ends as it should
+    for code, told in (
+        (None, r"data\.target_language: missing"),
+        (written + "X", r"data\.target_language: .*did you mean de"),
+    ):
+        with pytest.raises(UserError, match=told):
+            build_data(replace(given, target_language=code), task="seq2seq-lm")
+        with pytest.raises(UserError, match=told):
+            inspect_data(replace(given, target_language=code), task="seq2seq-lm")
+
+
+def test_a_tokenizer_of_one_language_is_told_none(settings: Settings, tmp_path: Path) -> None:
+    rows = ({"text": text, "target": text} for text in texts(9))
+    given = replace(settings, source=str(write_jsonl(tmp_path / "p.jsonl", rows)), target_language="de")
+    with pytest.raises(UserError, match=r"data\.target_language: 'de' is for a tokenizer of many languages"):
+        build_data(given, task="seq2seq-lm")
+
+
+def test_text_that_is_cut_off_is_told(settings: Settings, tmp_path: Path) -> None:
+    """By the tokens that no sample has; a text file is one document unless it is split."""
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(texts(40)))
+    given = replace(settings, source=str(path), packing=False, seq_len=64, eval_fraction=0.0)
+    data = build_data(given)
+    held = sum(int((data.train[i]["labels"] != IGNORED).sum()) + 1 for i in range(len(data.train)))
+    assert data.sizes.tokens is not None
+    assert data.sizes.cut == pytest.approx(1 - held / data.sizes.tokens)
+    assert len(data.train) == 1 and data.sizes.cut > 0.9
+    assert data.sizes.warning is not None and "data.text_split" in data.sizes.warning
+    assert f"{data.sizes.cut:.0%} of the tokens are cut off" in str(data.sizes)
+    assert inspect_data(given) == data.sizes
+    lines = build_data(replace(given, text_split="line"))
+    assert (len(lines.train), lines.sizes.warning) == (40, None)
+    assert build_data(replace(given, packing=True)).sizes.warning is None
+
+
+def test_classes_of_a_hub_data_set(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its labels are numbers of classes that it names, in an order of its own, used or not."""
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    names = ["world", "sports", "business"]
+    labels = [(0, 2)[i % 2] for i in range(20)]
+    rows = {"text": texts(20), "label": labels}
+    features = Features({"text": Value("string"), "label": ClassLabel(names=names)})
+    monkeypatch.setattr(
+        HubDataset, "_loaded", {("org/news", None, "train"): Dataset.from_dict(rows, features=features)}
+    )
+    given = replace(settings, source="org/news", eval_fraction=0.0)
+    data = build_data(given, task="sequence-classification")
+    assert data.label_names == tuple(names)
+    found = [int(data.train[i]["labels"]) for i in range(20)]
+    assert found == [labels[data.train.documents(i)[0]] for i in range(20)]
+    known = KnownClasses("model.name_or_path", ("Business", "Sports", "World"))
+    data = build_data(given, task="sequence-classification", known_classes=known)
+    assert data.label_names == known.names
+    assert [int(data.train[i]["labels"]) for i in range(20)] == [2 - label for label in found]
 
 
 def test_classification(settings: Settings, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PAD, END, MASK = 0, 1, 2
 VOCABULARY = Vocabulary(
-    size=500, end=END, pad=PAD, mask=MASK, special=(PAD, END, MASK), prefix=(), suffix=(END,), begin=()
+    size=500, end=END, pad=PAD, mask=MASK, special=(PAD, END, MASK), prefix=(), suffix=(END,)
 )
 DOCUMENTS = [[*range(10 * n + 3, 10 * n + 3 + n % 9), END] for n in range(1, 40)]
 

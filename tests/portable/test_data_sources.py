@@ -90,6 +90,43 @@ def test_long_text_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(piece.text.endswith("\n") for piece in pieces)
 
 
+LINES = "first line\n  second\r\n\n\n \nthird\n\nfourth\nfifth"
+
+
+def test_a_line_or_a_paragraph_is_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the datasets library's own reader of text, but for lines with nothing on them."""
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "a.txt"
+    path.write_bytes(LINES.replace("\r\n", "\n").replace("\n \n", "\n\n").encode())
+
+    def theirs(by: str) -> list[str]:
+        rows = datasets.load_dataset(
+            "text", data_files=[str(path)], sample_by=by, split="train", cache_dir=str(tmp_path / "cache")
+        )
+        return [row["text"].strip("\n") for row in rows if row["text"].strip()]
+
+    lines, paragraphs = Fields(text_split="line"), Fields(text_split="paragraph")
+    assert read(str(path), fields=lines) == theirs("line")
+    assert read(str(path), fields=paragraphs) == theirs("paragraph")
+    path.write_bytes(LINES.encode())
+    expected = ["first line", "  second", "third", "fourth", "fifth"]
+    assert read(str(path), fields=lines) == expected
+    assert read(str(path), fields=paragraphs) == ["first line\n  second", "third", "fourth\nfifth"]
+    assert read(str(path), fields=lines, max_samples=2) == expected[:2]
+    keys = {open_source(str(path), fields=fields).key for fields in (Fields(), lines, paragraphs)}
+    assert len(keys) == 3
+    monkeypatch.setattr(files, "PIECE_CHARS", 4)
+    for fields, count in ((lines, 5), (paragraphs, 3)):
+        pieces = list(open_source(str(path), fields=fields).documents())
+        assert sum(piece.ends for piece in pieces) == count < len(pieces)
+        joined = "".join(piece.text + "|" * piece.ends for piece in pieces)
+        assert joined.replace("\r", "").replace("\n", "") == (
+            "first line|  second|third|fourth|fifth|"
+            if fields is lines
+            else "first line  second|third|fourthfifth|"
+        )
+
+
 def test_jsonl(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     assert read(str(path)) == TEXTS

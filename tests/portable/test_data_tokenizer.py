@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from portable.data.sources import StandardLibrary, open_source
-from portable.data.tokenize import Frame, frame
+from portable.data.sources import Fields, StandardLibrary, open_source
+from portable.data.tokenize import Frame, frame, tokenize
 from portable.data.tokenizer import (
     DEFAULT_VOCAB_SIZE,
     Vocabulary,
@@ -23,10 +25,7 @@ from portable.data.tokenizer import (
     trained_vocab_size,
 )
 from portable.errors import UserError
-from tests.portable.data_support import corpus
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.portable.data_support import corpus, write_jsonl
 
 HARD = "Def  f(x):\r\n\n\t return 'ß 漢字 🙂' \u200b\x00 # ſ  . , 's  <|end"
 
@@ -125,7 +124,7 @@ def test_vocabulary_of_a_causal_model() -> None:
     llama = word_tokenizer("<s> $A", bos_token="<s>", eos_token="</s>")
     vocabulary = Vocabulary.of(llama)
     assert (vocabulary.size, vocabulary.end, vocabulary.pad) == (6, 1, 1)
-    assert (vocabulary.prefix, vocabulary.begin, vocabulary.suffix) == ((0,), (0,), ())
+    assert (vocabulary.prefix, vocabulary.suffix) == ((0,), ())
     assert frame("causal-lm", vocabulary) == Frame((0,), (1,))
     gpt = Vocabulary.of(word_tokenizer("", bos_token="<|e|>", eos_token="<|e|>"))
     assert frame("causal-lm", gpt) == Frame((), (0,))
@@ -134,11 +133,72 @@ def test_vocabulary_of_a_causal_model() -> None:
 def test_vocabulary_of_an_encoder() -> None:
     special = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
     bert = Vocabulary.of(word_tokenizer("[CLS] $A [SEP]", **special))
-    assert (bert.prefix, bert.suffix, bert.begin, bert.mask, bert.pad) == ((0,), (1,), (), 3, 2)
+    assert (bert.prefix, bert.suffix, bert.mask, bert.pad) == ((0,), (1,), 3, 2)
     assert frame("masked-lm", bert) == frame("sequence-classification", bert) == Frame((0,), (1,))
-    assert frame("causal-lm", bert) == Frame((), (1,))
+    assert frame("causal-lm", bert) == Frame((0,), (1,))
     t5 = Vocabulary.of(word_tokenizer("$A </s>", eos_token="</s>", pad_token="<pad>"))
     assert frame("seq2seq-lm", t5) == Frame((), (0,))
+
+
+def test_all_of_a_template_stands_before_a_document() -> None:
+    """As a GLM's: more than a token for the beginning, or one that is none."""
+    special = {"eos_token": "<|e|>", "bos_token": "<sop>", "cls_token": "[gMASK]"}
+    glm = word_tokenizer("[gMASK] <sop> $A", **special)
+    assert glm("a b")["input_ids"][:2] == [2, 1]
+    assert frame("causal-lm", Vocabulary.of(glm)) == Frame((2, 1), (0,))
+
+
+class TwoSides(PreTrainedTokenizer):  # type: ignore[misc, unused-ignore]
+    """A tokenizer in Python that reads one vocabulary and writes another, as Marian's does."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.encoder = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3}
+        self.target_encoder = {"<unk>": 0, "</s>": 1, "b": 2, "a": 3}
+        self.current = self.encoder
+        super().__init__(unk_token="<unk>", eos_token="</s>", **settings)
+
+    vocab_size = 4
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self.encoder)
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        return text.split()
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self.current.get(token, 0)
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        return [*token_ids_0, 1]
+
+    def _switch_to_input_mode(self) -> None:
+        self.current = self.encoder
+
+    def _switch_to_target_mode(self) -> None:
+        self.current = self.target_encoder
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        path = Path(save_directory) / "target.json"
+        path.write_text(json.dumps(self.target_encoder))
+        return (str(path),)
+
+
+def test_targets_are_of_the_vocabulary_for_targets(tmp_path: Path) -> None:
+    tokenizer = TwoSides()
+    path = write_jsonl(tmp_path / "p.jsonl", [{"text": "a b", "target": "a b"}])
+    fields = Fields("text", "target")
+    vocabulary = Vocabulary.of(tokenizer)
+    framed = frame("seq2seq-lm", vocabulary, Vocabulary.of(tokenizer, targets=True))
+    source = open_source(str(path), fields=fields)
+    cache = tokenize(source, tokenizer, vocabulary, fields, framed, tmp_path / "cache")
+    expected = tokenizer("a b", text_target="a b")
+    assert cache.document("text", 0).tolist() == expected["input_ids"] == [2, 3, 1]
+    assert cache.document("target", 0).tolist() == expected["labels"] == [3, 2, 1]
+    before = tokenizer_digest(tokenizer)
+    tokenizer.target_encoder["b"] = 9
+    assert tokenizer_digest(tokenizer) != before
 
 
 def test_a_tokenizer_without_an_end() -> None:

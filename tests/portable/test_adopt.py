@@ -1,0 +1,476 @@
+"""Special tokens, classes and decoder starts mean what they mean to transformers and its Trainer."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    MBartTokenizer,
+    NllbTokenizer,
+)
+from transformers.trainer_utils import align_special_tokens
+
+from portable.adopt import SpecialTokens, known_classes
+from portable.config.sections import ModelConfig
+from portable.data import LAST_LABEL, KnownClasses
+from portable.data.classes import number_classes
+from portable.errors import UserError
+from portable.model import build_model, model_config
+from portable.run import train_leg
+from tests.parity import opened
+from tests.portable.test_data_tokenizer import word_tokenizer
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("brief_runs")
+
+LLAMA = {key: value for key, value in TINY_MODEL.items() if key != "model_type"} | {"num_hidden_layers": 1}
+WORDS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+"""A Llama's: no padding token."""
+
+
+def pretrained(folder: Path, tokenizer: Any, kind: Any = AutoModelForCausalLM, **config: Any) -> Path:
+    """A tiny model, as ``save_pretrained`` leaves it, with a tokenizer."""
+    torch.manual_seed(0)
+    settings = LLAMA if config.get("model_type", "llama") == "llama" else {}
+    model = kind.from_config(AutoConfig.for_model(**({"model_type": "llama"} | settings | config)))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def words(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+TEXT = [{"text": " ".join("abcd"[(i * j) % 4] for j in range(1, 4 + i % 9))} for i in range(40)]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_padding_that_is_the_end_token_still_trains_its_row(packing: bool, tmp_path: Path) -> None:
+    """The end token stands between packed documents: transformers builds first and aligns then."""
+    tokenizer = word_tokenizer("<s> $A", **WORDS, pad_token="</s>")
+    folder = pretrained(tmp_path / "model", tokenizer, bos_token_id=1, eos_token_id=2)
+    config = configured(
+        tmp_path / "run",
+        words(tmp_path, TEXT),
+        model__config=None,
+        model__name_or_path=str(folder),
+        data__packing=packing,
+        data__seq_len=8,
+        train__micro_batch_size=2,
+    )
+    with opened(config) as trial:
+        batch = trial.run.data.train.batch([(0, i) for i in range(2)])
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        align_special_tokens(theirs, tokenizer)
+        logits = theirs(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        expected = theirs.get_input_embeddings().weight.grad
+        mine = copy.deepcopy(trial.run.model)
+        logits = mine(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        found = mine.get_input_embeddings().weight.grad
+        assert float(expected[2].norm()) > 1e-4
+        assert torch.allclose(found, expected, atol=1e-6)
+        assert trial.run.model.config.pad_token_id == trial.run.model_config.pad_token_id == 2
+        assert mine.get_input_embeddings().padding_idx is None
+
+
+def test_the_padding_row_of_a_config_that_has_one_is_the_tokenizers(tmp_path: Path, corpus: Path) -> None:
+    """BERT's class says 0, which is the end token of a tokenizer that is trained here."""
+    bert = {"model_type": "bert", "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48}
+    bert |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    with opened(configured(tmp_path, corpus, model__config=bert, model__task="masked-lm")) as trial:
+        table = trial.run.model.get_input_embeddings()
+        assert table.padding_idx == trial.run.data.tokenizer.pad_token_id == 1
+        assert trial.run.model_config.pad_token_id == 1
+
+
+def aligned(
+    folder: Path | None, tokenizer: Any, task: str = "causal-lm", **settings: Any
+) -> tuple[Any, Any, list[str]]:
+    """The model, the config to save and the notes, without a run."""
+    chosen: Any = {"name_or_path": str(folder), "config": None} if folder else {"config": settings}
+    chosen = ModelConfig(task=task, **chosen)  # type: ignore[arg-type]
+    config = model_config(chosen)
+    special = SpecialTokens(config, chosen)
+    special.prepare(tokenizer)
+    model = build_model(config, chosen)
+    return model, config, special.align(model, tokenizer)
+
+
+CASES: list[dict[str, Any]] = [
+    {"bos_token_id": 1, "eos_token_id": 2},
+    {"bos_token_id": 1, "eos_token_id": 5},
+    {"bos_token_id": 1, "eos_token_id": [5, 6]},
+    {"bos_token_id": 5, "eos_token_id": 2, "pad_token_id": 6},
+    {"bos_token_id": None, "eos_token_id": None},
+]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("ids", CASES, ids=str)
+@pytest.mark.parametrize("generation", [{}, {"eos_token_id": [5, 2], "top_k": 7, "do_sample": True}])
+def test_a_pretrained_model_is_aligned_as_the_trainer_does(
+    ids: dict[str, Any], generation: dict[str, Any], padded: bool, tmp_path: Path
+) -> None:
+    tokenizer = word_tokenizer("<s> $A", **WORDS, **({"pad_token": "<pad>"} if padded else {}))
+    folder = pretrained(tmp_path / "model", tokenizer, **ids)
+    if generation:
+        GenerationConfig(**generation).save_pretrained(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    before = theirs.generation_config.to_dict(), theirs.config.to_dict()
+    align_special_tokens(theirs, tokenizer)
+    model, config, notes = aligned(folder, tokenizer)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        expected = getattr(theirs.config, name)
+        assert getattr(model.config, name) == getattr(config, name) == expected, name
+        mine, stops = getattr(model.generation_config, name), getattr(theirs.generation_config, name)
+        assert mine == stops or [mine] == stops, name
+    assert model.generation_config.top_k == theirs.generation_config.top_k
+    assert model.generation_config.do_sample == theirs.generation_config.do_sample
+    if theirs.config.to_dict() != before[1]:
+        assert notes
+
+
+def test_a_model_fine_tuned_to_stop_stops_and_keeps_how_it_generates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several end tokens, and a generation config that transformers would refuse to save changed."""
+    tokenizer = word_tokenizer("<s> $A", **WORDS, pad_token="<pad>")
+    folder = pretrained(tmp_path / "model", tokenizer, bos_token_id=1, eos_token_id=5)
+    told = {"eos_token_id": [5, 6], "temperature": 0.5, "do_sample": False, "max_length": 17}
+    (folder / "generation_config.json").write_text(json.dumps(told))
+    config = configured(
+        tmp_path / "run",
+        words(tmp_path, TEXT),
+        model__config=None,
+        model__name_or_path=str(folder),
+        data__seq_len=4,
+        data__packing=False,
+        train__steps=1,
+        train__warmup_steps=0,
+        train__micro_batch_size=6,
+        log__sample_tokens=0,
+    )
+    assert train_leg("cpu", config) == 0
+    told_of = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("note", "warning"))]
+    assert len(told_of) == 2 and "eos_token_id 5 -> 2" in told_of[0]
+    assert told_of[1].startswith("warning: data.seq_len: ") and "are cut off" in told_of[1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    found = model.generation_config
+    assert found.eos_token_id == [2, 5, 6]
+    assert (found.temperature, found.max_length) == (0.5, 17)
+
+
+TEXT_MODEL: dict[str, Any] = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+TEXT_MODEL |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+NESTED = [
+    ("gemma3", "causal-lm", {"text_config": TEXT_MODEL}),
+    ("t5gemma", "seq2seq-lm", {"encoder": TEXT_MODEL, "decoder": TEXT_MODEL, "vocab_size": 384}),
+]
+
+
+@pytest.mark.parametrize(("kind", "task", "given"), NESTED, ids=[kind for kind, _, _ in NESTED])
+def test_the_configs_inside_a_config_take_the_ids_over_too(
+    kind: str, task: str, given: dict[str, Any]
+) -> None:
+    """Their classes say 0 for padding, which is the end token here: its row would never be trained."""
+    tokenizer = word_tokenizer("$A </s>", eos_token="</s>", bos_token="<s>", unk_token="<u>", pad_token="<p>")
+    assert tokenizer.eos_token_id == 0
+    model, config, notes = aligned(None, tokenizer, task, model_type=kind, **given)
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.padding_idx is not None]
+    assert tables and all(table.padding_idx == tokenizer.pad_token_id for table in tables)
+    for part in (config.get_text_config(), model.config.get_text_config(), model.generation_config):
+        assert part.eos_token_id == tokenizer.eos_token_id
+    assert not notes
+
+
+# -- decoder starts
+
+
+SEQ2SEQ: dict[str, Any] = {"vocab_size": 64, "d_model": 16, "decoder_layers": 1, "encoder_layers": 1}
+SEQ2SEQ |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16}
+SEQ2SEQ |= {"decoder_ffn_dim": 16, "max_position_embeddings": 32}
+T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+STARTS = [
+    ("bart", SEQ2SEQ),
+    ("mbart", SEQ2SEQ),
+    ("m2m_100", SEQ2SEQ),
+    ("pegasus", SEQ2SEQ),
+    ("marian", SEQ2SEQ | {"pad_token_id": 1, "decoder_start_token_id": 9}),
+    ("plbart", SEQ2SEQ),
+    ("t5", T5 | {"decoder_start_token_id": 7}),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), STARTS, ids=[kind for kind, _ in STARTS])
+def test_the_decoder_starts_as_the_models_own_shift_of_labels_does(
+    kind: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    start = sizes.get("decoder_start_token_id")
+    sizes = {key: value for key, value in sizes.items() if key != "decoder_start_token_id"}
+    config = AutoConfig.for_model(kind, **sizes)
+    if start is not None:
+        config.decoder_start_token_id = start
+    model: Any = AutoModelForSeq2SeqLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = word_tokenizer("$A </s>", **WORDS, pad_token="<pad>")
+    settings = ModelConfig(name_or_path=str(tmp_path), config=None, task="seq2seq-lm")
+    found = SpecialTokens(model_config(settings), settings).decoder_start(tokenizer)
+    labels = torch.tensor([[20, 21, 22, 2]])
+    decoder = [labels[0, -1] if found == LAST_LABEL else found, *labels[0, :-1]]
+    inputs = {"input_ids": torch.tensor([[30, 31, 2]])}
+    with torch.no_grad():
+        expected = model(**inputs, labels=labels).logits
+        logits = model(**inputs, decoder_input_ids=torch.tensor([decoder])).logits
+    assert torch.equal(logits, expected)
+    assert (found == LAST_LABEL) == (kind in ("mbart", "plbart"))
+
+
+def test_a_start_that_only_the_generation_config_has(tmp_path: Path) -> None:
+    model: Any = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **T5))
+    model.generation_config.decoder_start_token_id = 9
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("decoder_start_token_id", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = ModelConfig(name_or_path=str(tmp_path), config=None, task="seq2seq-lm")
+    tokenizer = word_tokenizer("$A </s>", **WORDS, pad_token="<pad>")
+    assert SpecialTokens(model_config(settings), settings).decoder_start(tokenizer) == 9
+
+
+def test_a_default_start_is_of_the_tokenizer_that_is_there() -> None:
+    """Marian's class says 58100 for padding and start alike, far outside a small vocabulary."""
+    tokenizer = word_tokenizer("$A </s>", **WORDS, pad_token="<pad>")
+    model, config, _ = aligned(None, tokenizer, "seq2seq-lm", model_type="marian", **SEQ2SEQ)
+    assert config.decoder_start_token_id == config.pad_token_id == tokenizer.pad_token_id
+    assert model.generation_config.decoder_start_token_id == tokenizer.pad_token_id
+    assert config.forced_eos_token_id == config.eos_token_id == tokenizer.eos_token_id
+
+
+# -- classes
+
+
+NAMED = KnownClasses("model.name_or_path", ("NEGATIVE", "NEUTRAL", "POSITIVE"))
+UNNAMED = KnownClasses("model.name_or_path", ("LABEL_0", "LABEL_1", "LABEL_2"))
+STARS = KnownClasses("model.name_or_path", ("1", "2", "3"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "declared", "known", "names", "ids"),
+    [
+        (["no", "yes"], None, None, ("no", "yes"), (0, 1)),
+        ([3, 7], None, None, ("3", "7"), (0, 1)),
+        ([0, 2], ["b", "a", "c"], None, ("b", "a", "c"), (0, 2)),
+        (["negative", "neutral", "positive"], None, NAMED, NAMED.names, (0, 1, 2)),
+        (["Neutral", "Positive", "negative"], None, NAMED, NAMED.names, (1, 2, 0)),
+        ([0, 1, 2], ["positive", "negative", "neutral"], NAMED, NAMED.names, (2, 0, 1)),
+        ([0, 2], ["positive", "negative", "neutral"], NAMED, NAMED.names, (2, 1)),
+        ([0, 2], None, NAMED, NAMED.names, (0, 2)),
+        ([1, 2, 3], None, STARS, STARS.names, (0, 1, 2)),
+        (["a", "b", "c"], None, UNNAMED, ("a", "b", "c"), (0, 1, 2)),
+        ([0, 1, 2], None, UNNAMED, ("0", "1", "2"), (0, 1, 2)),
+        ([0, 2], None, UNNAMED, UNNAMED.names, (0, 2)),
+        (["LABEL_0", "LABEL_1", "LABEL_2"], None, UNNAMED, UNNAMED.names, (0, 1, 2)),
+    ],
+)
+def test_classes_are_the_models(
+    labels: list[int | str],
+    declared: list[str] | None,
+    known: KnownClasses | None,
+    names: tuple[str, ...],
+    ids: tuple[int, ...],
+) -> None:
+    found = number_classes(labels, declared, known)
+    assert (found.names, found.ids) == (names, ids)
+
+
+@pytest.mark.parametrize(
+    ("labels", "declared", "known"),
+    [
+        (["bad", "good", "neutral"], None, NAMED),
+        (["negative", "positive"], None, NAMED),
+        ([0, 3], None, NAMED),
+        ([1, 2], None, STARS),
+        (["a", "b"], None, UNNAMED),
+        ([0, 1], ["negative", "positive"], NAMED),
+    ],
+)
+def test_other_classes_are_refused_with_both_lists(
+    labels: list[int | str], declared: list[str] | None, known: KnownClasses
+) -> None:
+    with pytest.raises(UserError) as caught:
+        number_classes(labels, declared, known)
+    told = str(caught.value)
+    assert told.startswith("data.label_field: ") and known.names[0] in told and "\n" not in told
+    assert str((declared or labels)[0]) in told
+
+
+def test_a_label_that_is_no_class_and_a_single_one_are_refused() -> None:
+    with pytest.raises(UserError, match=r"label -1, which is none of the 2 classes"):
+        number_classes([-1, 0, 1], ["a", "b"])
+    with pytest.raises(UserError, match="nothing to tell apart"):
+        number_classes(["a"])
+
+
+BERT = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+BERT |= {"num_attention_heads": 2, "max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"problem_type": "regression"}, "problem_type is regression"),
+        ({"problem_type": "multi_label_classification"}, "problem_type is multi_label"),
+        ({"num_labels": 1}, "num_labels 1"),
+    ],
+)
+def test_other_losses_are_refused(given: dict[str, Any], told: str) -> None:
+    settings = ModelConfig(task="sequence-classification", config={"model_type": "bert", **BERT, **given})
+    with pytest.raises(UserError, match=told) as caught:
+        known_classes(model_config(settings), settings)
+    assert str(caught.value).startswith("model.config: ")
+
+
+def test_which_models_have_classes(tmp_path: Path) -> None:
+    """One with a trained head, or named in the config; no other."""
+    config = AutoConfig.for_model("bert", **BERT, id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    task: Any = {"task": "sequence-classification"}
+    head = ModelConfig(name_or_path=str(tmp_path), config=None, **task)
+    found = known_classes(model_config(head), head)
+    assert found is not None and found.names == ("no", "yes")
+    scratch = ModelConfig(name_or_path=str(tmp_path), config=None, init="scratch", **task)
+    assert known_classes(model_config(scratch), scratch) is None
+    bare = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["BertModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(bare))
+    assert known_classes(model_config(head), head) is None
+    plain = ModelConfig(config={"model_type": "bert", **BERT}, **task)
+    assert known_classes(model_config(plain), plain) is None
+    named = ModelConfig(config={"model_type": "bert", **BERT, "num_labels": 3}, **task)
+    found = known_classes(model_config(named), named)
+    assert found is not None and not found.named and len(found.names) == 3
+
+
+DECODER = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+
+
+XLNET = {"model_type": "xlnet", "vocab_size": 64, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}
+
+
+@pytest.mark.parametrize("pad", [None, "</s>", "<pad>"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "xlnet"])
+def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
+    family: str, pad: str | None, tmp_path: Path
+) -> None:
+    """Loss and class of each text are those of transformers for that text alone, without padding."""
+    tokenizer = word_tokenizer("", **WORDS, **({} if pad is None else {"pad_token": pad}))
+    shapes: dict[str, Any] = {"gpt2": DECODER, "llama": {"model_type": "llama", **LLAMA}, "xlnet": XLNET}
+    shape = shapes[family]
+    names = {0: "POSITIVE", 1: "NEGATIVE"}
+    config = AutoConfig.for_model(
+        **shape, id2label=names, label2id={name: index for index, name in names.items()}
+    )
+    torch.manual_seed(0)
+    theirs = AutoModelForSequenceClassification.from_config(config).eval()
+    theirs.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [row | {"label": ("positive", "negative")[i % 2]} for i, row in enumerate(TEXT)]
+    given = configured(
+        tmp_path / "run",
+        words(tmp_path, rows),
+        model__config=None,
+        model__name_or_path=str(tmp_path / "model"),
+        model__task="sequence-classification",
+        data__seq_len=16,
+        train__micro_batch_size=6,
+    )
+    with opened(given) as trial:
+        data, model = trial.run.data, trial.run.model.eval()
+        assert data.label_names == ("POSITIVE", "NEGATIVE")
+        batch = data.train.batch([(0, i) for i in range(6)])
+        with torch.no_grad():
+            together = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            for row in range(6):
+                document = data.train.documents(row)[0]
+                assert names[int(batch["labels"][row])].casefold() == rows[document]["label"]
+                ids = tokenizer(rows[document]["text"], return_tensors="pt")["input_ids"]
+                alone = theirs(input_ids=ids).logits  # of a batch of one: at the last token
+                assert torch.allclose(together[row], alone[0], atol=1e-6)
+                single = model(
+                    input_ids=batch["input_ids"][row : row + 1],
+                    attention_mask=batch["attention_mask"][row : row + 1],
+                ).logits
+                assert torch.allclose(single[0], alone[0], atol=1e-6)
+        fill = batch["input_ids"][batch["attention_mask"] == 0].unique().tolist()
+        assert fill == [data.tokenizer.pad_token_id] == [model.config.pad_token_id]
+        assert trial.run.model_config.pad_token_id == fill[0]
+        assert trial.run.model_config.label2id == {"POSITIVE": 0, "NEGATIVE": 1}
+
+
+@pytest.mark.parametrize("kind", ["m2m_100", "mbart"])
+def test_a_translation_model_begins_to_write_in_the_target_language(kind: str, tmp_path: Path) -> None:
+    """It is trained on what ``forward(labels=)`` of transformers computes, and saved as its examples do."""
+    letters = chr(0x2581) + "abcd"
+    special = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    own: Any
+    if kind == "m2m_100":
+        languages = {"source": "eng_Latn", "target": "deu_Latn"}
+        vocab = special | {letter: 4 + i for i, letter in enumerate(letters)}
+        own = NllbTokenizer(vocab=vocab, merges=[])
+    else:
+        languages = {"source": "en_XX", "target": "de_DE"}
+        own = MBartTokenizer()
+    config = AutoConfig.for_model(kind, **SEQ2SEQ | {"vocab_size": len(own), "dropout": 0.0})
+    torch.manual_seed(0)
+    theirs: Any = AutoModelForSeq2SeqLM.from_config(config)
+    theirs.save_pretrained(tmp_path / "model")
+    own.save_pretrained(tmp_path / "model")
+    given = configured(
+        tmp_path / "run",
+        words(tmp_path, [row | {"target": row["text"][::-1]} for row in TEXT]),
+        model__config=None,
+        model__name_or_path=str(tmp_path / "model"),
+        model__task="seq2seq-lm",
+        data__source_language=languages["source"],
+        data__target_language=languages["target"],
+        train__steps=1,
+        train__warmup_steps=0,
+        train__micro_batch_size=6,
+    )
+    with opened(given) as trial:
+        batch = trial.run.data.train.batch([(0, i) for i in range(6)])
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        with torch.no_grad():
+            logits = trial.run.model.eval()(**inputs).logits
+            del inputs["decoder_input_ids"]
+            expected = theirs.eval()(**inputs, labels=batch["labels"]).logits
+        counted = batch["labels"] != -100
+        assert torch.allclose(logits[counted], expected[counted], atol=1e-5)
+        trial.run.write_model_files(tmp_path / "final")
+    german = own.convert_tokens_to_ids(languages["target"])
+    saved = GenerationConfig.from_pretrained(tmp_path / "final")
+    if kind == "m2m_100":
+        assert (saved.decoder_start_token_id, saved.forced_bos_token_id) == (2, german)
+    else:
+        assert saved.decoder_start_token_id == german
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final")
+    assert tokenizer("a", text_target="a")["labels"].count(german) == 1
