@@ -75,6 +75,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_self_attends_per_block": 1,
         "num_self_attention_heads": 4,
     },
+    "zamba": {"num_hidden_layers": 6, "layer_types": ["mamba", "hybrid"] * 3},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "num_mem_blocks": 1,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "mamba_ngroups": 1,
+    },
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
 }
 """What the rules below do not reach."""
