@@ -23,7 +23,7 @@ from portable.errors import unsupported
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.loss import Objective, token_loss
 from portable.model import embeddings, state_tensors
-from portable.optim import build_optimizer, set_rates
+from portable.optim import build_optimizer, decaying, set_rates
 from portable.quirks import one_sequence_a_row
 from portable.resume import stored_state
 from portable.shards import local
@@ -102,6 +102,7 @@ class TorchEngine:
         self._optimizer: Optimizer = build_optimizer(
             config.train,
             self._trained,
+            decaying(self.model),
             embeddings={p for name, p in self._trained.items() if parameters[name] in tables},
         )
         original = {} if self._host is None else self._host.original()

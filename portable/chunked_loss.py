@@ -51,7 +51,7 @@ class ChunkedHead:
 
     @contextmanager
     def giving_losses(self, labels: Tensor) -> Iterator[None]:
-        """Within this context the model's logits are the losses of ``labels``, fp32 ``[batch, tokens, 1]``."""
+        """Within this context logits are losses instead, of ``labels``: fp32 ``[batch, tokens, 1]``."""
         self._labels = labels
         try:
             yield

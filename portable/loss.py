@@ -1,10 +1,10 @@
 """The loss of every task: cross-entropy summed over the positions that have a label, and what a model adds.
 
 A step minimises the mean cross-entropy over all labels of the global batch, plus what a model's own
-``forward(labels=...)`` adds to it: the auxiliary loss that balances a mixture's experts, a z-loss. transformers
-defines what is added for one forward pass. Over a global batch it is the mean over the sequences: each
-micro-batch's, weighted by its share of them. So it is exactly transformers' where the global batch is one
-micro-batch, and does not grow with the number of micro-batches or ranks.
+``forward(labels=...)`` adds to it: the auxiliary loss that balances a mixture's experts, a z-loss.
+transformers defines what is added for one forward pass. Over a global batch it is the mean over the
+sequences: each micro-batch's, weighted by its share of them. So it is exactly transformers' where the global
+batch is one micro-batch, and does not grow with the number of micro-batches or ranks.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class XlaEngine:
         self._parameters = dict(model.named_parameters())
         ends: Any = model
         self._head = getattr(ends.get_output_embeddings(), "weight", None) if layout.shards else None
-        self._optimizer = Optimizer(config.train, self._parameters, layout)
+        self._optimizer = Optimizer(config.train, model, layout)
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()

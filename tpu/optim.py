@@ -14,10 +14,10 @@ import torch
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
-from portable.optim import parameter_groups
+from portable.optim import decaying, parameter_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor, nn
 
@@ -154,13 +154,13 @@ class Optimizer:
     argument of the compiled step and not hundreds.
     """
 
-    def __init__(self, settings: TrainConfig, parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    def __init__(self, settings: TrainConfig, model: nn.Module, layout: Layout) -> None:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._rule = build_rule(settings)
         self._names = list(trained)
         self._parameters = trained
         self._layout = layout
-        self._groups = _torch_groups(settings, trained)
+        self._groups = _torch_groups(settings, trained, decaying(model))
         self._decay = {name: group["weight_decay"] for group in self._groups for name in group["params"]}
         self._steps = layout.whole(torch.zeros(len(trained)))
         self._state: dict[str, State] = {}
@@ -227,9 +227,11 @@ class Optimizer:
         self._steps = self._layout.whole(steps)
 
 
-def _torch_groups(settings: TrainConfig, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+def _torch_groups(
+    settings: TrainConfig, trained: Mapping[str, nn.Parameter], decays: Collection[str]
+) -> list[dict[str, Any]]:
     names = {id(parameter): name for name, parameter in trained.items()}
-    groups = parameter_groups(trained, settings.weight_decay)
+    groups = parameter_groups(trained, settings.weight_decay, decays)
     beta1, beta2 = settings.betas
     rate = settings.learning_rate
     optimizer: torch.optim.Optimizer

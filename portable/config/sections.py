@@ -269,8 +269,8 @@ class TrainConfig(Section):
     weight_decay: float = Field(
         default=0.1,
         ge=0,
-        description="Weight decay, applied to matrices; biases and norms are spared. Decoupled for adamw, "
-        "added to the gradient for sgd.",
+        description="Weight decay of all that is neither a bias nor of a norm, as in the Trainer. Decoupled "
+        "for adamw, added to the gradient for sgd.",
         json_schema_extra=IDENTITY,
     )
     max_grad_norm: float | None = Field(
