@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from portable.adafactor import Adafactor
+from portable.adafactor import RULES, Adafactor
 from portable.adamw_8bit import AdamW8bit
 from portable.shards import local
 
@@ -105,7 +105,7 @@ def build_optimizer(
             groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps, exact=embeddings
         )
     if settings.optimizer == "adafactor":
-        return Adafactor(groups, lr=settings.learning_rate)
+        return Adafactor(groups, lr=settings.learning_rate, rule=RULES[settings.adafactor_rule])
     assert settings.optimizer == "sgd", settings.optimizer
     return FusedSGD(groups, lr=settings.learning_rate, momentum=beta1)
 

@@ -220,6 +220,14 @@ class TrainConfig(Section):
         "embeddings, vectors and small matrices), or sgd (momentum is the first of train.betas).",
         json_schema_extra=IDENTITY,
     )
+    adafactor_rule: Literal["torch", "transformers"] = Field(
+        default="torch",
+        description="Which library's formula adafactor goes by. torch: the rate is a share of a parameter's "
+        "root mean square, and at most one over the root of the steps. transformers: the rate is taken as it "
+        "is, as optim adafactor of the Trainer has it (scale_parameter and relative_step false); it wants "
+        "one that is 10 to 100 times lower.",
+        json_schema_extra=IDENTITY,
+    )
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
         default=(0.9, 0.95),
         description="Decay rates of the first and second moment. Raise the second towards 0.999 for small or "
