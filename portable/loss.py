@@ -106,7 +106,7 @@ class OwnTerms:
 
     def added(self, loss: Tensor, output: Any, *, share: float) -> Tensor:
         """``loss`` with that ``share`` of what the model has added in the pass that returned ``output``."""
-        own = output.loss if self._given else None
+        own: Tensor | None = output.loss if self._given else None
         nothing, self._nothing = self._nothing, None
         # Most models add nothing, not even in place: that is not worth an operation.
         if own is None or (own is nothing and own._version == 0):

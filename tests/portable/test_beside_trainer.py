@@ -105,7 +105,7 @@ class Given(Dataset):  # type: ignore[type-arg]
         return self._rows[index]
 
 
-class Ordered(transformers.Trainer):
+class Ordered(transformers.Trainer):  # type: ignore[misc]
     """The Trainer, which takes the samples of an epoch in a given order and keeps the losses unrounded."""
 
     def __init__(self, *, orders: list[list[int]], **arguments: Any) -> None:
@@ -193,8 +193,7 @@ def beside(config: RunConfig, folder: Path, accumulation: int) -> tuple[list[flo
             model=model,
             args=arguments(config, folder, accumulation),
             train_dataset=Given(rows),
-            eval_dataset=Given([row_of(cast("Any", data.eval), (EVAL_EPOCH, index), task) for index in held])
-            or None,
+            eval_dataset=Given(held) or None,
         )
     trainer.train()
     parts = trainer.step_losses

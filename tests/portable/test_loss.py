@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
     from portable.config import RunConfig
     from tests.engines import Engines
@@ -66,14 +67,15 @@ SEQ2SEQ: dict[str, dict[str, Any]] = {
 MODELS = {**dict.fromkeys(CAUSAL, "causal-lm"), **dict.fromkeys(SEQ2SEQ, "seq2seq-lm")}
 
 
-def built(model_type: str, **changes: Any) -> nn.Module:
+def built(model_type: str, **changes: Any) -> PreTrainedModel:
     task = MODELS.get(model_type, "causal-lm")
     settings = {**(CAUSAL | SEQ2SEQ).get(model_type, SMALL), **changes}
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
-    model: nn.Module = getattr(transformers, AUTO_CLASSES[task]).from_config(config)
+    model: PreTrainedModel = getattr(transformers, AUTO_CLASSES[task]).from_config(config)
     model.config.use_cache = False
-    return model.train()
+    model.train()
+    return model
 
 
 def inputs(task: str, rows: int = 3) -> dict[str, Tensor]:
@@ -93,7 +95,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def transformers_own(model: nn.Module, batch: dict[str, Tensor], task: str) -> Tensor:
+def transformers_own(model: PreTrainedModel, batch: dict[str, Tensor], task: str) -> Tensor:
     """Its loss for one micro-batch; aligned labels are what it calls shifted ones."""
     more: dict[str, Any] = {"shift_labels": batch["labels"]} if task == "causal-lm" else {}
     if "switch" in model.config.model_type:  # does not look into its config
