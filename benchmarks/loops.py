@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from portable.initial import Blueprint
 from portable.loop import Cadence, Events, train
-from portable.optim import parameter_groups
+from portable.optim import decaying, parameter_groups
 from portable.output import LocalOutput
 from portable.weights import to_torch
 
@@ -162,7 +162,7 @@ class Setting:
     def build_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
         settings = self.config.train
         return torch.optim.AdamW(
-            parameter_groups(dict(model.named_parameters()), settings.weight_decay),
+            parameter_groups(dict(model.named_parameters()), settings.weight_decay, decaying(model)),
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.eps,

@@ -31,7 +31,7 @@ from benchmarks.machine import command_line, describe_machine
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.loop import train_step
-from portable.optim import parameter_groups
+from portable.optim import decaying, parameter_groups
 from portable.run import Prepared, resolve
 from tpu.graphs import counted
 from tpu.runtime import torch_xla, xr, xs
@@ -111,7 +111,7 @@ class Bare:
             xs.mark_sharding(parameter, self._mesh, spec)
         settings = prepared.config.train
         self._optimizer = torch.optim.AdamW(
-            parameter_groups(dict(model.named_parameters()), settings.weight_decay),
+            parameter_groups(dict(model.named_parameters()), settings.weight_decay, decaying(model)),
             lr=torch.tensor(settings.learning_rate).to(self._device),
             betas=settings.betas,
             eps=settings.eps,

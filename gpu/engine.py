@@ -21,9 +21,9 @@ from gpu.sharding import shard
 from portable.chunked_loss import chunked_head
 from portable.errors import unsupported
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
-from portable.loss import token_loss
+from portable.loss import Objective, token_loss
 from portable.model import embeddings, state_tensors
-from portable.optim import build_optimizer, set_rates
+from portable.optim import build_optimizer, decaying, set_rates
 from portable.quirks import no_look_at_values
 from portable.resume import stored_state
 from portable.shards import local
@@ -89,6 +89,7 @@ class TorchEngine:
     ) -> None:
         self.model: nn.Module = sharded.model
         self._head = head
+        self._objective = Objective(self.model, config.train.global_batch_size, head)
         self._sharded = sharded
         self._device = device
         parameters = dict(self.model.named_parameters())
@@ -101,6 +102,7 @@ class TorchEngine:
         self._optimizer: Optimizer = build_optimizer(
             config.train,
             self._trained,
+            decaying(self.model),
             embeddings={p for name, p in self._trained.items() if parameters[name] in tables},
         )
         original = {} if self._host is None else self._host.original()
@@ -119,8 +121,7 @@ class TorchEngine:
         self._captured.begin_pass()
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast(), no_look_at_values():
-                loss = token_loss(self._sharded.forward, batch, self._head)
-            loss = loss / valid.clamp(min=1)
+                loss = self._objective(self._sharded.forward, batch, valid)
             scaled = loss * self._sharded.loss_scale
             (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
         self._captured.keep_gradients(self._parameters, last=last)

@@ -267,9 +267,9 @@ class _Zero:
     @cached_property
     def _groups(self) -> list[list[Weight]]:
         """The optimizer's groups of parameters; see :func:`portable.optim.parameter_groups`."""
-        matrices = [w for w in self._trained if len(w.shape) >= 2]
-        others = [w for w in self._trained if len(w.shape) < 2]
-        return [group for group in (matrices, others) if group]
+        decaying = [w for w in self._trained if w.decays]
+        others = [w for w in self._trained if not w.decays]
+        return [group for group in (decaying, others) if group]
 
     @cached_property
     def _flat_row(self) -> int:

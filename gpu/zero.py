@@ -20,7 +20,7 @@ from gpu.zero_saving import ZeroSaver
 from gpu.zero_settings import ModelSizes, settings_for
 from portable.errors import require, unsupported
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
-from portable.loss import token_loss
+from portable.loss import Objective, token_loss
 from portable.model import materialize, state_tensors
 from portable.optim import set_rates
 from portable.plan import plan_batches
@@ -172,6 +172,7 @@ class ZeroEngine:
     def __init__(self, engine: Any, stage: int, config: RunConfig, machine: Machine) -> None:
         self.model: nn.Module = engine.module
         self._engine = engine
+        self._objective = Objective(self.model, config.train.global_batch_size)
         self._sharded = stage == 3
         self._device = machine.device
         # DeepSpeed averages gradients over the ranks; the loss is already divided by the global batch.
@@ -191,7 +192,7 @@ class ZeroEngine:
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._partitions.refresh()
         self._engine.set_gradient_accumulation_boundary(last)
-        loss = token_loss(self._engine, batch) / valid.clamp(min=1)
+        loss = self._objective(self._engine, batch, valid)
         # DeepSpeed looks at gradients alone, and an infinite loss may have finite ones: then they become NaN.
         finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
         self._engine.backward(loss * (finite * self._loss_scale), scale_wrt_gas=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.errors import UserError, one_line, require
-from portable.optim import build_optimizer, parameter_groups
+from portable.optim import build_optimizer, decaying, parameter_groups
 from portable.quiet import native_stdout_closed
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ def build(config: RunConfig, document: Document | None, model: nn.Module) -> Any
     """The optimizer of ``model``, whose parameters may be cut up already."""
     parameters = dict(model.named_parameters())
     if not _forced(config, document):
-        return build_optimizer(config.train, parameters, _ndim)
+        return build_optimizer(config.train, parameters, decaying(model))
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     train = config.train
-    groups = parameter_groups(parameters, train.weight_decay, _ndim)
+    groups = parameter_groups(parameters, train.weight_decay, decaying(model))
     return DeepSpeedCPUAdam(groups, lr=train.learning_rate, betas=train.betas, eps=train.eps)
 
 
@@ -81,8 +81,3 @@ def catch_up(optimizer: Any, steps: int) -> None:
 
 def _forced(config: RunConfig, document: Document | None) -> bool:
     return document is not None and document.get(_KEY) is True and config.memory.offload_optimizer != "none"
-
-
-def _ndim(parameter: nn.Parameter) -> int:
-    """Dimensions of a parameter, also of one that ZeRO-3 has cut up and left empty."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))

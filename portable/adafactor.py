@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +13,34 @@ from portable.shards import local, shard_group, zeros_beside
 if TYPE_CHECKING:
     from torch import Tensor
 
-BETA2_DECAY, EPS1, EPS2, CLIP = -0.8, torch.finfo(torch.float32).eps, 1e-3, 1.0
-"""The defaults of ``torch.optim.Adafactor``: decay of the second moment's rate, floor of the variance, floor
-of a parameter's size, and the root mean square that an update is clipped to."""
+BETA2_DECAY, EPS2, CLIP = -0.8, 1e-3, 1.0
+"""Decay of the second moment's rate, floor of a parameter's size, and the root mean square that an update is
+clipped to: the defaults of torch and of transformers."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where two libraries differ in what they call Adafactor."""
+
+    scaled: bool
+    """Whether the rate is a share of a parameter's size, and falls from 1 with the root of the steps."""
+    added: float
+    """To each squared gradient."""
+    least_mean: float
+    least_variance: float
+    """Floors of what is divided by."""
+
+
+_EPS = torch.finfo(torch.float32).eps
+RULES = {
+    "torch": Rule(scaled=True, added=0.0, least_mean=_EPS, least_variance=_EPS**2),
+    # With scale_parameter and relative_step false, as the Trainer has it.
+    "transformers": Rule(scaled=False, added=1e-30, least_mean=1e-30, least_variance=1e-30),
+}
 
 
 class Adafactor(torch.optim.Optimizer):
-    """The formula and the state of ``torch.optim.Adafactor``.
+    """The state of ``torch.optim.Adafactor``, and its formula or that of transformers' ``Adafactor``.
 
     A parameter of two or more dims keeps ``row_var`` (``[..., rows, 1]``) and ``col_var``
     (``[..., 1, columns]``), any other ``variance`` of its own shape; all of them ``step``. State is fp32.
@@ -31,7 +53,8 @@ class Adafactor(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     """An fp32 scalar on the parameters' device; where it is 1, a step changes nothing."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, rule: Rule = RULES["torch"]) -> None:
+        self._rule = rule
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -74,10 +97,12 @@ class Adafactor(torch.optim.Optimizer):
             state["step"].copy_(count)
         fresh = (steps.clamp(min=1) ** BETA2_DECAY * allowed).unbind()
         rates = torch.stack([torch.full_like(allowed, group["lr"]) for _, group in trained])
-        rates = torch.minimum(rates, steps.clamp(min=1) ** -0.5)
+        if self._rule.scaled:
+            rates = torch.minimum(rates, steps.clamp(min=1) ** -0.5)
         sizes = self._measure(parameters, gradients, states, fresh)
         lengths = self._scale(parameters, gradients, states, sizes)
-        rates = rates * torch.stack([size.clamp(min=EPS2) for size, *_ in sizes])
+        if self._rule.scaled:
+            rates = rates * torch.stack([size.clamp(min=EPS2) for size, *_ in sizes])
         rates = rates / (torch.stack(lengths) / CLIP).clamp(min=1.0) * allowed
         for (parameter, group), gradient, rate in zip(trained, gradients, rates.unbind(), strict=True):
             part = local(parameter)
@@ -99,7 +124,7 @@ class Adafactor(torch.optim.Optimizer):
         sums = []
         for parameter, gradient, state, weight in zip(parameters, gradients, states, fresh, strict=True):
             sums.append(local(parameter).square().sum())
-            squares = gradient.square()
+            squares = gradient.square().add_(self._rule.added)
             if parameter.dim() < 2:
                 local(state["variance"]).lerp_(squares, weight)
                 continue
@@ -136,9 +161,8 @@ class Adafactor(torch.optim.Optimizer):
             else:
                 rows, columns = local(state["row_var"]), local(state["col_var"])
                 mean = size[1] if parameter.dim() == 2 else rows.mean(dim=-2, keepdim=True)
-                variance = rows * columns
-                variance.div_(mean.clamp(min=EPS1))
-            gradient.mul_(variance.clamp_(min=EPS1**2).rsqrt_())
+                variance = rows / mean.clamp(min=self._rule.least_mean) * columns
+            gradient.mul_(variance.clamp_(min=self._rule.least_variance).rsqrt_())
             sums.append(gradient.square().sum())
         return [
             (total / parameter.numel()).sqrt()

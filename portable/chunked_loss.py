@@ -7,6 +7,7 @@ summed in another order is the head's gradient alone, and that in fp32.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -15,15 +16,13 @@ from torch import nn
 from torch.nn import functional
 
 from portable.errors import require
-from portable.loss import IGNORED
+from portable.loss import IGNORED, OwnTerms
 from portable.model import trial_forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
-
-    from portable.backend import Batch
 
 LOGITS_HELD = 1 << 26
 """Logits that ``memory.loss_chunk_tokens: auto`` computes at a time; 256 MiB in fp32."""
@@ -50,15 +49,14 @@ class ChunkedHead:
         """Whether a micro-batch has more tokens than are projected at a time."""
         return labels.numel() > self._tokens
 
-    def token_loss(self, model: nn.Module, inputs: Batch, labels: Tensor) -> Tensor:
-        """As :func:`portable.loss.token_loss`."""
+    @contextmanager
+    def giving_losses(self, labels: Tensor) -> Iterator[None]:
+        """Within this context logits are losses instead, of ``labels``: fp32 ``[batch, tokens, 1]``."""
         self._labels = labels
         try:
-            losses: Tensor = model(**inputs).logits
+            yield
         finally:
             self._labels = None
-        assert losses.shape == (*labels.shape, 1)
-        return losses.sum()
 
     def _forward(self, hidden: Tensor) -> Tensor:
         """Losses, fp32 ``[batch, tokens, 1]``, while labels are set, and else logits."""
@@ -101,21 +99,42 @@ def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead
 
 
 def _returns_what_its_head_gives(model: nn.Module) -> bool:
-    """Whether nothing is done to the logits after the head: no scaling, no capping."""
+    """Whether nothing is done to the logits after the head: no scaling, no capping, no loss of their own."""
+    for dtype in (
+        None,
+        torch.bfloat16,
+    ):  # the products of experts have shapes on the meta device in bf16 alone
+        try:
+            return _tried(model, dtype)
+        except Exception:  # it looks at the shape of its logits, or cannot run on the meta device
+            continue
+    return False
+
+
+def _tried(model: nn.Module, dtype: torch.dtype | None) -> bool:
     given: list[Tensor] = []
 
     def give(hidden: Tensor) -> Tensor:
-        given.append(hidden.new_empty(*hidden.shape[:-1], 1))
+        given.append(hidden.new_empty(*hidden.shape[:-1], 1).requires_grad_())
         return given[-1]
 
     def watch(trial: Any) -> None:
+        if dtype is not None:
+            trial.to(dtype)
+        trial.requires_grad_(False)  # so that a loss has a gradient only if the logits have a part in it
         trial.get_output_embeddings().__dict__["forward"] = give
+        terms, forward = OwnTerms(trial), trial.forward
 
-    try:
-        output = trial_forward(model, watch)
-    except Exception:  # it looks at the shape of its logits, or cannot run on the meta device
-        return False
-    return len(given) == 1 and output.logits is given[0]
+        def with_labels(**inputs: Tensor) -> Any:
+            labels = inputs.get("decoder_input_ids", inputs["input_ids"])
+            with terms.asked_for(labels) as more:
+                return forward(**inputs, **more)
+
+        trial.forward = with_labels
+
+    output = trial_forward(model, watch, gradients=True)
+    used = output.loss is not None and output.loss.requires_grad
+    return len(given) == 1 and output.logits is given[0] and not used
 
 
 class _TokenLosses(torch.autograd.Function):

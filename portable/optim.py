@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
-from portable.adafactor import Adafactor
+from portable.adafactor import RULES, Adafactor
 from portable.adamw_8bit import AdamW8bit
 from portable.shards import local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from portable.config import TrainConfig
 
@@ -34,22 +36,45 @@ class Optimizer(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
+_SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def decaying(model: nn.Module) -> set[str]:
+    """The names of the parameters that weight decay is for: all but those of norms, and biases.
+
+    What a parameter is, by the rule of the Trainer's ``get_decay_parameter_names``: its name tells, or the
+    class of the module that it lies in. The number of its dims does not: there are tables of biases, and
+    vectors that are weights.
+    """
+    names: set[str] = set()
+    norms: list[str] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.LayerNorm):
+            norms.append(f"{prefix}.")
+        dotted = f"{prefix}." if prefix else ""
+        if not dotted.startswith(tuple(norms)):
+            names.update(dotted + name for name in module._parameters if not _spared(dotted + name))
+    return names
+
+
+def _spared(name: str) -> bool:
+    return _SPARED.search(name.lower()) is not None
+
+
 def parameter_groups(
-    parameters: Mapping[str, nn.Parameter],
-    weight_decay: float,
-    ndim: Callable[[nn.Parameter], int] = torch.Tensor.dim,
+    parameters: Mapping[str, nn.Parameter], weight_decay: float, decays: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Two groups: matrices decay, vectors (biases and the scales of norms) do not.
+    """Two groups: what decays, and what does not.
 
     Args:
         parameters: by name.
-        weight_decay: of the matrices.
-        ndim: tells the dimensions of a parameter where it does not show them itself.
+        weight_decay: of the first group.
+        decays: the names of what decays; see :func:`decaying`.
     """
-    trained = [p for p in parameters.values() if p.requires_grad]
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
     groups = [
-        {"params": [p for p in trained if ndim(p) >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if ndim(p) < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if name in decays], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained.items() if name not in decays], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -57,7 +82,7 @@ def parameter_groups(
 def build_optimizer(
     settings: TrainConfig,
     parameters: Mapping[str, nn.Parameter],
-    ndim: Callable[[nn.Parameter], int] = torch.Tensor.dim,
+    decays: Collection[str],
     embeddings: Collection[nn.Parameter] = (),
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit:
     """The optimizer that ``train.optimizer`` names.
@@ -68,10 +93,10 @@ def build_optimizer(
     Args:
         settings: which, and how.
         parameters: by name.
-        ndim: as for :func:`parameter_groups`.
+        decays: the names of those that weight decay is for; see :func:`decaying`.
         embeddings: the parameters whose moments stay in 32 bits when those of others are kept in 8.
     """
-    groups = parameter_groups(parameters, settings.weight_decay, ndim)
+    groups = parameter_groups(parameters, settings.weight_decay, decays)
     beta1, beta2 = settings.betas
     if settings.optimizer == "adamw":
         return FusedAdamW(groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
@@ -80,7 +105,7 @@ def build_optimizer(
             groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps, exact=embeddings
         )
     if settings.optimizer == "adafactor":
-        return Adafactor(groups, lr=settings.learning_rate)
+        return Adafactor(groups, lr=settings.learning_rate, rule=RULES[settings.adafactor_rule])
     assert settings.optimizer == "sgd", settings.optimizer
     return FusedSGD(groups, lr=settings.learning_rate, momentum=beta1)
 

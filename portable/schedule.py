@@ -61,11 +61,14 @@ class Schedule:
 
 @dataclass(frozen=True, config=_STRICT)
 class Constant(Schedule):
-    """Rises in a straight line, from the first step on, and stays."""
+    """Rises in a straight line from zero, the rate of the first step, and stays.
+
+    This and the two after it are transformers' ``get_..._schedule_with_warmup``, step by step.
+    """
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
+            return self.peak * step / self.warmup_steps
         # The minimum is approached and never quite reached, so that no step is spent at a rate of zero.
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         return self.minimum + (self.peak - self.minimum) * self._shape(progress)

@@ -18,7 +18,7 @@ from portable.config.problems import shown
 from portable.errors import DamagedError, UserError
 from portable.foreign import HALF_TYPES, Foreign
 from portable.model import embeddings, state_tensors, tied_names
-from portable.optim import build_optimizer
+from portable.optim import build_optimizer, decaying
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -227,6 +227,7 @@ class _Matching:
         ours = build_optimizer(
             self.config.train,
             self.trained,
+            decaying(self.model),
             embeddings={parameter for parameter in self.trained.values() if parameter in tables},
         )
         owners = {alias: name for name, others in tied_names(self.model).items() for alias in others}

@@ -49,7 +49,7 @@ def tiny(folder: Path | str, corpus: Path, **overrides: Any) -> dict[str, Any]:
         "data.seq_len": 32,
         "data.eval_fraction": 0.1,
         "train.steps": 8,
-        "train.warmup_steps": 2,
+        "train.warmup_steps": 0,
         "train.learning_rate": 3e-3,
         "train.global_batch_size": 6,
         "train.eval_every": None,

@@ -20,7 +20,7 @@ from tpu.checks import unusable
 from tpu.engine import XlaEngine
 from tpu.graphs import Graphs
 from tpu.layout import Layout
-from tpu.quirks import let_models_be_traced, use_fixed_shapes
+from tpu.quirks import let_models_be_traced, let_tokens_be_counted, use_fixed_shapes
 from tpu.runtime import torch_xla, xla, xr
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class XlaBackend:
         self.device = torch.device("xla:0")
         self._layout: Layout | None = None
         let_models_be_traced()
+        let_tokens_be_counted()
 
     @property
     def devices_per_rank(self) -> int:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from portable.errors import require
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
-from portable.loss import token_loss
+from portable.loss import Objective, token_loss
 from portable.model import replace_tensors, state_tensors, transformer_layers
 from portable.resume import stored_state
 from tpu.checks import GATHERED_ONCE, recomputed
@@ -63,11 +64,17 @@ class XlaEngine:
                 recompute(layer)
             if config.xla.optimization_barrier_in_backward:
                 layer.register_full_backward_hook(_barrier)
+        self._objective = Objective(model, config.train.global_batch_size)
+        require(
+            not (self._objective.of_routers and recomputed(config)),
+            "memory.activation_checkpointing: on XLA, layers that are computed again leave the loss of their "
+            "routers without a gradient; use none, or set output_router_logits: false in the model's config",
+        )
         self._step = _Step(model)
         self._parameters = dict(model.named_parameters())
         ends: Any = model
         self._head = getattr(ends.get_output_embeddings(), "weight", None) if layout.shards else None
-        self._optimizer = Optimizer(config.train, self._parameters, layout)
+        self._optimizer = Optimizer(config.train, model, layout)
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()
@@ -119,7 +126,7 @@ class XlaEngine:
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         def passes() -> Tensor:
-            loss = token_loss(self.model, batch) / valid.clamp(min=1)
+            loss = self._objective(self.model, batch, valid)
             loss.backward()
             return loss.detach()
 

@@ -14,10 +14,11 @@ import torch
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
-from portable.optim import parameter_groups
+from portable import adafactor
+from portable.optim import decaying, parameter_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor, nn
 
@@ -92,14 +93,16 @@ class Sgd:
 
 
 class Adafactor:
-    """Adafactor (Shazeer and Stern, 2018), as ``torch.optim.Adafactor`` with its defaults.
+    """Adafactor (Shazeer and Stern, 2018), as :class:`portable.adafactor.Adafactor`.
 
     A tensor is one logical tensor under SPMD, so that means over rows, columns and all elements are right on
     any number of devices.
     """
 
     counts_steps = True
-    beta2_decay, eps1, eps2, clip = -0.8, torch.finfo(torch.float32).eps, 1e-3, 1.0
+
+    def __init__(self, rule: adafactor.Rule) -> None:
+        self._rule = rule
 
     def initial(self, parameter: Tensor, spec: Spec) -> dict[str, tuple[tuple[int, ...], Spec]]:
         shape = tuple(parameter.shape)
@@ -114,10 +117,11 @@ class Adafactor:
     def update(
         self, parameter: Tensor, gradient: Tensor, state: State, step: Tensor, rate: Tensor, decay: float
     ) -> tuple[Tensor, State]:
-        fresh = step**self.beta2_decay
-        size = torch.maximum(_root_mean_square(parameter), torch.full_like(step, self.eps2))
-        rate_now = size * torch.minimum(rate, step**-0.5)
-        squares = gradient * gradient
+        fresh, rate_now = step**adafactor.BETA2_DECAY, rate
+        if self._rule.scaled:
+            size = torch.maximum(_root_mean_square(parameter), torch.full_like(step, adafactor.EPS2))
+            rate_now = size * torch.minimum(rate, step**-0.5)
+        squares = gradient * gradient + self._rule.added
         if parameter.dim() < 2:
             variance = state["variance"] + fresh * (squares - state["variance"])
             new = {"variance": variance}
@@ -125,10 +129,11 @@ class Adafactor:
             rows, columns = state["row_var"], state["col_var"]
             rows = rows + fresh * (squares.mean(dim=-1, keepdim=True) - rows)
             columns = columns + fresh * (squares.mean(dim=-2, keepdim=True) - columns)
-            variance = rows * columns / rows.mean(dim=-2, keepdim=True).clamp(min=self.eps1)
+            mean = rows.mean(dim=-2, keepdim=True)
+            variance = rows / mean.clamp(min=self._rule.least_mean) * columns
             new = {"row_var": rows, "col_var": columns}
-        change = gradient * variance.clamp(min=self.eps1**2).rsqrt()
-        clipped = change / (_root_mean_square(change) / self.clip).clamp(min=1.0)
+        change = gradient * variance.clamp(min=self._rule.least_variance).rsqrt()
+        clipped = change / (_root_mean_square(change) / adafactor.CLIP).clamp(min=1.0)
         return parameter * (1 - rate * decay) - rate_now * clipped, new
 
 
@@ -142,7 +147,7 @@ def build_rule(settings: TrainConfig) -> Rule:
     if settings.optimizer == "adamw":
         return AdamW((beta1, beta2), settings.eps)
     if settings.optimizer == "adafactor":
-        return Adafactor()
+        return Adafactor(adafactor.RULES[settings.adafactor_rule])
     assert settings.optimizer == "sgd", settings.optimizer
     return Sgd(beta1)
 
@@ -154,13 +159,13 @@ class Optimizer:
     argument of the compiled step and not hundreds.
     """
 
-    def __init__(self, settings: TrainConfig, parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    def __init__(self, settings: TrainConfig, model: nn.Module, layout: Layout) -> None:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._rule = build_rule(settings)
         self._names = list(trained)
         self._parameters = trained
         self._layout = layout
-        self._groups = _torch_groups(settings, trained)
+        self._groups = _torch_groups(settings, trained, decaying(model))
         self._decay = {name: group["weight_decay"] for group in self._groups for name in group["params"]}
         self._steps = layout.whole(torch.zeros(len(trained)))
         self._state: dict[str, State] = {}
@@ -227,9 +232,11 @@ class Optimizer:
         self._steps = self._layout.whole(steps)
 
 
-def _torch_groups(settings: TrainConfig, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+def _torch_groups(
+    settings: TrainConfig, trained: Mapping[str, nn.Parameter], decays: Collection[str]
+) -> list[dict[str, Any]]:
     names = {id(parameter): name for name, parameter in trained.items()}
-    groups = parameter_groups(trained, settings.weight_decay)
+    groups = parameter_groups(trained, settings.weight_decay, decays)
     beta1, beta2 = settings.betas
     rate = settings.learning_rate
     optimizer: torch.optim.Optimizer

@@ -33,6 +33,28 @@ def let_models_be_traced() -> None:
             module.is_tracing = _also_on_xla(module.is_tracing)
 
 
+def let_tokens_be_counted() -> None:
+    """Have transformers count the tokens of each expert on the device, for the loss that balances experts.
+
+    It uses ``torch.histc`` there, which torch_xla leaves to the CPU, and the CPU has none for whole numbers.
+    """
+    if not hasattr(torch.histc, "knows_xla"):
+        torch.histc = _counted_on_xla(torch.histc)
+
+
+def _counted_on_xla(histc: Any) -> Any:
+    def counted(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if values.device.type != "xla" or values.is_floating_point():
+            return histc(values, *args, **kwargs)  # type: ignore[no-any-return]
+        first, last = kwargs["min"], kwargs["max"]
+        assert kwargs["bins"] == last - first  # a bin for each whole number, the last two share one
+        numbers = torch.arange(first, last, dtype=values.dtype, device=values.device)
+        return (values.reshape(-1, 1) == numbers).sum(dim=0).to(values.dtype)
+
+    counted.knows_xla = True  # type: ignore[attr-defined]
+    return counted
+
+
 def _also_on_xla(is_tracing: Any) -> Any:
     def asked(tensor: Any = None) -> bool:
         recorded = isinstance(tensor, torch.Tensor) and tensor.device.type == "xla"

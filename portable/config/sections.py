@@ -237,6 +237,14 @@ class TrainConfig(Section):
         "embeddings, vectors and small matrices), or sgd (momentum is the first of train.betas).",
         json_schema_extra=IDENTITY,
     )
+    adafactor_rule: Literal["torch", "transformers"] = Field(
+        default="torch",
+        description="Which library's formula adafactor goes by. torch: the rate is a share of a parameter's "
+        "root mean square, and at most one over the root of the steps. transformers: the rate is taken as it "
+        "is, as optim adafactor of the Trainer has it (scale_parameter and relative_step false); it wants "
+        "one that is 10 to 100 times lower.",
+        json_schema_extra=IDENTITY,
+    )
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
         default=(0.9, 0.95),
         description="Decay rates of the first and second moment. Raise the second towards 0.999 for small or "
@@ -286,8 +294,8 @@ class TrainConfig(Section):
     weight_decay: float = Field(
         default=0.1,
         ge=0,
-        description="Weight decay, applied to matrices; biases and norms are spared. Decoupled for adamw, "
-        "added to the gradient for sgd.",
+        description="Weight decay of all that is neither a bias nor of a norm, as in the Trainer. Decoupled "
+        "for adamw, added to the gradient for sgd.",
         json_schema_extra=IDENTITY,
     )
     max_grad_norm: float | None = Field(

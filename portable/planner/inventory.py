@@ -26,6 +26,8 @@ class Weight:
     """The first of them."""
     shape: tuple[int, ...]
     trained: bool
+    decays: bool
+    """Whether weight decay is for it."""
     table: bool
     """Whether tokens are looked up in it."""
     head: bool

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from portable.errors import UserError, one_line
 from portable.model import embeddings, state_tensors, transformer_layers
+from portable.optim import decaying
 from portable.plan import flops_per_token
 from portable.planner.activations import activations
 from portable.planner.footprint import footprint_room
@@ -73,6 +74,7 @@ def inspect(module: nn.Module, units: Sequence[nn.Module] = ()) -> Inventory:
     # Of a parameter that several layers share, the first has it; of nested units the innermost.
     layer_of = {id(p): i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
+    decays = decaying(model)
     tables = {id(parameter) for parameter in embeddings(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(
@@ -80,6 +82,7 @@ def inspect(module: nn.Module, units: Sequence[nn.Module] = ()) -> Inventory:
             name,
             tuple(parameter.shape),
             trained=parameter.requires_grad,
+            decays=name in decays,
             table=id(parameter) in tables,
             head=head is not None and parameter is head.weight,
             layer=layer_of.get(id(parameter)),

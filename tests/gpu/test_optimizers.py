@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from converters import open_checkpoint
-from portable.adafactor import Adafactor
+from portable.adafactor import RULES, Adafactor
 from portable.adamw_8bit import AdamW8bit, decode, encode, levels
 from portable.blocks import block_size
 from tests.gpu.test_fsdp import leg, losses, shares
@@ -53,14 +54,36 @@ def test_adafactor_is_torchs() -> None:
             torch.testing.assert_close(value, reference.state[q][key].view(value.shape), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_adafactor_is_that_of_the_trainer(size: float) -> None:
+    """Also of gradients that are smaller than the floors of torch's rule."""
+    ours = [nn.Parameter(value) for value in gradients(99)]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    groups = [{"params": ours[:3], "weight_decay": 0.1}, {"params": ours[3:], "weight_decay": 0.0}]
+    expected = [{"params": theirs[:3], "weight_decay": 0.1}, {"params": theirs[3:], "weight_decay": 0.0}]
+    optimizer = Adafactor(groups, lr=0.3, rule=RULES["transformers"])
+    reference = transformers.Adafactor(expected, lr=0.3, scale_parameter=False, relative_step=False)
+    for step in range(12):
+        for p, q, gradient in zip(ours, theirs, gradients(step), strict=True):
+            gradient = gradient * size
+            if gradient.dim() == 2:
+                gradient[0] = 0.0  # a token that is not there
+            p.grad, q.grad = gradient, gradient.clone()
+        optimizer.step()
+        reference.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adafactor of transformers", "adamw_8bit"])
 def test_a_masked_step_changes_nothing(name: str) -> None:
     shapes = [*SHAPES, (128, 64)]
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     groups = [{"params": parameters, "weight_decay": 0.1}]
     optimizer: Adafactor | AdamW8bit
-    if name == "adafactor":
-        optimizer = Adafactor(groups, lr=0.3)
+    if "adafactor" in name:
+        rule = RULES["transformers" if "transformers" in name else "torch"]
+        optimizer = Adafactor(groups, lr=0.3, rule=rule)
     else:
         optimizer = AdamW8bit(groups, lr=0.3, betas=(0.9, 0.95), eps=1e-8, exact=())
     for masked in [True, False, True]:
@@ -121,15 +144,18 @@ def test_adafactor_goes_on(tmp_path: Path, corpus: Path, ranks: RankPool) -> Non
     assert losses(other) == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.parametrize("rule", ["torch", "transformers"])
 def test_adafactor_moves_between_xla_and_ranks(
-    tmp_path: Path, corpus: Path, ranks: RankPool, xla: XlaPool
+    rule: str, tmp_path: Path, corpus: Path, ranks: RankPool, xla: XlaPool
 ) -> None:
-    settings: dict[str, Any] = {**ADAFACTOR, **SHORT, "data__eval_fraction": 0}
-    assert ranks.run(1, adafactor_leg, tmp_path / "whole", corpus, {}) == 0
+    ours: dict[str, Any] = {"train__adafactor_rule": rule}
+    ours["train__learning_rate"] = 0.08 if rule == "torch" else 0.003
+    settings: dict[str, Any] = {**ADAFACTOR, **SHORT, **ours, "data__eval_fraction": 0}
+    assert ranks.run(1, adafactor_leg, tmp_path / "whole", corpus, ours) == 0
     run = tmp_path / "run"
-    assert ranks.run(2, adafactor_leg, run, corpus, {"train__stop_after": 2}) == 0
+    assert ranks.run(2, adafactor_leg, run, corpus, {**ours, "train__stop_after": 2}) == 0
     assert on_xla(xla, 2, run, corpus, **settings, train__stop_after=4) == 0
-    assert ranks.run(1, adafactor_leg, run, corpus, {}) == 0
+    assert ranks.run(1, adafactor_leg, run, corpus, ours) == 0
     assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 

@@ -52,6 +52,8 @@ def test_epochs_become_steps() -> None:
     assert total_steps(batches(steps=7), 100) == 7
     assert total_steps(batches(epochs=2, global_batch_size=8), 100) == 25
     assert total_steps(batches(epochs=0.01, global_batch_size=8), 100) == 1
+    # As docs/migrate.md has it; the Trainer's epochs end in a smaller batch, 33 steps in all.
+    assert total_steps(batches(epochs=3, global_batch_size=10), 105) == 32
 
 
 def test_flops_count_the_products() -> None:

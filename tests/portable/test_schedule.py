@@ -4,8 +4,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import get_scheduler
 
 from portable.config import load_config
 from portable.errors import UserError
@@ -14,12 +16,13 @@ from portable.schedule import Constant, Cosine, Linear, Schedule, build_schedule
 
 @pytest.mark.parametrize("kind", [Cosine, Linear, Constant])
 @given(steps=st.integers(1, 500), warmup=st.integers(0, 50), floor=st.floats(0, 1))
-def test_every_rate_is_positive_and_none_exceeds_the_peak(
+def test_every_rate_but_a_warm_ups_first_is_positive_and_none_exceeds_the_peak(
     kind: type[Schedule], steps: int, warmup: int, floor: float
 ) -> None:
     schedule = kind(1e-3, floor * 1e-3, warmup, warmup + steps)
     rates = [schedule(step) for step in range(warmup + steps)]
-    assert all(0 < rate <= 1e-3 * (1 + 1e-12) for rate in rates)
+    assert all(0 < rate <= 1e-3 * (1 + 1e-12) for rate in (rates[1:] if warmup else rates))
+    assert (rates[0] == 0) == (warmup > 0)
     assert rates[warmup] == 1e-3
     assert sorted(rates[:warmup]) == rates[:warmup]
     assert sorted(rates[warmup:], reverse=True) == rates[warmup:]
@@ -27,12 +30,36 @@ def test_every_rate_is_positive_and_none_exceeds_the_peak(
 
 def test_the_shapes() -> None:
     cosine = Cosine(1.0, 0.1, 2, 12)
-    assert cosine(0) == 0.5
+    assert cosine(0) == 0.0
+    assert cosine(1) == 0.5
     assert cosine(2) == 1.0
     assert cosine(7) == pytest.approx(0.1 + 0.9 * 0.5)
     assert cosine(11) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(0.9 * math.pi)))
     assert Linear(1.0, 0.0, 0, 4)(3) == 0.25
     assert Constant(1.0, 0.0, 0, 4)(3) == 1.0
+
+
+@pytest.mark.parametrize(("kind", "theirs"), [(Cosine, "cosine"), (Linear, "linear")])
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+def test_they_are_those_of_transformers(kind: type[Schedule], theirs: str, warmup: int) -> None:
+    found = rates_of(theirs, warmup, 23)
+    assert [kind(1e-3, 0.0, warmup, 23)(step) for step in range(23)] == pytest.approx(found, rel=1e-9)
+    lowest = rates_of("cosine_with_min_lr", warmup, 23, {"min_lr_rate": 0.1})
+    assert [Cosine(1e-3, 1e-4, warmup, 23)(step) for step in range(23)] == pytest.approx(lowest, rel=1e-9)
+    constant = rates_of("constant_with_warmup", warmup, 23)
+    assert [Constant(1e-3, 0.0, warmup, 23)(step) for step in range(23)] == pytest.approx(constant, rel=1e-9)
+
+
+def rates_of(name: str, warmup: int, steps: int, params: dict[str, Any] | None = None) -> list[float]:
+    """The rates of transformers' schedule as its Trainer goes through them."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    schedule = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=params)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
 
 
 def test_deepspeeds_schedulers_need_no_deepspeed() -> None:

@@ -1,0 +1,260 @@
+"""A run beside transformers' Trainer: same model, data and arguments, same losses, step by step.
+
+The arguments are those of the migration page's table, and what it says of the Trainer's defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from torch.utils.data import Dataset
+
+from portable.data.loader import EVAL_EPOCH
+from portable.data.order import locate
+from portable.loss import IGNORED
+from portable.metrics import read_metrics
+from portable.model import AUTO_CLASSES
+from portable.run import train_leg
+from tests.parity import opened
+from tests.runs import SENTENCE, TINY_MODEL, configured
+from tests.tpu.test_parity import MODELS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from portable.config import RunConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
+Rows = list[dict[str, "Tensor"]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: what it trains, and how the batch is put together."""
+
+    settings: dict[str, Any]
+    rows: int = 6
+    accumulation: int = 1
+
+
+LLAMA: dict[str, Any] = {"model__config": {**TINY_MODEL, "num_hidden_layers": 1}}
+LABELLED: dict[str, Any] = {**MODELS["bert"], "model__task": "sequence-classification"}
+CASES = {
+    "causal, packed": Case({**LLAMA, "train__warmup_steps": 2}, accumulation=3),
+    "causal, padded": Case({**LLAMA, "data__packing": False, "train__schedule": "cosine"}, accumulation=2),
+    "masked": Case(MODELS["bert"]),
+    "seq2seq": Case({**MODELS["t5"], "train__weight_decay": 2.0}),
+    "classification": Case({**LABELLED, "train__weight_decay": 0.01}),
+    "adafactor": Case({**LLAMA, "train__optimizer": "adafactor", "train__adafactor_rule": "transformers"}),
+}
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of two classes, of different lengths."""
+    words = SENTENCE.split()
+    path = tmp_path_factory.mktemp("labelled") / "labelled.jsonl"
+    lines = [{"text": " ".join(words[i % 2 : 2 + i % 11]), "label": ("no", "yes")[i % 2]} for i in range(48)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def page_settings() -> dict[str, Any]:
+    """Of the file on the page that does what the Trainer does, what is not its model, data or size."""
+    _, _, text = PAGE.read_text("utf-8").partition("A file that does what the Trainer does")
+    document = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    train = {f"train__{key}": value for key, value in document["train"].items() if key != "epochs"}
+    return {
+        **train,
+        "precision": document["precision"],
+        "data__eval_fraction": document["data"]["eval_fraction"],
+    }
+
+
+def as_transformers_has_it(row: dict[str, Tensor], task: str) -> dict[str, Tensor]:
+    """A sample whose labels are the inputs, which the model shifts itself; ours are shifted already."""
+    if task != "causal-lm":
+        return row
+    last = row["labels"][-1:]
+    longer = {
+        "input_ids": torch.cat([row["input_ids"], last.clamp(min=0)]),
+        "labels": torch.cat([torch.tensor([IGNORED]), row["labels"]]),
+    }
+    if "attention_mask" in row:
+        longer["attention_mask"] = torch.cat([row["attention_mask"], (last != IGNORED).long()])
+    return longer
+
+
+class Given(Dataset):  # type: ignore[type-arg]
+    """Samples at hand."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._rows[index]
+
+
+class Ordered(transformers.Trainer):  # type: ignore[misc]
+    """The Trainer, which takes the samples of an epoch in a given order and keeps the losses unrounded."""
+
+    def __init__(self, *, orders: list[list[int]], **arguments: Any) -> None:
+        self.step_losses: list[float] = []
+        self._orders = orders
+        super().__init__(**arguments)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return _Orders(self._orders)
+
+    def training_step(self, *arguments: Any, **more: Any) -> Tensor:
+        loss: Tensor = super().training_step(*arguments, **more)
+        self.step_losses.append(float(loss))
+        return loss
+
+
+class _Orders(torch.utils.data.Sampler[int]):
+    """Another order each time."""
+
+    def __init__(self, orders: list[list[int]]) -> None:
+        self._orders, self._next = orders, 0
+
+    def __len__(self) -> int:
+        return len(self._orders[0])
+
+    def __iter__(self) -> Any:
+        order = self._orders[self._next % len(self._orders)]
+        self._next += 1
+        return iter(order)
+
+
+def arguments(config: RunConfig, folder: Path, accumulation: int) -> transformers.TrainingArguments:
+    """By the table: what there is on its left, from what stands on its right."""
+    train = config.train
+    assert train.micro_batch_size != "auto"
+    assert train.micro_batch_size * accumulation == train.global_batch_size
+    length: dict[str, Any] = {"max_steps": train.steps}
+    if train.epochs is not None:
+        length = {"num_train_epochs": train.epochs}
+    return transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=train.micro_batch_size,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=train.learning_rate,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm or 0.0,
+        adam_epsilon=train.eps,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        lr_scheduler_type=train.schedule,
+        warmup_steps=train.warmup_steps,
+        optim={"adamw": "adamw_torch_fused"}.get(train.optimizer, train.optimizer),
+        eval_strategy="steps" if train.eval_every else "no",
+        eval_steps=train.eval_every,
+        per_device_eval_batch_size=64,  # all at once: the Trainer averages the means of batches
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        **length,
+    )
+
+
+def beside(config: RunConfig, folder: Path, accumulation: int) -> tuple[list[float], list[float]]:
+    """The Trainer's loss of each step, and of each evaluation."""
+    task, batch = config.model.task, config.train.global_batch_size
+    with opened(config) as trial:
+        data, seed = trial.run.data, config.seed
+        model = getattr(transformers, AUTO_CLASSES[task]).from_config(trial.run.model_config)
+        model.load_state_dict(trial.engine.model.state_dict())
+        count = len(data.train)
+        places = [locate(position, count, seed) for position in range(trial.run.steps * batch)]
+        if config.train.epochs is None:  # one long epoch: what is masked is not the same in each
+            rows = [row_of(data.train, place, task) for place in places]
+            orders = [list(range(len(rows)))]
+        else:
+            rows = [row_of(data.train, (0, index), task) for index in range(count)]
+            orders = [[index for at, index in places if at == epoch] for epoch in range(places[-1][0] + 1)]
+        held: Rows = []
+        if data.eval is not None:
+            held = [row_of(data.eval, (EVAL_EPOCH, index), task) for index in range(len(data.eval))]
+        trainer = Ordered(
+            orders=orders,
+            model=model,
+            args=arguments(config, folder, accumulation),
+            train_dataset=Given(rows),
+            eval_dataset=Given(held) or None,
+        )
+    trainer.train()
+    parts = trainer.step_losses
+    losses = [sum(parts[i : i + accumulation]) for i in range(0, len(parts), accumulation)]
+    return losses, [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+
+
+def row_of(samples: Any, place: tuple[int, int], task: str) -> dict[str, Tensor]:
+    return as_transformers_has_it({name: values[0] for name, values in samples.batch([place]).items()}, task)
+
+
+def ours(config: RunConfig) -> tuple[list[float], list[float]]:
+    assert train_leg("cpu", config) == 0
+    rows = list(read_metrics(Path(config.output_dir)))
+    return (
+        [row["loss"] for row in rows if "loss" in row],
+        [row["eval_loss"] for row in rows if "eval_loss" in row],
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_losses_are_the_trainers(name: str, tmp_path: Path, corpus: Path, labelled: Path) -> None:
+    case = CASES[name]
+    source = labelled if "classification" in name else corpus
+    settings = {
+        **page_settings(),
+        "data__eval_fraction": 0.1,
+        "train__steps": 6,
+        "train__eval_every": 3,
+        "train__learning_rate": 3e-3,
+        "train__global_batch_size": case.rows,
+        "train__micro_batch_size": case.rows // case.accumulation,
+        "checkpoint__export": False,
+        **case.settings,
+    }
+    config = configured(tmp_path / "ours", source, **settings)
+    losses, evaluations = ours(config)
+    theirs, their_evaluations = beside(config, tmp_path / "theirs", case.accumulation)
+    assert losses == pytest.approx(theirs, rel=1e-5)
+    assert evaluations == pytest.approx(their_evaluations, rel=1e-5)
+    assert (len(losses), len(evaluations)) == (6, 2)
+    assert losses[-1] != pytest.approx(losses[0], rel=1e-3)  # equal losses then mean equal updates
+
+
+@pytest.mark.parametrize("name", ["seq2seq", "classification"])
+def test_means_that_the_trainer_adds_up(name: str, tmp_path: Path, corpus: Path, labelled: Path) -> None:
+    """Under accumulation, where the model does not take the number of labels; the page says so."""
+    source = labelled if name == "classification" else corpus
+    sizes = {"train__steps": 1, "train__global_batch_size": 6, "train__micro_batch_size": 3}
+    settings = {**page_settings(), **CASES[name].settings, **sizes, "data__eval_fraction": 0}
+    config = configured(tmp_path / "ours", source, **settings)
+    theirs, _ = beside(config, tmp_path / "theirs", 2)
+    losses, _ = ours(config)
+    assert theirs[0] == pytest.approx(2 * losses[0], rel=0.05)
+
+
+def test_the_pages_file_does_what_the_trainer_does(tmp_path: Path, labelled: Path) -> None:
+    """Three epochs, all records, and nothing set but what stands there."""
+    settings = {**page_settings(), "train__steps": None, "train__epochs": 3, "train__micro_batch_size": 16}
+    config = configured(tmp_path / "ours", labelled, **LABELLED, **settings, checkpoint__export=False)
+    losses, _ = ours(config)
+    theirs, _ = beside(config, tmp_path / "theirs", 1)
+    assert losses == pytest.approx(theirs, rel=1e-5)
+    assert len(losses) == 9

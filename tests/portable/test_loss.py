@@ -1,0 +1,267 @@
+"""What a model's own ``forward(labels=...)`` adds to the cross-entropy: losses of routers, z-losses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+from transformers import AutoConfig
+
+from portable.chunked_loss import chunked_head
+from portable.errors import UserError
+from portable.loss import IGNORED, Objective, token_loss
+from portable.model import AUTO_CLASSES
+from tests.gpu.test_parity import assert_close, our_losses
+from tests.parity import opened
+from tests.runs import configured
+from tests.tpu.test_parity import MODELS as TINY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from portable.config import RunConfig
+    from tests.engines import Engines
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+}
+ROUTED: dict[str, Any] = {**SMALL, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+QWEN: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+CAUSAL: dict[str, dict[str, Any]] = {
+    "mixtral": {**ROUTED, "num_local_experts": 4},
+    "qwen2_moe": {**ROUTED, **QWEN},
+    "olmoe": {**ROUTED, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {**ROUTED, "num_local_experts": 4, "head_dim": 8},
+    "jetmoe": {**ROUTED, "num_local_experts": 4, "kv_channels": 8, "aux_loss_coef": 0.2},
+    "bamba": {
+        **SMALL, "z_loss_coefficient": 0.1, "mamba_n_heads": 4, "mamba_d_head": 8, "attn_layer_indices": [1]
+    },
+}  # fmt: skip
+SEQ2SEQ: dict[str, dict[str, Any]] = {
+    "switch_transformers": {
+        "vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_experts": 4,
+        "num_layers": 4, "num_decoder_layers": 4, "num_sparse_encoder_layers": 2,
+        "num_sparse_decoder_layers": 2, "dropout_rate": 0.0, "router_jitter_noise": 0.0,
+        "output_router_logits": True, "router_aux_loss_coef": 0.3, "router_z_loss_coef": 0.1,
+    },
+    "nllb-moe": {
+        "vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_experts": 4,
+        "encoder_sparse_step": 2, "decoder_sparse_step": 2, "dropout": 0.0, "attention_dropout": 0.0,
+        "activation_dropout": 0.0, "output_router_logits": True, "router_aux_loss_coef": 0.3,
+    },
+}  # fmt: skip
+MODELS = {**dict.fromkeys(CAUSAL, "causal-lm"), **dict.fromkeys(SEQ2SEQ, "seq2seq-lm")}
+
+
+def built(model_type: str, **changes: Any) -> PreTrainedModel:
+    task = MODELS.get(model_type, "causal-lm")
+    settings = {**(CAUSAL | SEQ2SEQ).get(model_type, SMALL), **changes}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **settings)
+    model: PreTrainedModel = getattr(transformers, AUTO_CLASSES[task]).from_config(config)
+    model.config.use_cache = False
+    model.train()
+    return model
+
+
+def inputs(task: str, rows: int = 3) -> dict[str, Tensor]:
+    """A micro-batch as the data has it: every other row is padded, labels are aligned with the logits."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 64, (rows, 10), generator=generator)
+    mask = torch.ones(rows, 9, dtype=torch.int64)
+    mask[::2, 6:] = 0
+    labels = tokens[:, 1:].masked_fill(mask == 0, IGNORED)
+    batch = {"input_ids": tokens[:, :-1], "attention_mask": mask, "labels": labels}
+    return batch | ({"decoder_input_ids": tokens[:, :-1].flip(1)} if task == "seq2seq-lm" else {})
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def transformers_own(model: PreTrainedModel, batch: dict[str, Tensor], task: str) -> Tensor:
+    """Its loss for one micro-batch; aligned labels are what it calls shifted ones."""
+    more: dict[str, Any] = {"shift_labels": batch["labels"]} if task == "causal-lm" else {}
+    if "switch" in model.config.model_type:  # does not look into its config
+        more["output_router_logits"] = model.config.output_router_logits
+    loss: Tensor = model(**batch, **more).loss
+    return loss
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_micro_batch_alone_has_the_loss_of_transformers(model_type: str) -> None:
+    task = MODELS[model_type]
+    model, batch = built(model_type), inputs(MODELS[model_type])
+    torch.manual_seed(2)  # of NLLB's routers
+    truth = transformers_own(model, batch, task)
+    truth.backward()
+    expected = gradients(model)
+    torch.manual_seed(2)
+    valid = (batch["labels"] != IGNORED).sum()
+    loss = Objective(model, len(batch["labels"]))(model, batch, valid)
+    loss.backward()
+    torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-7)
+    torch.manual_seed(2)
+    alone = token_loss(model, batch) / valid
+    assert loss > alone + 0.05  # something is added, and the cross-entropy is without it
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "switch_transformers", "bamba"])
+def test_over_a_global_batch_it_is_the_mean_over_sequences(model_type: str) -> None:
+    """Micro-batches of other sizes and with other numbers of labels than one another."""
+    task = MODELS[model_type]
+    model, batch = built(model_type), inputs(task, rows=4)
+    micro_batches = [{name: t[part] for name, t in batch.items()} for part in (slice(0, 3), slice(3, 4))]
+    valid = (batch["labels"] != IGNORED).sum()
+    objective = Objective(model, 4)
+    for micro_batch in micro_batches:
+        objective(model, micro_batch, valid).backward()
+    found = gradients(model)
+    for micro_batch, share in zip(micro_batches, (3 / 4, 1 / 4), strict=True):
+        logits = model(**{name: t for name, t in micro_batch.items() if name != "labels"}).logits
+        labels = micro_batch["labels"]
+        mean = functional.cross_entropy(logits.view(-1, 64), labels.view(-1))
+        added = transformers_own(model, micro_batch, task) - mean
+        (mean * ((labels != IGNORED).sum() / valid) + added * share).backward()
+    torch.testing.assert_close(found, gradients(model), rtol=1e-3, atol=1e-6)
+
+
+def test_nothing_is_added_unless_the_config_asks_for_it() -> None:
+    for model_type, off in (
+        ("mixtral", {"output_router_logits": False}),
+        ("switch_transformers", {"output_router_logits": False}),
+        ("bamba", {"z_loss_coefficient": 0.0}),
+        ("llama", {}),
+    ):
+        batch = inputs(MODELS.get(model_type, "causal-lm"))
+        model, valid = built(model_type, **off), torch.tensor(7)
+        assert Objective(model, 3)(model, batch, valid).equal(token_loss(model, batch) / valid)
+
+
+def test_a_model_keeps_its_own_loss() -> None:
+    model, batch = built("mixtral"), inputs("causal-lm")
+    before = model(**batch).loss
+    Objective(model, 3)(model, batch, torch.tensor(7))
+    assert model(**batch).loss.equal(before)
+    model.loss_function = lambda *_, **__: torch.tensor(5.0)
+    Objective(model, 3)(model, batch, torch.tensor(7))
+    assert 5.0 < model(**batch).loss.item() < 7.0
+
+
+def test_what_looks_at_logits_has_no_head_in_parts() -> None:
+    """A head in parts gives losses in place of logits, of which a z-loss would make nonsense."""
+    heads = {}
+    for z_loss in (0.1, 0.0):
+        with torch.device("meta"):
+            model = built("bamba", z_loss_coefficient=z_loss, num_hidden_layers=1, attn_layer_indices=[0])
+        heads[z_loss] = chunked_head(model, "auto")
+    assert heads[0.1] is None
+    assert heads[0.0] is not None
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
+def test_a_head_in_parts_changes_nothing(model_type: str) -> None:
+    model, batch = built(model_type), inputs("causal-lm")
+    valid = (batch["labels"] != IGNORED).sum()
+    whole = Objective(model, 3)(model, batch, valid)
+    whole.backward()
+    expected = gradients(model)
+    with torch.device("meta"):
+        assert chunked_head(built(model_type), "auto") is not None
+    head = chunked_head(model, 5)
+    assert head is not None
+    assert head.pays(batch["labels"])
+    parts = Objective(model, 3, head)(model, batch, valid)
+    parts.backward()
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-7)
+
+
+ROWS: dict[str, Any] = {
+    "train__global_batch_size": 4,
+    "train__micro_batch_size": 1,
+    "model__config": TINY["mixtral"]["model__config"]
+    | {"output_router_logits": True, "router_aux_loss_coef": 0.3},
+}
+
+
+def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) -> None:
+    """Of four micro-batches of a packed sequence each, whose losses are then meant to be averaged."""
+    config = configured(tmp_path, corpus, **ROWS)
+    with opened(config) as trial:
+        model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
+        model.load_state_dict(trial.engine.model.state_dict())
+        rows = [next(iter(trial.run.train_loader(first))) for first in range(4)]
+        losses = [model(**row, shift_labels=row["labels"]).loss for row in rows]
+        truth = torch.stack(losses).mean()
+        truth.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        step = trial.step()
+        torch.testing.assert_close(step.loss, truth, rtol=1e-6, atol=0)
+        torch.testing.assert_close(step.grad_norm, norm, rtol=1e-5, atol=0)
+        # An evaluation tells the cross-entropy alone.
+        batch = trial.backend.place(rows[0])
+        labels = int((rows[0]["labels"] != IGNORED).sum())
+        alone = token_loss(trial.engine.model, batch) / labels
+        torch.testing.assert_close(trial.engine.evaluate(batch) / labels, alone.detach(), rtol=1e-6, atol=0)
+
+
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "no_shard": (2, {"strategy": "no_shard"}),
+    "full_shard": (2, {"strategy": "full_shard", "memory__loss_chunk_tokens": 5}),
+    "recomputed": (1, {"strategy": "no_shard", "memory__activation_checkpointing": "full"}),
+    "recomputed, cut": (2, {"strategy": "full_shard", "memory__activation_checkpointing": "selective"}),
+    "zero2": (2, {"strategy": "zero2"}),
+    "zero3": (2, {"strategy": "zero3", "memory__activation_checkpointing": "full"}),
+}
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Any:
+    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **ROWS))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_adds_it(name: str, truth: Any, tmp_path: Path, corpus: Path, engines: Engines) -> None:
+    size, settings = ENGINES[name]
+    config = configured(tmp_path, corpus, **ROWS, **settings)
+    assert_close(engines.run(name, size, our_losses, config), truth, 1e-5)
+    assert truth[0][0] > 6.5
+
+
+def test_so_does_xla(tmp_path: Path, corpus: Path, engines: Engines) -> None:
+    """Two devices take two sequences at a time as one micro-batch; the first step has a rate of exactly 0."""
+    settings = {**ROWS, "train__warmup_steps": 1}
+    pairs = configured(tmp_path / "cpu", corpus, **{**settings, "train__micro_batch_size": 2})
+    config = configured(tmp_path / "xla", corpus, **{**settings, "backend": "xla"})
+    assert_close(engines.run("xla", 2, our_losses, config), our_losses(pairs), 1e-5, falls=0.1)
+
+
+def test_layers_computed_again_by_xla_have_none(tmp_path: Path, corpus: Path, engines: Engines) -> None:
+    config = configured(
+        tmp_path, corpus, **{**ROWS, "backend": "xla", "memory__activation_checkpointing": "full"}
+    )
+    assert "output_router_logits" in engines.run("xla", 2, refusal, config)
+
+
+def refusal(config: RunConfig) -> str:
+    with pytest.raises(UserError) as raised:
+        our_losses(config)
+    return str(raised.value)
