@@ -171,6 +171,10 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
             dtype=torch.float32,
             trust_remote_code=settings.trust_remote_code,
         )
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:  # made like a parameter; its value is not from there
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     return model
 
 
