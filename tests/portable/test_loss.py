@@ -242,7 +242,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Any:
 def test_every_engine_adds_it(name: str, truth: Any, tmp_path: Path, corpus: Path, engines: Engines) -> None:
     size, settings = ENGINES[name]
     config = configured(tmp_path, corpus, **ROWS, **settings)
-    assert_close(engines.run(name, size, our_losses, config), truth, 1e-5)
+    assert_close(engines.run(name, size, our_losses, config), truth, 1e-5, falls=0.2)
     assert truth[0][0] > 6.5
 
 
