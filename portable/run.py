@@ -196,7 +196,7 @@ class Prepared:
         special_tokens.prepare(self.data.tokenizer)
         self.model = models.build_model(self.model_config, config.model)
         aligned = special_tokens.align(self.model, self.data.tokenizer, self.data.target_frame)
-        self.say_before(aligned)
+        self.aligned = [] if config.model.name_or_path is None else aligned  # a new model has none to lose
         # Taken before a backend wraps or shards the model.
         self.architecture = type(self.model).__name__
         self.parameters = parameter_count(self.model)
@@ -212,17 +212,15 @@ class Prepared:
         self.until = min(self.steps, config.train.stop_after or self.steps)
         self.schedule = build_schedule(config.train, self.steps)
 
-    def say_before(self, aligned: list[str]) -> None:
-        """Tell, on the first rank, what of the model's settings and of the data may surprise a person."""
-        if self.backend.rank != 0:
-            return
-        if aligned:
-            print(
-                f"note: the model takes over the tokenizer's special tokens: {'; '.join(aligned)}",
-                file=sys.stderr,
-            )
+    def surprises(self) -> list[str]:
+        """What of the model's settings and of the data may surprise a person."""
+        lines = []
+        if self.aligned:
+            changes = "; ".join(self.aligned)
+            lines.append(f"note: the model takes over the tokenizer's special tokens: {changes}")
         if (warning := self.data.sizes.warning) is not None:
-            print(f"warning: {warning}", file=sys.stderr)
+            lines.append(f"warning: {warning}")
+        return lines
 
     # -- batches -----------------------------------------------------------------------------------------
 
@@ -377,6 +375,8 @@ class Prepared:
                 self.save(checkpoints, engine, at)
 
         reporter = self.reporter(output, progress, checkpoints, save, profiler)
+        for line in self.surprises():
+            reporter.say(line)
         reporter.say(self.headline(progress))
         batches = watchdog.over(self.train_loader(progress.samples))
         gc.collect()

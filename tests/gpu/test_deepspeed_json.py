@@ -204,7 +204,7 @@ def test_the_guides_files_train(
     schedule = "WarmupLR" if "scheduler" in document else "constant"
     settings: dict[str, Any] = {**LEARNING, "train__micro_batch_size": 1, "train__schedule": schedule}
     config = configured(tmp_path, corpus, deepspeed__config=str(file), **settings)
-    assert_close(ranks.run(2, our_losses, config), truth(schedule), 1e-5)
+    assert_close(ranks.run(2, our_losses, config), truth(schedule), 1e-5, falls=0.2)
     assert not list(tmp_path.glob("portable-swap-*"))
 
 

@@ -164,7 +164,6 @@ SWITCH: dict[str, Any] = {
     "data__seq_len": 16,
     "train__global_batch_size": 8,
     "train__micro_batch_size": 1,
-    "train__learning_rate": 0.01,
 }
 """A sentence has 16 tokens, of which none may go to some of the 8 experts."""
 
@@ -174,7 +173,7 @@ def test_experts_that_no_token_of_a_rank_chooses(tmp_path: Path, corpus: Path, r
     truth = our_losses(configured(tmp_path, corpus, **SWITCH))
     for strategy in ("no_shard", "full_shard", "zero1", "zero3"):
         config = configured(tmp_path, corpus, strategy=strategy, **SWITCH)
-        assert_close(ranks.run(2, our_losses, config), truth, 1e-5)
+        assert_close(ranks.run(2, our_losses, config), truth, 1e-5, falls=0.1)
     with pytest.raises(RankError, match=r"strategy: zero2 [^\n]* use zero1, zero3 or full_shard"):
         ranks.run(2, our_losses, configured(tmp_path, corpus, strategy="zero2", **SWITCH))
 
@@ -208,7 +207,7 @@ def test_sgd_on_shards_equals_torchs(
         "train__micro_batch_size": 1,
     }
     config = configured(tmp_path, corpus, strategy=strategy, **settings)
-    assert_close(ranks.run(3, our_losses, config), plain_losses(config), 1e-5)
+    assert_close(ranks.run(3, our_losses, config), plain_losses(config), 1e-5, falls=0.2)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])

@@ -1,0 +1,54 @@
+"""Some text models of transformers from all sides, as ``python -m tests.architectures`` looks at them all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.architectures import PAGE, Pair, findings, page, pairs, write_records
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+# Each has been taken for something else once.
+CHOSEN = [
+    Pair("gpt_neox", "causal-lm"),  # its head has another name in files
+    Pair("gemma4_text", "causal-lm"),  # sizes that differ from layer to layer
+    Pair("falcon_h1", "causal-lm"),
+    Pair("deepseek_v3", "causal-lm"),
+    Pair("ibert", "masked-lm"),  # buffers made after parameters
+    Pair("squeezebert", "masked-lm"),  # layers that are called past their hooks
+    Pair("mbart", "seq2seq-lm"),
+    Pair("funnel", "sequence-classification"),  # lists of lists of layers
+    Pair("gpt2", "sequence-classification"),  # the last token that is not padding tells the class
+]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_records(tmp_path_factory.mktemp("records"))
+
+
+@pytest.mark.parametrize("pair", CHOSEN, ids=lambda pair: f"{pair.model_type}-{pair.task}")
+def test_means_what_it_means_to_transformers(
+    pair: Pair, tmp_path: Path, records: Path, ranks: RankPool
+) -> None:
+    pytest.importorskip("deepspeed")
+    found = findings(pair, ranks, tmp_path, records)
+    assert len(found) == 6
+    assert {what: why for what, why in found.items() if why} == {}
+
+
+def test_the_page_has_every_model() -> None:
+    text = PAGE.read_text("utf-8")
+    assert [pair.model_type for pair in pairs() if f"| `{pair.model_type}` |" not in text] == []
+
+
+def test_what_does_not_hold_is_said_on_the_page() -> None:
+    text = page({"one causal-lm": {"one rank": ""}, "two causal-lm": {"one rank": "", "bf16": "off"}})
+    assert "| `one` | yes |" in text
+    assert "| `two` | in part |" in text
+    assert "- two causal-lm: `bf16: off`" in text
