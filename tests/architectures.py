@@ -346,7 +346,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.architectures", description=__doc__)
     parser.add_argument("types", nargs="*", help="model types; all by default")
     parser.add_argument("--task", choices=TASKS)
-    parser.add_argument("--json", type=Path, help="where to write the findings")
+    parser.add_argument(
+        "--json", type=Path, help="where to keep the findings; a sweep goes on with what is there"
+    )
     chosen = parser.parse_args(arguments)
     wanted = [
         pair
@@ -354,6 +356,9 @@ def main(arguments: list[str]) -> int:
         if (not chosen.types or pair.model_type in chosen.types) and chosen.task in (None, pair.task)
     ]
     everything: dict[str, Findings] = {}
+    if chosen.json and chosen.json.exists():
+        everything = json.loads(chosen.json.read_text("utf-8"))
+        wanted = [pair for pair in wanted if f"{pair.model_type} {pair.task}" not in everything]
     pool = RankPool()
     with tempfile.TemporaryDirectory() as root:
         records = write_records(Path(root))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.architectures import PAGE, Pair, findings, page, pairs, write_records
+from tests.architectures import Pair, findings, page, write_records
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,11 +38,6 @@ def test_means_what_it_means_to_transformers(
     found = findings(pair, ranks, tmp_path, records)
     assert len(found) == 6
     assert {what: why for what, why in found.items() if why} == {}
-
-
-def test_the_page_has_every_model() -> None:
-    text = PAGE.read_text("utf-8")
-    assert [pair.model_type for pair in pairs() if f"| `{pair.model_type}` |" not in text] == []
 
 
 def test_what_does_not_hold_is_said_on_the_page() -> None:
