@@ -346,9 +346,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.architectures", description=__doc__)
     parser.add_argument("types", nargs="*", help="model types; all by default")
     parser.add_argument("--task", choices=TASKS)
-    parser.add_argument(
-        "--json", type=Path, help="where to keep the findings; a sweep goes on with what is there"
-    )
+    parser.add_argument("--json", type=Path, help="the findings; a sweep goes on with what is there")
     chosen = parser.parse_args(arguments)
     wanted = [
         pair

@@ -21,7 +21,6 @@ CHOSEN = [
     Pair("ibert", "masked-lm"),  # buffers made after parameters
     Pair("squeezebert", "masked-lm"),  # layers that are called past their hooks
     Pair("mbart", "seq2seq-lm"),
-    Pair("funnel", "sequence-classification"),  # lists of lists of layers
 ]
 
 

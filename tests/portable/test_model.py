@@ -16,6 +16,7 @@ from portable.initial import Blueprint
 from portable.pretrained import pretrained_weights
 from portable.run import Prepared, resolve
 from tests.runs import configured
+from tests.tiny_models import tiny_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,3 +176,17 @@ def test_a_setting_that_differs_from_layer_to_layer(model_type: str, key: str) -
     value = AutoConfig.for_model(model_type).to_dict()[key]
     config = models.model_config(settings_of(model_type, **{key: value}))
     assert config.to_dict()[key] == value
+
+
+def test_lists_within_a_list_are_no_layers() -> None:
+    """They are never called: nothing would gather what is in them."""
+    settings = load_config(
+        {
+            "model": {"config": tiny_config("funnel"), "task": "masked-lm"},
+            "data": {"source": "text.jsonl"},
+        }
+    ).model
+    model = models.build_model(models.model_config(settings), settings)
+    layers = models.transformer_layers(model)
+    assert {type(layer).__name__ for _, layer in layers} == {"FunnelLayer"}
+    assert layers[0][0] == "funnel.encoder.blocks.0.0"
