@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 CHOSEN = [
     Pair("gpt_neox", "causal-lm"),  # its head has another name in files
     Pair("gemma4_text", "causal-lm"),  # sizes that differ from layer to layer
-    Pair("falcon_h1", "causal-lm"),
     Pair("ibert", "masked-lm"),  # buffers made after parameters
     Pair("squeezebert", "masked-lm"),  # layers that are called past their hooks
     Pair("mbart", "seq2seq-lm"),
