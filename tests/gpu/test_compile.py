@@ -227,7 +227,7 @@ def captured(config: RunConfig) -> tuple[Losses, int, dict[str, int]]:
         return our_losses(config), told, kept
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # half a minute of C++; dynamo and autograd are the same with aot_eager
 def test_inductor_does_not_change_the_loss(
     truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:

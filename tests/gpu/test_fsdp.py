@@ -156,6 +156,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
 
 
+@pytest.mark.exhaustive  # implied by tests/portable/test_moves.py
 def test_checkpoints_move_between_strategies(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     assert ranks.run(1, leg, tmp_path / "whole", corpus, {"strategy": "no_shard"}) == 0
     legs: list[tuple[int, dict[str, Any]]] = [

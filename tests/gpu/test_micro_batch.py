@@ -117,7 +117,7 @@ def weights(folder: Path) -> bytes:
     ("world_size", "settings"),
     [
         (1, {}),
-        (2, {"strategy": "no_shard"}),
+        pytest.param(2, {"strategy": "no_shard"}, marks=pytest.mark.exhaustive),
         (2, {"strategy": "full_shard"}),
         pytest.param(
             4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}, marks=pytest.mark.exhaustive

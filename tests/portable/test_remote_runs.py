@@ -132,7 +132,7 @@ def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return leg(place, corpus, **settings)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero2", marks=pytest.mark.exhaustive)])
 def test_hosts_that_share_no_disk(
     strategy: str, s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
