@@ -107,6 +107,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     replicated = config.strategy == "no_shard" and machine.world_size > 1
     # Asked before anything is wrapped. DDP looks for what gets no gradient in each backward pass, if it must.
     all_count = not replicated or every_parameter_counts(model)
+    zero_missing_gradients(model)
     checkpoint_activations(model, config.memory.activation_checkpointing)
     compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
@@ -158,7 +159,6 @@ _meshes = itertools.count()
 def _fully_shard(
     model: nn.Module, config: RunConfig, mesh: DeviceMesh, compute: torch.dtype, offload: OffloadPolicy
 ) -> None:
-    zero_missing_gradients(model)
     ordered = units(model, config)
     for module in [*reversed(ordered), model]:  # what lies inside another unit comes before it
         wrapped = fully_shard(
