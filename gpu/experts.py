@@ -1,8 +1,8 @@
 """Experts that are modules of their own, and that no token of a rank may choose in a pass.
 
 Their gradients are then missing on that rank alone. Ranks that reduce gradients while the backward pass is
-under way would not agree on what to send. Most models keep all experts in one tensor, with zeros there. So have
-these, on any number of ranks: an optimizer moves what has zeros, and not what has no gradient.
+under way would not agree on what to send. Most models keep all experts in one tensor, with zeros there. These
+have zeros too, on any number of ranks: an optimizer moves what has zeros, and not what has no gradient.
 """
 
 from __future__ import annotations
