@@ -311,8 +311,8 @@ Every text model of transformers {{version}}, held against transformers itself b
 one rank, beside a plain loop with `forward(labels=)`; in bf16; on two ranks with `full_shard` and `zero3`.
 What it exported was opened by `from_pretrained`, compared bit for bit, and generated text. Weights that
 `save_pretrained` wrote were loaded and compared bit for bit. "yes" says that all of it held, "not tried" that
-no model of that type was as small as these are. {{looked_at}} of {{known}} pairs of a type and a task have been
-looked at.
+no model of that type was as small as these are. {{looked_at}} of {{known}} pairs of a type and a task have
+been looked at.
 
 """
 
