@@ -100,10 +100,7 @@ def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead
 
 def _returns_what_its_head_gives(model: nn.Module) -> bool:
     """Whether nothing is done to the logits after the head: no scaling, no capping, no loss of their own."""
-    for dtype in (
-        None,
-        torch.bfloat16,
-    ):  # the products of experts have shapes on the meta device in bf16 alone
+    for dtype in (None, torch.bfloat16):  # on the meta device, products of experts have shapes in bf16 alone
         try:
             return _tried(model, dtype)
         except Exception:  # it looks at the shape of its logits, or cannot run on the meta device

@@ -71,11 +71,12 @@ class OwnTerms:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        config: Any = model.config
         forward = inspect.signature(model.forward).parameters
         names = inspect.unwrap(type(model).forward).__code__.co_names
         # Nearly all models that add something call this method of theirs; others have a cross-entropy inline.
         self._replaceable = "loss_function" in names
-        self.of_routers = bool(getattr(_text_config(model), "output_router_logits", False))
+        self.of_routers = bool(getattr(config.get_text_config(), "output_router_logits", False))
         """Whether the model's config asks for a loss of its routers."""
         self._nothing: Tensor | None = None
         self._more: dict[str, Any] = {}
@@ -167,10 +168,6 @@ class _CrossEntropyIs(TorchFunctionMode):
         if func is functional.cross_entropy:
             return self._value
         return func(*args, **(kwargs or {}))
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config()
 
 
 def count_valid(labels: Tensor) -> int:

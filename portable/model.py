@@ -164,9 +164,15 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     from accelerate import init_empty_weights
 
     auto_class = getattr(transformers, AUTO_CLASSES[settings.task])
+    config = copy.deepcopy(config)  # what is saved with the weights stays as it was given
+    text = config.get_text_config()
+    vocabulary, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
+    given = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
+    if not given and isinstance(vocabulary, int) and isinstance(padding, int) and padding >= vocabulary:
+        text.pad_token_id = None  # a default, of a larger vocabulary; the tokenizer brings another
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = auto_class.from_config(
-            copy.deepcopy(config),  # what is saved with the weights stays as it was given
+            config,
             attn_implementation=attention,
             dtype=torch.float32,
             trust_remote_code=settings.trust_remote_code,
@@ -216,18 +222,18 @@ def called_past_hooks(model: nn.Module) -> set[str]:
 
     As far as a pass on the meta device shows it; empty where none can be made.
     """
-    layers = [name for name, _ in transformer_layers(model)]
-    silent = set(layers)
+    kinds = list(layer_kinds(model).values())
+    silent = set(range(len(kinds)))
 
     def watch(trial: nn.Module) -> None:
-        for name in layers:
-            trial.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: silent.discard(name))
+        for number, (_, layer) in enumerate(transformer_layers(trial)):
+            layer.register_forward_pre_hook(lambda *_, number=number: silent.discard(number))
 
     try:
-        trial_forward(model, watch)
+        trial_forward(shortened(model, {names[0] for names in kinds}), watch)
     except Exception:
         return set()
-    return silent
+    return {name for number in silent for name in kinds[number]}
 
 
 def every_parameter_counts(model: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from portable.model import embeddings, state_tensors, tied_names, without_quanti
 from portable.weights import InMemoryTensor, ReadableTensor, to_numpy, to_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
     from torch import nn
@@ -340,14 +340,7 @@ def _dequantized(settings: ModelConfig, model: PreTrainedModel, method: str) -> 
         if hasattr(AutoQuantizationConfig.from_dict(dict(given)), "dequantize"):
             given["dequantize"] = True  # while it loads
         config.quantization_config = given
-        loader: Any = type(model).from_pretrained
-        loaded, info = loader(
-            settings.name_or_path,
-            config=config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            trust_remote_code=settings.trust_remote_code,
-        )
+        loaded, info = _load(settings, model, config)
         if getattr(loaded, "hf_quantizer", None) is not None:
             loaded = loaded.dequantize(torch.float32)
         wanted, tensors = state_tensors(model), state_tensors(loaded)
@@ -375,28 +368,33 @@ def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) ->
 def _loaded_by_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
     """The weights by way of the host's memory, where only transformers can tell what belongs where."""
     try:
-        loader: Any = type(model).from_pretrained
-        loaded, info = loader(
-            settings.name_or_path,
-            config=model.config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            trust_remote_code=settings.trust_remote_code,
-        )
+        loaded, info = _load(settings, model, model.config)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"model.name_or_path: {one_line(error)}") from error
     return _of_loaded(loaded, info)
+
+
+def _load(
+    settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
+) -> tuple[Any, Mapping[str, Any]]:
+    """A model like ``model`` in host memory, and what transformers says of the loading."""
+    loader: Any = type(model).from_pretrained
+    loaded, info = loader(
+        settings.name_or_path,
+        config=config,
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return loaded, info
 
 
 def _of_loaded(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
     missing = set(info["missing_keys"])
     tensors = state_tensors(loaded)
     found = {name: InMemoryTensor(t.detach()) for name, t in tensors.items() if name not in missing}
-    return PretrainedWeights(found, _in_order(tensors, missing), sorted(info["unexpected_keys"]))
-
-
-def _in_order(names: Iterable[str], chosen: set[str]) -> list[str]:
-    return [name for name in names if name in chosen]
+    in_order = [name for name in tensors if name in missing]
+    return PretrainedWeights(found, in_order, sorted(info["unexpected_keys"]))
 
 
 def _snapshot(name_or_path: str) -> Path:

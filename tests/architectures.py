@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.parity import opened
+from tests.parity import opened, take_steps
 from tests.ranks import RankError, RankPool
 from tests.runs import configured
 from tests.tiny_models import VOCABULARY, tiny_config
@@ -110,8 +110,7 @@ def run_of(pair: Pair, folder: Path, records: Path, **overrides: Any) -> RunConf
 
 def our_losses(config: RunConfig) -> list[float]:
     """The loss of each step."""
-    with opened(config) as trial:
-        return trial.backend.read([trial.step().loss for _ in range(STEPS)])
+    return take_steps(config, STEPS).losses
 
 
 def auto_class(task: str) -> Any:

@@ -37,6 +37,17 @@ def write_corpus(folder: Path) -> Path:
     return path
 
 
+def write_labelled(folder: Path, texts: int) -> Path:
+    """Short texts of two classes, of different lengths."""
+    words = SENTENCE.split()
+    path = folder / "labelled.jsonl"
+    lines = [
+        {"text": " ".join(words[i % 2 : 2 + i % 11]), "label": ("no", "yes")[i % 2]} for i in range(texts)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 def tiny(folder: Path | str, corpus: Path, **overrides: Any) -> dict[str, Any]:
     """The settings of a tiny run in ``folder``, by dotted key; ``__`` stands for the dot in ``overrides``."""
     settings: dict[str, Any] = {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.gpu.test_parity import assert_close, our_losses
-from tests.runs import SENTENCE, configured
+from tests.runs import configured, write_labelled
 from tests.tpu.test_parity import MODELS
 
 if TYPE_CHECKING:
@@ -28,12 +27,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of two classes, of different lengths."""
-    words = SENTENCE.split()
-    path = tmp_path_factory.mktemp("labelled") / "labelled.jsonl"
-    lines = [{"text": " ".join(words[i % 2 : 2 + i % 11]), "label": ("no", "yes")[i % 2]} for i in range(160)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_labelled(tmp_path_factory.mktemp("labelled"), 160)
 
 
 @pytest.mark.parametrize("task", TASKS)

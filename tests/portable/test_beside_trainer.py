@@ -5,7 +5,6 @@ The arguments are those of the migration page's table, and what it says of the T
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from portable.metrics import read_metrics
 from portable.model import AUTO_CLASSES
 from portable.run import train_leg
 from tests.parity import opened
-from tests.runs import SENTENCE, TINY_MODEL, configured
+from tests.runs import TINY_MODEL, configured, write_labelled
 from tests.tpu.test_parity import MODELS
 
 if TYPE_CHECKING:
@@ -58,12 +57,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of two classes, of different lengths."""
-    words = SENTENCE.split()
-    path = tmp_path_factory.mktemp("labelled") / "labelled.jsonl"
-    lines = [{"text": " ".join(words[i % 2 : 2 + i % 11]), "label": ("no", "yes")[i % 2]} for i in range(48)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_labelled(tmp_path_factory.mktemp("labelled"), 48)
 
 
 def page_settings() -> dict[str, Any]:

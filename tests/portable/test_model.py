@@ -178,6 +178,21 @@ def test_a_setting_that_differs_from_layer_to_layer(model_type: str, key: str) -
     assert config.to_dict()[key] == value
 
 
+@pytest.mark.parametrize(("model_type", "task"), [("phi3", "causal-lm"), ("modernbert", "masked-lm")])
+def test_a_default_padding_id_beyond_a_small_vocabulary(model_type: str, task: str) -> None:
+    """The planner builds the model before there is a tokenizer."""
+    config = {"model_type": model_type, "vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 4} if model_type == "phi3" else {}
+    data = {"source": "text.jsonl"}
+    settings = load_config({"model": {"config": config, "task": task}, "data": data}).model
+    models.build_model(models.model_config(settings), settings)
+    given = load_config(
+        {"model": {"config": {**config, "pad_token_id": 96}, "task": task}, "data": data}
+    ).model
+    with pytest.raises(UserError, match="no model can be built of it"):
+        models.build_model(models.model_config(given), given)
+
+
 def test_lists_within_a_list_are_no_layers() -> None:
     """They are never called: nothing would gather what is in them."""
     settings = load_config(
