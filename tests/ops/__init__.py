@@ -101,14 +101,13 @@ def build(op: str) -> None:
         # torch's own lock outlives a build that was killed, and the next build would wait for it without end.
         for stale in folder.glob("*/lock"):
             stale.unlink()
-        for builder in OPS[op]:
-            program = f"from deepspeed.ops.op_builder import {builder}; {builder}().load()"
-            environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-            subprocess.run(
-                [sys.executable, "-c", program],
-                check=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
+        builders = OPS[op]
+        loads = "; ".join(f"{builder}().load()" for builder in builders)
+        subprocess.run(
+            [sys.executable, "-c", f"from deepspeed.ops.op_builder import {', '.join(builders)}; {loads}"],
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        )
         done.touch()
