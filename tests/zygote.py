@@ -39,6 +39,8 @@ PROGRAMS = (
     "torchrun",
 )
 
+MARK = "for "
+
 
 class Zygote:
     """The process, and the folder of programs.
@@ -101,6 +103,12 @@ class Zygote:
         self._process.join()
 
 
+def stands_for(pid: int) -> int:
+    """The fork that runs the program ``pid`` of :attr:`Zygote.folder`; ``pid`` itself where it is another's."""
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    return int(name.removeprefix(MARK)) if name.startswith(MARK) else pid
+
+
 def serve(listener: socket.socket) -> None:
     """Run what the programs ask for, each in a fork."""
     import gc
@@ -147,7 +155,12 @@ def serve(listener: socket.socket) -> None:
 
 
 def answer(connection: socket.socket) -> None:
-    """Read one command, run it in a fork, and tell its process id and how it ended."""
+    """Read one command, run it in a fork, and tell its process id and how it ended.
+
+    Where the program that asked is killed, so is the fork.
+    """
+    from multiprocessing.connection import wait
+
     _, files, _, _ = socket.recv_fds(connection, 1, 3)
     words, folder, environment = json.loads(connection.makefile().readline())
     command = os.fork()
@@ -174,6 +187,10 @@ def answer(connection: socket.socket) -> None:
     for file in files:
         os.close(file)
     connection.sendall(command.to_bytes(4, "big"))
+    ended = os.pidfd_open(command)
+    if ended not in wait([connection, ended]):
+        os.kill(command, signal.SIGKILL)
+        os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
     connection.sendall(bytes([code if code >= 0 else 128 - code]))
 
@@ -216,6 +233,7 @@ def ask(address: str, words: list[str]) -> int:
         socket.send_fds(connection, [b"."], [0, 1, 2])
         connection.sendall(json.dumps([words, str(Path.cwd()), dict(os.environ)]).encode() + b"\n")
         pid = int.from_bytes(connection.recv(4), "big")
+        Path("/proc/self/comm").write_text(f"{MARK}{pid}")  # for who wants to know whose signals it passes on
 
         def pass_on(number: int, _: object) -> None:
             with suppress(ProcessLookupError):  # which has ended, and is about to be answered for

@@ -24,6 +24,7 @@ from portable.loop import stop_signals
 from portable.metrics import read_metrics
 from portable.run import train_leg
 from tests.runs import configured, flags, tiny
+from tests.zygote import stands_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -256,7 +257,7 @@ def halted(
                 processes[name] = start(scratch, settings, "--nproc", "2", begin=zygote.start)
             else:
                 command = ["python", "-c", IMPATIENT_TORCHRUN, *TORCHRUN[1:], *flags(settings)]
-                processes[name] = zygote.start(*command, PYTHON_EXEC=sys.executable)
+                processes[name] = zygote.start(*command)
         for name, process in processes.items():
             assert process.stdout is not None
             launchers[name] = 0 if name == own else int(process.stdout.readline())
@@ -311,7 +312,7 @@ def ranks_under(launcher: int) -> dict[int, int]:
             entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
             if b"RANK" in variables:
-                found[int(variables[b"RANK"])] = int(pid)
+                found[int(variables[b"RANK"])] = stands_for(int(pid))
     return found
 
 
