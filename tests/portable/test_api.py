@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from tests.runs import configured
 
 if TYPE_CHECKING:
     from portable.loop import Progress
+    from tests.zygote import Zygote
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "notebook.ipynb"
 
@@ -59,15 +61,20 @@ def test_what_is_refused_is_an_exception(tmp_path: Path, corpus: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All its cells, in a real kernel."""
+def test_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote) -> None:
+    """All its cells, in a real kernel, which is a fork of the zygote."""
+    kernel = tmp_path / "jupyter" / "kernels" / "zygote" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    started = [str(zygote.folder / "python"), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": started, "display_name": "Python", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     root = str(NOTEBOOK.parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook: Any = nbformat.reads(NOTEBOOK.read_text("utf-8"), as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "outputs are not kept in the repository"
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=300, kernel_name="zygote", resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/svg+xml" in output.get("data", {}) for output in shown) == 2  # both legs
     printed = "".join(output.get("text", "") for output in shown if output.get("name") == "stdout")
