@@ -162,8 +162,9 @@ SWITCH: dict[str, Any] = {
     },
     "data__target_field": "text",
     "data__seq_len": 16,
-    "train__global_batch_size": 8,
+    "train__global_batch_size": 4,
     "train__micro_batch_size": 1,
+    "train__steps": 4,
 }
 """A sentence has 16 tokens, of which none may go to some of the 8 experts."""
 
