@@ -90,8 +90,11 @@ def _check_model(model: type[BaseModel], values: dict[str, Any], path: tuple[str
         raise UserError(one_line(f"{where}: {'.'.join((*path, *inside))}: {first['msg']}{got}")) from error
     for name, field in model.model_fields.items():
         key = name if name in given else field.alias or name
-        if isinstance(given.get(key), str | int) and isinstance(getattr(read, name), bool):
-            values[key] = getattr(read, name)
+        value = getattr(read, name, None)
+        if (isinstance(given.get(key), str | int) and isinstance(value, bool)) or (
+            isinstance(given.get(key), str) and isinstance(value, int | float)
+        ):
+            values[key] = value
 
 
 def _refusal(document: dict[str, Any]) -> str | None:
