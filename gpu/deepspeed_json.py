@@ -110,15 +110,14 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _load_relaxed(text: bytes, path: Path) -> Any:
-    """``text`` as Hjson, by which DeepSpeed itself reads: with comments and trailing commas; None if it is none."""
+    """``text`` as Hjson, as DeepSpeed reads it, with comments and trailing commas; None if it is none."""
     import hjson
 
     try:
-        return hjson.loads(
-            text.decode(), object_pairs_hook=lambda pairs: _without_repeats(pairs, path), use_decimal=False
-        )
+        found = hjson.loads(text.decode(), object_pairs_hook=lambda pairs: _without_repeats(pairs, path))
     except (ValueError, RecursionError):
         return None
+    return found if isinstance(found, dict) else None  # a lone word is Hjson, too
 
 
 def _without_repeats(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def _is_comment(key: Any) -> bool:
 
 
 def _without_comments(values: dict[str, Any]) -> dict[str, Any]:
-    """``values`` less the keys by which people write remarks into a JSON, which has no other place for them."""
+    """``values`` less the keys that are remarks, for which JSON has no other place."""
     return {
         key: _without_comments(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -419,8 +418,8 @@ def check_installed(document: Document, device_type: str) -> None:
     for monitor, package in _MONITORS.items():
         require(
             not document.get(f"{monitor}.enabled") or find_spec(package) is not None,
-            f"{document.name}: {monitor}.enabled true: {package} is not installed; run: pip install {package}, "
-            "or set it to false (log.trackers reports by any tracker)",
+            f"{document.name}: {monitor}.enabled true: {package} is not installed; run: pip install "
+            f"{package}, or set it to false (log.trackers reports by any tracker)",
         )
     for switch in _GPU_KERNELS:
         path = f"zero_optimization.{switch}"

@@ -149,7 +149,7 @@ def check_keys(document: Mapping[str, Any], where: str) -> None:
 def replace_deprecated(
     model: type[BaseModel], section: dict[str, Any], path: tuple[str, ...], where: str
 ) -> list[str]:
-    """Put what has an old name in ``section`` under its new one, by the rules that DeepSpeed's model has for it.
+    """Put what has an old name in ``section`` under its new one, by the rules of DeepSpeed's own model.
 
     Args:
         model: by which DeepSpeed reads the section.

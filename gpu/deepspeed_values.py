@@ -90,10 +90,9 @@ def _check_model(model: type[BaseModel], values: dict[str, Any], path: tuple[str
         raise UserError(one_line(f"{where}: {'.'.join((*path, *inside))}: {first['msg']}{got}")) from error
     for name, field in model.model_fields.items():
         key = name if name in given else field.alias or name
-        value = getattr(read, name, None)
-        if (isinstance(given.get(key), str | int) and isinstance(value, bool)) or (
-            isinstance(given.get(key), str) and isinstance(value, int | float)
-        ):
+        value, old = getattr(read, name, None), given.get(key)
+        words = str | int if isinstance(value, bool) else str
+        if isinstance(value, bool | int | float) and isinstance(old, words):
             values[key] = value
 
 

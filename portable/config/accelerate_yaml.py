@@ -8,6 +8,7 @@ into the environment of the ranks is read as if it were such a file.
 from __future__ import annotations
 
 import os
+import pathlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -169,9 +170,9 @@ class _Reader:
             self._put(path, "strategy", "full_shard")
         if kind == "DEEPSPEED" and "strategy" not in result.values and not self._deepspeed_file():
             self._put(path, "strategy", "zero2")
-        if self._xla and "strategy" not in result.values and not self._values.get("fsdp_config"):
-            if not any(key in self._values for key in _XLA):
-                self._note(path, "without fsdp_config Accelerate replicates the model, which is sharded here")
+        says = self._values.get("fsdp_config") or any(key in self._values for key in _XLA)
+        if self._xla and not says:
+            self._note(path, "without fsdp_config Accelerate replicates the model, which is sharded here")
 
     def _on_xla(self) -> bool:
         places = [self._values, self._values.get("fsdp_config")]
@@ -277,9 +278,7 @@ class _Reader:
             elif name == "dynamo_mode":
                 self._put(inner, "compile_mode", item or "default")
             elif _truth(item) not in ("default", False, None):
-                raise self._refuse(
-                    inner, f"{shown(item)} has no counterpart: layers are compiled as they are; remove it"
-                )
+                self._note(inner, f"{shown(item)} has no effect: each layer is compiled by itself, as it is")
 
     def downcast_bf16(self, path: Path, value: Any) -> None:
         if _truth(value) in (False, *_EMPTY):
@@ -293,9 +292,7 @@ class _Reader:
             return
         ids = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
         self._result.gpu_ids = ids.replace(" ", "")
-        self._note(
-            path, f"GPUs {self._result.gpu_ids} are what CUDA_VISIBLE_DEVICES is set to, unless it is set"
-        )
+        self._note(path, f"CUDA_VISIBLE_DEVICES is set to {self._result.gpu_ids}, unless it is set already")
 
     def old_fp16(self, path: Path, value: Any) -> None:
         """Before there was mixed_precision."""
@@ -303,7 +300,7 @@ class _Reader:
             self._put(path, "precision", "fp16" if self._flag(path, value) else "fp32")
 
     def _unread(self, path: Path) -> bool:
-        """Whether FSDP's version, of which the two have one key each for how much is sharded, passes it over."""
+        """Whether the version of FSDP passes the key over: each has one of its own for what is sharded."""
         version = str((self._values.get("fsdp_config") or {}).get("fsdp_version", 1))
         read = "fsdp_reshard_after_forward" if version == "2" else "fsdp_sharding_strategy"
         if self._xla or path[-1] == read:
@@ -441,7 +438,7 @@ class _Reader:
     def deepspeed_file(self, path: Path, value: Any) -> None:
         if not self._deepspeed_file():
             return
-        if not os.path.isfile(os.path.expandvars(os.path.expanduser(str(value)))):
+        if not pathlib.Path(os.path.expandvars(str(value))).expanduser().is_file():
             raise self._refuse(path, f"{value} is no file; give the path of a DeepSpeed JSON")
         self._put(path, "deepspeed.config", value)
 
