@@ -494,6 +494,8 @@ def _batch(
     if steps is None:
         if named and total is None:  # DeepSpeed accumulates only where it is told to
             put("train.global_batch_size", micro * world_size, "train_micro_batch_size_per_gpu")
+        elif _batch_alone(config, document) and total % world_size == 0:  # which it does not cut up either
+            put("train.micro_batch_size", total // world_size, "train_batch_size")
         elif named and total % (micro * world_size):
             raise UserError(
                 f"{document.name}: a batch of {total} cannot be cut into train_micro_batch_size_per_gpu "
@@ -516,6 +518,15 @@ def _batch(
             f"gradient_accumulation_steps {steps} x {world_size} ranks; set one of them to auto"
         )
     put("train.micro_batch_size", fitting, "gradient_accumulation_steps")
+
+
+def _batch_alone(config: RunConfig, document: Document) -> bool:
+    others = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return (
+        document.get("train_batch_size") is not None
+        and not any(key in document.values for key in others)
+        and not config.is_set("train.micro_batch_size")
+    )
 
 
 def _same(ours: Any, theirs: Any) -> bool:

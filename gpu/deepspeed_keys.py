@@ -140,7 +140,8 @@ def check_keys(document: Mapping[str, Any], where: str) -> None:
         for path, siblings in unknown
     ]
     if len(unknown) > 1:
-        raise UserError(f"{where}: unknown keys {', '.join(hint.replace('; ', ': ') for hint in hints)}")
+        listed = [f"{hint.replace('; ', ' (')})" if "; " in hint else hint for hint in hints]
+        raise UserError(f"{where}: unknown keys {', '.join(listed)}")
     around = ".".join(path[:-1]) or "its top level"
     known = "" if hints[0] != ".".join(path) else f"; {around} takes {', '.join(sorted(siblings))}"
     raise UserError(f"{where}: unknown key {hints[0]}{known}")

@@ -371,7 +371,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"train_micro_batch_size_per_gpu": 2}, {}, ["cannot be cut", "2 x 2 ranks"]),
     ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps 4", "auto"]),
     ({"gradient_accumulation_steps": "3"}, {}, ["accumulation_steps must be a positive whole", 'not "3"']),
-    ({"gradient_acc": 3, "a": 1, "fp16": {"b": 1}}, {}, ["gradient_acc: did you mean", " a, ", "fp16.b"]),
+    ({"fp_16": 3, "a": 1, "fp16": {"b": 1}}, {}, ["keys fp_16 (did you mean fp16?), a, fp16.b"]),
     ({"wandb": {"enabled": True}}, {}, ["wandb is not installed", "log.trackers"]),
     ({"comet": {"enabled": True}}, {}, ["comet_ml is not installed"]),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, {}, ["quantized_weights", "CPU"]),
