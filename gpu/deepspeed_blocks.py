@@ -30,7 +30,8 @@ _EQUIVALENT = ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", 
 # Why DeepSpeed's others do not train under ZeRO here, where there is more to say than that.
 _REFUSED = {
     "lamb": "is not part of this version, and cannot work with ZeRO: it scales each tensor's update by norms "
-    "of the whole tensor, and ZeRO's flat slices have no tensors. DeepSpeed has it on CUDA only, for fp16 with dynamic loss scaling, and not "
+    "of the whole tensor, and ZeRO's flat slices have no tensors. DeepSpeed has it on CUDA "
+    "only, for fp16 with dynamic loss scaling, and not "
     "among the optimizers that it supports with ZeRO",
 }
 # Settings of the run that a block's params stand for.

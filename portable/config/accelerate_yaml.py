@@ -189,6 +189,8 @@ class _Reader:
                 f"{shown(machines)} machines need accelerate launch or torchrun on each of them, which this "
                 "process then joins; or set it to 1",
             )
+        if processes is None and self._values.get("distributed_type") in ("NO", False):
+            processes = 1
         if isinstance(processes, int) and processes > 0:
             self._result.processes = processes
         elif processes is not None and processes != -1:
@@ -243,6 +245,7 @@ class _Reader:
     def distributed_type(self, path: Path, value: Any) -> None:
         kinds = {
             "NO": {"strategy": "no_shard"},
+            False: {"strategy": "no_shard"},  # NO without quotes, to some readers
             "MULTI_GPU": {"strategy": "no_shard", "backend": "cuda"},
             "MULTI_CPU": {"strategy": "no_shard", "backend": "cpu"},
             "FSDP": {},
@@ -266,6 +269,9 @@ class _Reader:
         """As older files have it, at the top."""
         if value is not None:
             off = str(value).upper() in ("NO", "FALSE")
+            if not off and str(self._values.get("distributed_type", "")).upper() == "DEEPSPEED":
+                self._note(path, "has no effect: Accelerate tells it to no DeepSpeed run; set compile")
+                return
             self._put(path, "compile", not off)
             if not off:
                 self._put(path, "compile_backend", str(value).lower())
