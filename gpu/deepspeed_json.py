@@ -270,7 +270,6 @@ class _Shared:
     convert: Callable[[Any], Any] = lambda value: value
 
 
-_LOWEST_SCALE = 2.0**-126  # of fp32: no floor, which is what DeepSpeed takes 0 for
 _SHARED = (
     _Shared("train_batch_size", "train.global_batch_size"),
     _Shared("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
@@ -278,7 +277,7 @@ _SHARED = (
     _Shared("fp16.initial_scale_power", "fp16.initial_scale_power"),
     _Shared("fp16.loss_scale_window", "fp16.loss_scale_window"),
     _Shared("fp16.hysteresis", "fp16.hysteresis"),
-    _Shared("fp16.min_loss_scale", "fp16.min_loss_scale", lambda value: value or _LOWEST_SCALE),
+    _Shared("fp16.min_loss_scale", "fp16.min_loss_scale"),
     _Shared("zero_optimization.offload_optimizer.device", "memory.offload_optimizer"),
     _Shared("zero_optimization.offload_param.device", "memory.offload_params"),
 )

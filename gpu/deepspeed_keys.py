@@ -170,8 +170,9 @@ def replace_deprecated(
         key = next((key for key in (name, field.alias) if key in section), None)
         if key is None or not rules.get("deprecated"):
             continue
+        annotation: Any = field.annotation
         try:
-            value = TypeAdapter(field.annotation).validate_python(section[key])
+            value = TypeAdapter(annotation).validate_python(section[key])
         except ValidationError:  # which the check of the values will say
             continue
         new = rules.get("new_param", "")

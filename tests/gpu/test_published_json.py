@@ -19,14 +19,13 @@ from portable.config import load_config
 from portable.errors import UserError
 from portable.plan import plan_batches
 from portable.schedule import SCHEDULES
-from tests.published import shapes
+from tests.published import Shape, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from portable.config import RunConfig
-    from tests.published import Shape
 
 HIDDEN = 64
 SIZES = ModelSizes(HIDDEN, 4 * HIDDEN * HIDDEN)
@@ -85,7 +84,8 @@ def understood(shape: Shape, folder: Path) -> tuple[RunConfig, deepspeed_json.Do
     adopted = deepspeed_json.adopt(config, document, shape.ranks)
     if adopted.precision == "auto":
         adopted = adopted.replaced({"precision": "bf16"})
-    deepspeed_json.check_installed(document, "cuda")
+    if adopted.strategy != "no_shard":
+        deepspeed_json.check_installed(document, "cuda")
     plan_batches(adopted, world_size=shape.ranks, rank=0)
     return adopted, document
 
@@ -236,3 +236,93 @@ def test_is_refused_with_good_reason(shape: Shape, tmp_path: Path, read: Any) ->
 def test_there_are_many() -> None:
     assert len(SHAPES) >= 100
     assert len({shape.seen.split(":")[0] for shape in SHAPES}) >= 25
+
+
+def adopted_and_told(config: dict[str, Any], folder: Path, **more: Any) -> tuple[RunConfig, str]:
+    shape = Shape("one", "", config, **more)
+    run, document = understood(shape, folder)
+    return run, "\n".join(deepspeed_json.notes(run, document))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_old_names_reach_the_run(stage: int, tmp_path: Path) -> None:
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "cpu_offload": True,
+        "cpu_offload_use_pin_memory": True,
+        "stage3_gather_fp16_weights_on_model_save": True,
+    }
+    run, told = adopted_and_told({"zero_optimization": {**zero, "cpu_offload_param": True}}, tmp_path)
+    assert run.memory.offload_optimizer == "cpu"
+    assert run.memory.offload_params == ("cpu" if stage == 3 else "none")
+    assert "cpu_offload is called offload_optimizer today" in told
+    assert "cpu_offload_use_pin_memory has no effect" in told
+    assert "stage3_gather_fp16_weights_on_model_save is called stage3_gather_16bit_weights_on" in told
+
+
+def test_what_was_said_by_true_and_false(tmp_path: Path) -> None:
+    assert adopted_and_told({"zero_optimization": True}, tmp_path)[0].strategy == "zero1"
+    assert adopted_and_told({"zero_optimization": False}, tmp_path)[0].strategy == "no_shard"
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({"train_micro_batch_size_per_gpu": 2}, (16, 2, 1)),
+        ({"train_micro_batch_size_per_gpu": 16, "train_batch_size": "auto"}, (128, 16, 1)),
+        ({"train_batch_size": 64}, (64, 8, 1)),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, (64, 2, 4)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (48, 2, 3)),
+    ],
+)
+def test_batches_that_say_less(config: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path) -> None:
+    for stage in (0, 2):
+        run, _ = adopted_and_told({**config, "zero_optimization": {"stage": stage}}, tmp_path)
+        plan = plan_batches(run, world_size=8, rank=0)
+        assert (plan.global_batch_size, plan.micro_batch_size, plan.accumulation_steps) == sizes
+
+
+def test_a_floor_of_zero_for_the_loss_scale(tmp_path: Path) -> None:
+    scale = {"enabled": "auto", "loss_scale": 0, "min_loss_scale": 0}
+    zero = {"zero_optimization": {"stage": 2}}
+    run, _ = adopted_and_told({**zero, "fp16": scale, "bf16": {"enabled": True}}, tmp_path)
+    assert (run.precision, run.fp16.min_loss_scale) == ("bf16", 1.0)
+    with pytest.raises(UserError, match="min_loss_scale must be > 0"):  # DeepSpeed's words
+        adopted_and_told({**zero, "fp16": {**scale, "enabled": True}}, tmp_path)
+
+
+def test_remarks_are_passed_over(tmp_path: Path) -> None:
+    config = {"_comment": "why", "//": [1], "zero_optimization": {"stage": 2, "_why": {"a": 1}}}
+    assert adopted_and_told(config, tmp_path)[0].strategy == "zero2"
+    file = tmp_path / "remarks.json"
+    file.write_text(
+        '{\n  // of a person\n  "//": 1, "//": 2,\n  "zero_optimization": {"stage": 1,},  # and a comma\n}'
+    )
+    run = load_config({"deepspeed": {"config": str(file)}})
+    document = deepspeed_json.read(run)
+    assert document is not None
+    assert document.values == {"zero_optimization": {"stage": 1}}
+
+
+def test_a_disk_below_stage_3_is_host_memory(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": "/disk"}
+    zero = {"stage": 2, "offload_optimizer": disk, "offload_param": disk}
+    run, told = adopted_and_told({"zero_optimization": zero}, tmp_path)
+    assert (run.memory.offload_optimizer, run.memory.offload_params) == ("cpu", "none")
+    assert "offload_optimizer.device nvme means cpu at stage 2" in told
+    assert "offload_param has no effect" in told
+
+
+def test_without_zero_what_is_idle_is_named(tmp_path: Path) -> None:
+    config = {
+        "wall_clock_breakdown": True,
+        "wandb": {"enabled": True},
+        "tensorboard": {"enabled": False},
+        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+        "communication_data_type": "fp32",
+        "prescale_gradients": True,
+    }
+    run, told = adopted_and_told(config, tmp_path)
+    assert (run.strategy, run.memory.offload_optimizer) == ("no_shard", "none")
+    assert "nothing comes of wall_clock_breakdown, wandb, communication_data_type, prescale_gradients" in told
+    assert "tensorboard" not in told
