@@ -270,7 +270,7 @@ class _Shared:
     convert: Callable[[Any], Any] = lambda value: value
 
 
-_SHARED = (
+SHARED = (
     _Shared("train_batch_size", "train.global_batch_size"),
     _Shared("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
     _Shared("gradient_clipping", "train.max_grad_norm", lambda value: float(value) or None),
@@ -318,7 +318,7 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
     adopt_optimizer(document, put, put_default)
     adopt_scheduler(document, put, put_default)
     in_fp16 = (precision or config.precision) == "fp16"
-    for shared in _SHARED:
+    for shared in SHARED:
         value = document.get(shared.path)
         if value is not None and (in_fp16 or not shared.path.startswith("fp16.")):
             try:
@@ -348,7 +348,7 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
         raise UserError(f"{document.name}: {line}") from error
 
 
-_NEEDED = {
+NEEDED = {
     "bf16.check_grad_overflow": "an update that is not finite could not be told",
     "zero_optimization.compute_grad_norm": "the gradient norm could neither be bounded nor shown",
     "managed_gradient_accumulation": "the run tells where a step ends",
@@ -356,7 +356,7 @@ _NEEDED = {
 
 # What puts another engine, another layout or another computation in place of the ones that are driven here,
 # with the value that changes nothing.
-_FOREIGN: dict[str, Any] = {
+FOREIGN: dict[str, Any] = {
     "zero_optimization.zenflow": None,
     "zero_optimization.offload_optimizer.super_offload": False,
     "zero_optimization.offload_optimizer.ratio": 1.0,
@@ -377,9 +377,9 @@ _FOREIGN: dict[str, Any] = {
 
 def _check_switches(document: Document, strategy: str) -> None:
     """Raise UserError for a switch that the run depends on, or one to what is not driven here."""
-    for path, reason in _NEEDED.items():
+    for path, reason in NEEDED.items():
         require(document.get(path) is not False, f"{document.name}: {path} false: {reason}; remove it")
-    for path, harmless in _FOREIGN.items():
+    for path, harmless in FOREIGN.items():
         value = document.get(path)
         require(
             value in (None, False, harmless),
@@ -592,7 +592,7 @@ def _over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_SWAPPING = {
+SWAPPING = {
     "zero_optimization.offload_param.buffer_size": "to be as much as the largest parameter's share needs",
     "zero_optimization.stage3_max_reuse_distance": "to be 0, since parameters that stay gathered keep their "
     "swap buffers, and the run would end for want of one",
@@ -610,7 +610,7 @@ def notes(config: RunConfig, document: Document) -> list[str]:
     swapped = config.memory.offload_params == "nvme"
     changed = [
         f"{path} {shown(document.get(path))} has no effect: the run chooses it, {why}"
-        for path, why in _SWAPPING.items()
+        for path, why in SWAPPING.items()
         if swapped and document.get(path) is not None
     ]
     return [f"{document.name}: {notice}" for notice in (*document.notices, *changed)]

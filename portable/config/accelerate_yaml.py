@@ -199,7 +199,7 @@ class _Reader:
     def _take(self, path: Path, value: Any) -> None:
         key = ".".join(path)
         # The three keys for XLA stand at the top in some guides, and among FSDP's in the Trainer's.
-        handler = _MAPPED.get(key) or (_XLA.get(path[-1]) if path[0] in ("fsdp_config", *_XLA) else None)
+        handler = MAPPED.get(key) or (_XLA.get(path[-1]) if path[0] in ("fsdp_config", *_XLA) else None)
         if handler is not None:
             handler(self, path, value)
         elif path[0] in _FOR_TPUS and not self._xla:
@@ -215,7 +215,7 @@ class _Reader:
                 raise self._refuse(path, f"{shown(value)} has no counterpart: {reason}")
         elif key not in FREE:
             around = f"{path[0]}." if len(path) > 1 else ""
-            every = (*_MAPPED, *ONLY, *NOTED, *FREE)
+            every = (*MAPPED, *ONLY, *NOTED, *FREE)
             known = [k.removeprefix(around) for k in every if k.startswith(around)]
             near = suggest.nearest(path[-1], known)
             raise self._refuse(
@@ -460,7 +460,7 @@ _XLA: dict[str, Callable[[_Reader, Path, Any], None]] = {
     "xla_fsdp_settings": _Reader.xla_settings,
     "xla_fsdp_grad_ckpt": _Reader.xla_recompute,
 }
-_MAPPED: dict[str, Callable[[_Reader, Path, Any], None]] = {
+MAPPED: dict[str, Callable[[_Reader, Path, Any], None]] = {
     "distributed_type": _Reader.distributed_type,
     "mixed_precision": _Reader.mixed_precision,
     "use_cpu": _Reader.use_cpu,
