@@ -108,12 +108,12 @@ def _only() -> Iterator[str]:
     alike: dict[tuple[str, str], list[str]] = {}
     for key, (allowed, reason) in ONLY.items():
         alike.setdefault((", ".join(_code(shown(one)) for one in allowed), reason), []).append(key)
-    for (allowed, reason), names in alike.items():
+    for (values, reason), names in alike.items():
         around = sorted({name.rpartition(".")[0] for name in names})
         short = [name.rpartition(".")[2] if len(names) > 1 else name for name in names]
         inside = f" of {_code(around[0])}" if len(names) > 1 and around[0] else ""
         nothing = "`null`, `''`, `{}`, `[]`"
-        yield f"| {', '.join(map(_code, short))}{inside} | {allowed.replace(nothing, 'nothing')} | {reason} |"
+        yield f"| {', '.join(map(_code, short))}{inside} | {values.replace(nothing, 'nothing')} | {reason} |"
 
 
 def _wrapped(block: str) -> str:

@@ -15,9 +15,11 @@ from pydantic import BaseModel
 from gpu import deepspeed_json, zero_runtime
 from gpu.zero_settings import ModelSizes, settings_for
 from gpu.zero_sizes import automatic
-from portable.config import load_config
+from portable.backend import backend_room
+from portable.config import load_config, parse_args
 from portable.errors import UserError
 from portable.plan import plan_batches
+from portable.run import resolve
 from portable.schedule import SCHEDULES
 from tests.published import Shape, shapes
 
@@ -326,3 +328,15 @@ def test_without_zero_what_is_idle_is_named(tmp_path: Path) -> None:
     assert (run.strategy, run.memory.offload_optimizer) == ("no_shard", "none")
     assert "nothing comes of wall_clock_breakdown, wandb, communication_data_type, prescale_gradients" in told
     assert "tensorboard" not in told
+
+
+def test_a_yamls_accumulation_is_used_as_a_jsons_is(tmp_path: Path) -> None:
+    section = {"gradient_accumulation_steps": 4, "zero_stage": 2}
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
+    flags = ["--accelerate-config", str(file), "--train.micro_batch_size", "2", "--precision", "fp32"]
+    backend = backend_room("cpu").create("cpu")
+    run = resolve(parse_args(flags).config, backend, 8)
+    assert (run.strategy, run.train.global_batch_size) == ("zero2", 2 * 4 * 8)
+    with pytest.raises(UserError, match="gradient_accumulation_steps 4"):
+        resolve(parse_args([*flags, "--train.global_batch_size", "6"]).config, backend, 8)
