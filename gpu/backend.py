@@ -108,6 +108,13 @@ class TorchBackend:
         if "WORLD_SIZE" in os.environ:  # else the ranks are still to be started, and will look themselves
             shard_group_size(config, self.world_size, self.local_world_size)
 
+    def notes(self, config: RunConfig) -> list[str]:
+        if config.deepspeed.config is None:
+            return []
+        from gpu import zero  # only here: DeepSpeed takes seconds to import
+
+        return zero.notes(config, self.device.type)
+
     def start(self) -> None:
         if self.name == "cuda":
             torch.cuda.set_device(self.device)

@@ -24,23 +24,24 @@ if TYPE_CHECKING:
     Put = Callable[[str, Any, str], None]
     """Takes a setting's key, its value, and the place in the JSON that says so."""
 
-_OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
+OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
 # Ways to compute the same update.
 _EQUIVALENT = ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
 # Why DeepSpeed's others do not train under ZeRO here, where there is more to say than that.
 _REFUSED = {
-    "lamb": "cannot work with ZeRO: it scales each tensor's update by norms of the whole tensor, and ZeRO's "
-    "flat slices have no tensors. DeepSpeed has it on CUDA only, for fp16 with dynamic loss scaling, and not "
+    "lamb": "is not part of this version, and cannot work with ZeRO: it scales each tensor's update by norms "
+    "of the whole tensor, and ZeRO's flat slices have no tensors. DeepSpeed has it on CUDA "
+    "only, for fp16 with dynamic loss scaling, and not "
     "among the optimizers that it supports with ZeRO",
 }
 # Settings of the run that a block's params stand for.
-_OPTIMIZER_KEYS = {
+OPTIMIZER_KEYS = {
     "lr": "train.learning_rate",
     "betas": "train.betas",
     "eps": "train.eps",
     "weight_decay": "train.weight_decay",
 }
-_SCHEDULE_KEYS = {
+SCHEDULE_KEYS = {
     "warmup_num_steps": "train.warmup_steps",
     "total_num_steps": "train.steps",
     "cos_min_ratio": "train.min_learning_rate_ratio",
@@ -69,7 +70,7 @@ def optimizer_defaults(kind: Any) -> dict[str, Any]:
         "lion": (DeepSpeedCPULion, FusedLion),
         "adagrad": (torch.optim.Adagrad,),
     }
-    named = _OPTIMIZERS.get(str(kind).lower(), str(kind).lower())
+    named = OPTIMIZERS.get(str(kind).lower(), str(kind).lower())
     chosen = classes.get(named, tuple(one for several in classes.values() for one in several))
     found: dict[str, Any] = {}
     for one in chosen:  # the later ones are DeepSpeed's own, which it takes unless told otherwise
@@ -109,7 +110,7 @@ def adopt_optimizer(document: Document, put: Put, put_default: Put) -> None:
     kind = document.get("optimizer.type")
     if kind is None:
         return
-    ours = _OPTIMIZERS.get(str(kind).lower())
+    ours = OPTIMIZERS.get(str(kind).lower())
     require(
         ours is not None,
         f"{document.name}: optimizer.type {kind} "
@@ -122,7 +123,7 @@ def adopt_optimizer(document: Document, put: Put, put_default: Put) -> None:
         defaults |= _defaults(AdamW)
     for name, value in params.items():
         path = f"optimizer.params.{name}"
-        adopted = name in _OPTIMIZER_KEYS or name in _EQUIVALENT or (ours == "sgd" and name == "momentum")
+        adopted = name in OPTIMIZER_KEYS or name in _EQUIVALENT or (ours == "sgd" and name == "momentum")
         # DeepSpeed takes Adam for AdamW, and that alone, unless adam_w_mode is off.
         spared = name == "adam_w_mode" and str(kind).lower() == "adamw"
         require(
@@ -132,7 +133,7 @@ def adopt_optimizer(document: Document, put: Put, put_default: Put) -> None:
     if document.get("scheduler.type") is not None and rate_of(document) is not None:
         params = {name: value for name, value in params.items() if name != "lr"}  # the scheduler sets it
         defaults.pop("lr")
-    _put_all(params, defaults, _OPTIMIZER_KEYS, "optimizer.params", put, put_default)
+    _put_all(params, defaults, OPTIMIZER_KEYS, "optimizer.params", put, put_default)
     if ours == "sgd":
         momentum = params.get("momentum", defaults["momentum"])
         if momentum != "auto":
@@ -158,7 +159,7 @@ def check_optimizer_type(values: Mapping[str, Any], where: str) -> None:
 def rate_of(document: Document) -> str | None:
     """The scheduler's param that sets the run's learning rate; None where the optimizer's counts."""
     defaults = scheduler_defaults(document.get("scheduler.type")) or {}
-    name = next((name for name in defaults if _SCHEDULE_KEYS.get(name) == "train.learning_rate"), None)
+    name = next((name for name in defaults if SCHEDULE_KEYS.get(name) == "train.learning_rate"), None)
     if name is None or _params(document, "scheduler").get(name, defaults[name]) in (None, "auto"):
         return None
     return name
@@ -193,7 +194,7 @@ def adopt_scheduler(document: Document, put: Put, put_default: Put) -> None:
         "step, and goes on where its checkpoint stands; remove it",
     )
     put("train.schedule", kind, "scheduler.type")
-    _put_all(params, defaults, _SCHEDULE_KEYS, "scheduler.params", put, put_default)
+    _put_all(params, defaults, SCHEDULE_KEYS, "scheduler.params", put, put_default)
     own = {name: value for name, value in params.items() if name in own_params(kind) and value != "auto"}
     if "cycle_momentum" in defaults and not _moves_betas(document):
         own["cycle_momentum"] = False
@@ -208,7 +209,7 @@ def _moves_betas(document: Document) -> bool:
 # What asks for recomputation; the block's other keys only say how, if something is recomputed.
 _RECOMPUTE = ("cpu_checkpointing", "partition_activations", "contiguous_memory_optimization")
 # What DeepSpeed's own checkpointing would do besides, and why nothing comes of it here.
-_NO_EFFECT = {
+NO_EFFECT = {
     "partition_activations": "it divides what is kept among model-parallel ranks, of which there is one",
     "contiguous_memory_optimization": "it lays out what partition_activations has divided",
     "number_checkpoints": "it sizes the buffer of contiguous_memory_optimization; each layer is a checkpoint",
@@ -227,8 +228,8 @@ def adopt_recompute(document: Document, put: Put) -> None:
 def recompute_notices(document: Document) -> list[str]:
     """What of the ``activation_checkpointing`` block has no effect, and why."""
     return [
-        f"activation_checkpointing.{name} has no effect: {_NO_EFFECT[name]}"
-        for name in _asking(document, _NO_EFFECT)
+        f"activation_checkpointing.{name} has no effect: {NO_EFFECT[name]}"
+        for name in _asking(document, NO_EFFECT)
     ]
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from gpu.deepspeed_blocks import (
     rate_of,
     recompute_notices,
 )
-from gpu.deepspeed_keys import check_keys
+from gpu.deepspeed_keys import check_keys, models, replace_deprecated
 from gpu.deepspeed_values import AUTO, check_values, shown
 from gpu.zero_sizes import automatic
 from portable.errors import UserError, one_line, require
@@ -70,12 +70,14 @@ def read(config: RunConfig) -> Document | None:
     if given is None:
         return None
     values, name = (deepcopy(given), _KEY) if isinstance(given, dict) else (_load(Path(given)), str(given))
-    notices = _modernise(values)
+    values = _without_comments(values)
+    notices = modernise(values, name)
     _refuse_removed(values, name)
     check_optimizer_type(values, name)
     check_keys(values, name)
     check_values(values, name)
     document = Document(values, name, ())
+    notices += _without_effect(config, document)
     rate = rate_of(document)
     if rate is not None and document.get("optimizer.params.lr") is not None:
         notices.append(f"optimizer.params.lr has no effect: the scheduler sets the learning rate, by {rate}")
@@ -99,22 +101,71 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, path))
     except (ValueError, RecursionError) as error:
-        raise UserError(one_line(f"{path}: not JSON: {error}")) from error
+        values = _load_relaxed(text, path)
+        if values is None:
+            raise UserError(one_line(f"{path}: not JSON: {error}")) from error
     require(isinstance(values, dict), f"{path}: a DeepSpeed JSON must be a mapping")
     found: dict[str, Any] = values
     return found
 
 
+def _load_relaxed(text: bytes, path: Path) -> Any:
+    """``text`` as Hjson, as DeepSpeed reads it, with comments and trailing commas; None if it is none."""
+    import hjson
+
+    try:
+        found = hjson.loads(text.decode(), object_pairs_hook=lambda pairs: _without_repeats(pairs, path))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None  # a lone word is Hjson, too
+
+
 def _without_repeats(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
+    keys = [key for key, _ in pairs if not _is_comment(key)]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     require(twice is None, f"{path}: the key {twice} stands there twice")
     return dict(pairs)
 
 
-def _modernise(values: dict[str, Any]) -> list[str]:
-    """Put what other projects' documentation has in old places where DeepSpeed looks for it today."""
+def _is_comment(key: Any) -> bool:
+    return str(key).startswith(("_", "//"))
+
+
+def _without_comments(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` less the keys that are remarks, for which JSON has no other place."""
+    return {
+        key: _without_comments(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if not _is_comment(key)
+    }
+
+
+def modernise(values: dict[str, Any], name: str) -> list[str]:
+    """Put what has an old name or place where DeepSpeed looks for it today.
+
+    Args:
+        values: the configuration, which is changed.
+        name: the file or setting that it comes from, for messages.
+
+    Returns:
+        what was changed, one line each.
+
+    Raises:
+        UserError: for an old name beside the new one.
+    """
     notices = []
+    if isinstance(values.get("zero_optimization"), bool):  # as it was written before there were stages
+        values["zero_optimization"] = {"stage": int(values["zero_optimization"])}
+        size = values.pop("allgather_size", None)
+        if size is not None and values["zero_optimization"]["stage"]:
+            values["zero_optimization"]["allgather_bucket_size"] = size
+        notices.append("zero_optimization true or false is called zero_optimization.stage 1 or 0 today")
+    for path, model in models().items():
+        section: Any = values
+        for part in path:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            notices += replace_deprecated(model, section, path, name)
     zero = values.get("zero_optimization")
     if isinstance(zero, dict) and "aio" in zero:
         aio = zero.pop("aio")
@@ -127,6 +178,69 @@ def _modernise(values: dict[str, Any]) -> list[str]:
     if "bfloat16" in values:
         values.setdefault("bf16", values.pop("bfloat16"))
     return notices
+
+
+_OFFLOADS = ("offload_optimizer", "offload_param")
+# The sections that are the run's under any strategy.
+_WITHOUT_ZERO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "activation_checkpointing",
+    "steps_per_print",
+    "zero_allow_untested_optimizer",
+)
+
+
+def _without_effect(config: RunConfig, document: Document) -> list[str]:
+    """Take out of ``document`` what DeepSpeed itself passes over at its stage, and say so."""
+    strategy = _strategy(config, document)
+    zero = document.values.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    notices = []
+    if strategy == "no_shard":
+        for part in _OFFLOADS:
+            zero.pop(part, None)
+        idle = [key for key, value in document.values.items() if key not in _WITHOUT_ZERO and _asks(value)]
+        notices.append(
+            "no ZeRO stage: the run replicates the model (strategy no_shard), with torch's DDP in place of "
+            "DeepSpeed's engine" + (f"; nothing comes of {', '.join(idle)}" if idle else "")
+        )
+        if document.get("fp16.loss_scale") and document.get("fp16.enabled"):
+            notices.append("fp16.loss_scale has no effect without ZeRO: the scale is searched for")
+        if document.get("activation_checkpointing.cpu_checkpointing"):
+            notices.append(
+                "activation_checkpointing.cpu_checkpointing without ZeRO: layers are recomputed from inputs "
+                "that stay on the device"
+            )
+    elif strategy != "zero3":
+        if document.get("zero_optimization.offload_param.device") not in (None, "none"):
+            notices.append(
+                f"zero_optimization.offload_param has no effect: parameters are whole on each rank at stage "
+                f"{strategy[-1]}, and only stage 3 offloads them"
+            )
+        zero.pop("offload_param", None)
+        if document.get("zero_optimization.offload_optimizer.device") == "nvme":
+            zero["offload_optimizer"] = {**zero["offload_optimizer"], "device": "cpu"}
+            notices.append(
+                f"zero_optimization.offload_optimizer.device nvme means cpu at stage {strategy[-1]}: only "
+                "stage 3 goes to a disk"
+            )
+    return notices
+
+
+def _asks(value: Any) -> bool:
+    """Whether a key's value asks for something."""
+    if isinstance(value, dict):
+        if "enabled" in value:
+            return _asks(value["enabled"])
+        return any(_asks(inside) for key, inside in value.items() if key != "stage")
+    return value not in (None, False, 0, AUTO)
 
 
 def _refuse_removed(values: Mapping[str, Any], name: str) -> None:
@@ -156,7 +270,7 @@ class _Shared:
     convert: Callable[[Any], Any] = lambda value: value
 
 
-_SHARED = (
+SHARED = (
     _Shared("train_batch_size", "train.global_batch_size"),
     _Shared("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
     _Shared("gradient_clipping", "train.max_grad_norm", lambda value: float(value) or None),
@@ -196,15 +310,17 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
             )
         found[key] = value
 
-    put("strategy", _strategy(config, document), "zero_optimization.stage")
+    strategy = _strategy(config, document)
+    put("strategy", strategy, "zero_optimization.stage")
     precision = _precision(document)
     if precision is not None and not (precision == "fp32" and config.precision == "tf32"):
         put("precision", precision, f"{'bf16' if precision == 'bf16' else 'fp16'}.enabled")
     adopt_optimizer(document, put, put_default)
     adopt_scheduler(document, put, put_default)
-    for shared in _SHARED:
+    in_fp16 = (precision or config.precision) == "fp16"
+    for shared in SHARED:
         value = document.get(shared.path)
-        if value is not None:
+        if value is not None and (in_fp16 or not shared.path.startswith("fp16.")):
             try:
                 put(shared.key, shared.convert(value), shared.path)
             except (TypeError, ValueError) as error:
@@ -223,7 +339,7 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
         found["memory.nvme_path"] = str(nvme)
     if config.memory.activation_checkpointing != "selective":  # which recomputes as well
         adopt_recompute(document, put)
-    _check_switches(document)
+    _check_switches(document, strategy)
     _check_one_folder(document, world_size)
     try:
         return config.replaced({**defaults, **found})
@@ -232,7 +348,7 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
         raise UserError(f"{document.name}: {line}") from error
 
 
-_NEEDED = {
+NEEDED = {
     "bf16.check_grad_overflow": "an update that is not finite could not be told",
     "zero_optimization.compute_grad_norm": "the gradient norm could neither be bounded nor shown",
     "managed_gradient_accumulation": "the run tells where a step ends",
@@ -240,7 +356,7 @@ _NEEDED = {
 
 # What puts another engine, another layout or another computation in place of the ones that are driven here,
 # with the value that changes nothing.
-_FOREIGN: dict[str, Any] = {
+FOREIGN: dict[str, Any] = {
     "zero_optimization.zenflow": None,
     "zero_optimization.offload_optimizer.super_offload": False,
     "zero_optimization.offload_optimizer.ratio": 1.0,
@@ -259,17 +375,17 @@ _FOREIGN: dict[str, Any] = {
 }
 
 
-def _check_switches(document: Document) -> None:
+def _check_switches(document: Document, strategy: str) -> None:
     """Raise UserError for a switch that the run depends on, or one to what is not driven here."""
-    for path, reason in _NEEDED.items():
+    for path, reason in NEEDED.items():
         require(document.get(path) is not False, f"{document.name}: {path} false: {reason}; remove it")
-    for path, harmless in _FOREIGN.items():
+    for path, harmless in FOREIGN.items():
         value = document.get(path)
         require(
             value in (None, False, harmless),
             f"{document.name}: {path} is not part of this version; remove it",
         )
-    reduce_scatter = document.get("zero_optimization.reduce_scatter") is not False
+    reduce_scatter = strategy != "no_shard" and document.get("zero_optimization.reduce_scatter") is not False
     for path, harmless in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
         value = document.get(path)
         require(
@@ -285,6 +401,34 @@ def _check_switches(document: Document) -> None:
         )
 
 
+# What DeepSpeed reports to, if it is switched on, and the package that it imports for it.
+_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+# What of ZeRO++ is computed by kernels that only GPUs have.
+_GPU_KERNELS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+
+
+def check_installed(document: Document, device_type: str) -> None:
+    """Raise UserError for what DeepSpeed would want in the first moments of a run and not find.
+
+    Args:
+        document: the JSON.
+        device_type: that the run is on.
+    """
+    for monitor, package in _MONITORS.items():
+        require(
+            not document.get(f"{monitor}.enabled") or find_spec(package) is not None,
+            f"{document.name}: {monitor}.enabled true: {package} is not installed; run: pip install "
+            f"{package}, or set it to false (log.trackers reports by any tracker)",
+        )
+    for switch in _GPU_KERNELS:
+        path = f"zero_optimization.{switch}"
+        require(
+            not document.get(path) or device_type != "cpu",
+            f"{document.name}: {path} true: DeepSpeed quantises by kernels for GPUs, and this run is on the "
+            "CPU; remove it, or use backend cuda",
+        )
+
+
 def _check_one_folder(document: Document, world_size: int) -> None:
     """Raise UserError where each node would keep files that only all of them together make a checkpoint."""
     several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -297,15 +441,17 @@ def _check_one_folder(document: Document, world_size: int) -> None:
 
 
 def _strategy(config: RunConfig, document: Document) -> str:
-    stage = document.get("zero_optimization.stage")
-    if stage is None and config.is_set("strategy"):
+    """What the JSON's stage is called here; without one, as in DeepSpeed, nothing is sharded."""
+    zero = document.values.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    if stage in (0, AUTO) and config.is_set("strategy"):
         return config.strategy
-    if stage not in (1, 2, 3) or isinstance(stage, bool):
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise UserError(
-            f"{document.name}: zero_optimization.stage is {shown(stage)}; it must be 1, 2 or 3 (without "
-            "ZeRO, remove deepspeed.config and use strategy no_shard)"
+            f"{document.name}: zero_optimization.stage is {shown(stage)}; it must be 0, 1, 2 or 3"
+            + (", or set strategy to zero1, zero2 or zero3" if stage == AUTO else "")
         )
-    return f"zero{stage}"
+    return f"zero{stage}" if stage else "no_shard"
 
 
 def _precision(document: Document) -> str | None:
@@ -326,6 +472,16 @@ def _batch(
     total = document.get("train_batch_size")
     micro = document.get("train_micro_batch_size_per_gpu")
     steps = document.get("gradient_accumulation_steps")
+    for key, number in (
+        ("train_batch_size", total),
+        ("train_micro_batch_size_per_gpu", micro),
+        ("gradient_accumulation_steps", steps),
+    ):
+        whole = isinstance(number, int) and not isinstance(number, bool) and number > 0
+        require(
+            number is None or whole,
+            f"{document.name}: {key} must be a positive whole number or auto, not {shown(number)}",
+        )
     if micro is None:
         micro = config.train.micro_batch_size
     if total is None and config.is_set("train.global_batch_size"):
@@ -333,15 +489,13 @@ def _batch(
     if micro == AUTO:
         micro = None  # follows from the other two, or is searched for
         total = config.train.global_batch_size if total is None else total
-    numbers = [number for number in (total, micro, steps) if number is not None]
-    require(
-        all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in numbers),
-        f"{document.name}: train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps "
-        "must be positive whole numbers or auto",
-    )
     named = document.get("train_micro_batch_size_per_gpu") is not None
     if steps is None:
-        if named and total is not None and total % (micro * world_size):
+        if named and total is None:  # DeepSpeed accumulates only where it is told to
+            put("train.global_batch_size", micro * world_size, "train_micro_batch_size_per_gpu")
+        elif _batch_alone(config, document) and total % world_size == 0:  # which it does not cut up either
+            put("train.micro_batch_size", total // world_size, "train_batch_size")
+        elif named and total % (micro * world_size):
             raise UserError(
                 f"{document.name}: a batch of {total} cannot be cut into train_micro_batch_size_per_gpu "
                 f"{micro} x {world_size} ranks; set one of them to auto"
@@ -363,6 +517,15 @@ def _batch(
             f"gradient_accumulation_steps {steps} x {world_size} ranks; set one of them to auto"
         )
     put("train.micro_batch_size", fitting, "gradient_accumulation_steps")
+
+
+def _batch_alone(config: RunConfig, document: Document) -> bool:
+    others = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return (
+        document.get("train_batch_size") is not None
+        and not any(key in document.values for key in others)
+        and not config.is_set("train.micro_batch_size")
+    )
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -394,7 +557,7 @@ def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dic
     values = {key: value for key, value in document.values.items() if key not in _OURS}
     filled = _filled(values, {"zero_optimization": automatic(hidden_size)}, ())
     settings = _over(base, filled)
-    for part in ("offload_optimizer", "offload_param"):  # the run's own folder on the disk
+    for part in _OFFLOADS:  # the run's own folder on the disk
         ours = base["zero_optimization"].get(part, {})
         if "nvme_path" in ours:
             settings["zero_optimization"][part]["nvme_path"] = ours["nvme_path"]
@@ -429,29 +592,25 @@ def _over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_SWAPPING = {
-    "zero_optimization.offload_param.buffer_size": "as much as the largest parameter's share needs",
-    "zero_optimization.stage3_max_reuse_distance": "parameters that stay gathered keep their swap buffers, "
-    "and the run would end for want of one",
+SWAPPING = {
+    "zero_optimization.offload_param.buffer_size": "to be as much as the largest parameter's share needs",
+    "zero_optimization.stage3_max_reuse_distance": "to be 0, since parameters that stay gathered keep their "
+    "swap buffers, and the run would end for want of one",
 }
 """What the run decides where parameters are swapped to a disk, and why."""
 
 
-def say_once(document: Document, settings: Mapping[str, Any], rank: int) -> None:
-    """Tell the person what was changed in the JSON, on the first rank.
+def notes(config: RunConfig, document: Document) -> list[str]:
+    """What a person should be told of the JSON, one line each.
 
     Args:
+        config: the run's, with what the JSON says in it.
         document: the JSON.
-        settings: what it was merged into.
-        rank: this one.
     """
-    if rank != 0:
-        return
-    used = replace(document, values=dict(settings))
+    swapped = config.memory.offload_params == "nvme"
     changed = [
-        f"{path}: {used.get(path)} in place of {document.get(path)}: {why}"
-        for path, why in _SWAPPING.items()
-        if document.get(path) not in (None, used.get(path))
+        f"{path} {shown(document.get(path))} has no effect: the run chooses it, {why}"
+        for path, why in SWAPPING.items()
+        if swapped and document.get(path) is not None
     ]
-    for notice in (*document.notices, *changed):
-        print(f"note: {document.name}: {notice}", file=sys.stderr)
+    return [f"{document.name}: {notice}" for notice in (*document.notices, *changed)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from gpu.deepspeed_blocks import optimizer_defaults, scheduler_defaults
 from portable.config.suggest import did_you_mean
@@ -125,17 +125,72 @@ PLAIN: Known = {
 
 
 def check_keys(document: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for the first key that the installed DeepSpeed does not know, at any depth.
+    """Raise UserError for the keys that the installed DeepSpeed does not know, at any depth, all at once.
 
     Args:
         document: the configuration.
         where: the file or setting that it comes from, for the message.
     """
-    for path, siblings in _unknown(document, known_keys(document), ()):
-        hint = did_you_mean(path[-1], siblings, prefix=".".join((*path[:-1], "")))
-        around = ".".join(path[:-1]) or "its top level"
-        hint = hint or f"; {around} takes {', '.join(sorted(siblings))}"
-        raise UserError(f"{where}: unknown key {'.'.join(path)}{hint}")
+    unknown = list(_unknown(document, known_keys(document), ()))
+    if not unknown:
+        return
+    path, siblings = unknown[0]
+    hints = [
+        ".".join(path) + did_you_mean(path[-1], siblings, prefix=".".join((*path[:-1], "")))
+        for path, siblings in unknown
+    ]
+    if len(unknown) > 1:
+        listed = [f"{hint.replace('; ', ' (')})" if "; " in hint else hint for hint in hints]
+        raise UserError(f"{where}: unknown keys {', '.join(listed)}")
+    around = ".".join(path[:-1]) or "its top level"
+    known = "" if hints[0] != ".".join(path) else f"; {around} takes {', '.join(sorted(siblings))}"
+    raise UserError(f"{where}: unknown key {hints[0]}{known}")
+
+
+def replace_deprecated(
+    model: type[BaseModel], section: dict[str, Any], path: tuple[str, ...], where: str
+) -> list[str]:
+    """Put what has an old name in ``section`` under its new one, by the rules of DeepSpeed's own model.
+
+    Args:
+        model: by which DeepSpeed reads the section.
+        section: which is changed.
+        path: its place.
+        where: the file or setting that it comes from, for messages.
+
+    Returns:
+        what was changed, one line each.
+
+    Raises:
+        UserError: for an old name beside the new one.
+    """
+    notices = []
+    for name, field in model.model_fields.items():
+        rules: Any = field.json_schema_extra or {}
+        key = next((key for key in (name, field.alias) if key in section), None)
+        if key is None or not rules.get("deprecated"):
+            continue
+        annotation: Any = field.annotation
+        try:
+            value = TypeAdapter(annotation).validate_python(section[key])
+        except ValidationError:  # which the check of the values will say
+            continue
+        new = rules.get("new_param", "")
+        old = ".".join((*path, key))
+        del section[key]
+        if not new or not rules.get("set_new_param", True):
+            notices.append(f"{old} has no effect any more" + (f"; it is part of {new} today" if new else ""))
+            continue
+        target = model.model_fields[new].alias or new
+        if target in section or new in section:
+            raise UserError(f"{where}: {old} is called {target} today, and stands beside it; remove {old}")
+        value = rules.get("new_param_fn", lambda value: value)(value)
+        if isinstance(value, BaseModel):
+            value = value.model_dump(mode="json", exclude_unset=True)
+        if value is not None:
+            section[target] = value
+        notices.append(f"{old} is called {target} today")
+    return notices
 
 
 def models() -> dict[tuple[str, ...], type[BaseModel]]:

@@ -90,8 +90,10 @@ def _check_model(model: type[BaseModel], values: dict[str, Any], path: tuple[str
         raise UserError(one_line(f"{where}: {'.'.join((*path, *inside))}: {first['msg']}{got}")) from error
     for name, field in model.model_fields.items():
         key = name if name in given else field.alias or name
-        if isinstance(given.get(key), str | int) and isinstance(getattr(read, name), bool):
-            values[key] = getattr(read, name)
+        value, old = getattr(read, name, None), given.get(key)
+        words = str | int if isinstance(value, bool) else str
+        if isinstance(value, bool | int | float) and isinstance(old, words):
+            values[key] = value
 
 
 def _refusal(document: dict[str, Any]) -> str | None:

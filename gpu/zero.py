@@ -69,7 +69,10 @@ def check(config: RunConfig, device_type: str) -> None:
         ]
     )
     deepspeed = zero_runtime.import_deepspeed(device_type)
-    zero_optimizer.check(config, deepspeed_json.read(config))
+    document = deepspeed_json.read(config)
+    if document is not None:
+        deepspeed_json.check_installed(document, device_type)
+    zero_optimizer.check(config, document)
     if nvme.in_use(config):
         nvme.check(config, deepspeed)
 
@@ -84,6 +87,13 @@ def adopt(config: RunConfig, device_type: str, world_size: int) -> RunConfig:
     return deepspeed_json.adopt(config, document, world_size)
 
 
+def notes(config: RunConfig, device_type: str) -> list[str]:
+    """What a person should be told of the run's DeepSpeed JSON, one line each."""
+    zero_runtime.import_deepspeed(device_type)
+    document = deepspeed_json.read(config)
+    return [] if document is None else deepspeed_json.notes(config, document)
+
+
 def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
     """Hand a model from the meta device to DeepSpeed; the weights are still unset."""
     stage = STAGES[config.strategy]
@@ -92,8 +102,6 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
     plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
     document = deepspeed_json.read(config)
     settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
-    if document is not None:
-        deepspeed_json.say_once(document, settings, machine.rank)
     if nvme.in_use(config):
         _make_room(model, config, machine)
     on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True

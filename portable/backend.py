@@ -148,6 +148,13 @@ class Backend(Protocol):
     def check(self, config: RunConfig) -> None:
         """Raise :class:`UserError` for a setting that this backend has no use for, before any work."""
 
+    def notes(self, config: RunConfig) -> list[str]:
+        """What of the config means something else here than a person may think, or nothing; one line each.
+
+        Args:
+            config: the run's, adopted and checked.
+        """
+
     def start(self) -> None:
         """Join the process group, or start the runtime."""
 

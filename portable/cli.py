@@ -57,6 +57,11 @@ def run(invocation: Invocation) -> int:
         from portable.run import check_output_folder, train_leg
 
     config = invocation.config
+    if os.environ.get("RANK", "0") == "0":
+        for note in invocation.notes:
+            print(f"note: {note}", file=sys.stderr)
+    if invocation.gpu_ids is not None and not launch.joined():
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", invocation.gpu_ids)
     if invocation.profile and invocation.eval_only:
         raise UserError("--profile: records training steps, and --eval-only takes none; remove one")
     if invocation.replay is not None and (invocation.profile or invocation.eval_only):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError
 from portable import model as models
-from portable.adopt import known_classes
+from portable.adopt import SpecialTokens, known_classes
 from portable.backend import backend_room
 from portable.config import dump_yaml
 from portable.data import inspect_data
@@ -16,20 +18,25 @@ from portable.metrics import human_bytes, human_count, table
 from portable.places import place_of, storage_errors
 from portable.plan import parameter_count, total_steps
 from portable.planner.here import memory_rows, planner_here
+from portable.pretrained import pretrained_weights
 from portable.resume_info import describe
-from portable.run import plan_for, ranks_in_words, resolve, tokenizer_hints
+from portable.run import plan_for, ranks_in_words, resolve, surprises, tokenizer_hints
 from portable.run_folder import check_same_run, checkpoint_of, checkpoints_of, exists, resume_source
 from portable.schedule import build_schedule
+from portable.shapes import shape_hints
 from portable.takeover import take_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from portable.backend import Backend
     from portable.checkpointing import Checkpoints
     from portable.config import RunConfig
     from portable.data import DataSizes
     from portable.places import Place
     from portable.plan import BatchPlan
+
+_LABELLED = ("sequence-classification",)
 
 
 def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
@@ -42,6 +49,7 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     models.check_length(model_config, config.data.seq_len)
     known_classes(model_config, config.model)  # refuses what a run refuses
     data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
+    special_tokens = SpecialTokens(model_config, config.model)
     model = models.build_model(model_config, config.model)
     if data.vocab_size is not None:
         models.check_vocabulary(model, data.vocab_size)
@@ -51,10 +59,38 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     planner = planner_here(config, model, backend, ranks)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
+    for line in _notes(config, backend, model, special_tokens, data, plan):
+        print(line, file=sys.stderr)
     print(dump_yaml(config))
     print("# What this run will do")
     print(table(rows))
     return 0
+
+
+def _notes(
+    config: RunConfig,
+    backend: Backend,
+    model: PreTrainedModel,
+    special_tokens: SpecialTokens,
+    data: DataSizes,
+    plan: BatchPlan,
+) -> list[str]:
+    """What the run will tell a person before its first step, as far as it is known without a download."""
+    name, aligned, weights = config.model.name_or_path, [], []
+    if name is not None:
+        if data.opened is not None:
+            aligned = special_tokens.align(model, data.opened, data.target_frame)
+        # A classifier's head has as many rows as the data has labels, which nobody has counted yet.
+        if not config.model.from_scratch and Path(name).is_dir() and config.model.task not in _LABELLED:
+            weights = pretrained_weights(config.model, model).notes()
+    searched = config.train.micro_batch_size == "auto"  # and not known yet
+    hints = shape_hints(
+        model.config,
+        tokens=0 if searched else plan.micro_batch_size * config.data.seq_len,
+        multiple=backend.shape_multiple(config.precision),
+        precision=config.precision,
+    )
+    return [*surprises(backend, config, aligned, data), *weights, *hints]
 
 
 def _plan_rows(

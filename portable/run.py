@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from portable.checkpointing import Checkpoints
     from portable.config import RunConfig
-    from portable.data import Batch
+    from portable.data import Batch, DataSizes
     from portable.output import Output
     from portable.places import Place
 
@@ -213,14 +213,8 @@ class Prepared:
         self.schedule = build_schedule(config.train, self.steps)
 
     def surprises(self) -> list[str]:
-        """What of the model's settings and of the data may surprise a person."""
-        lines = []
-        if self.aligned:
-            changes = "; ".join(self.aligned)
-            lines.append(f"note: the model takes over the tokenizer's special tokens: {changes}")
-        if (warning := self.data.sizes.warning) is not None:
-            lines.append(f"warning: {warning}")
-        return lines
+        """What of the settings, of the model's and of the data may surprise a person."""
+        return surprises(self.backend, self.config, self.aligned, self.data.sizes)
 
     # -- batches -----------------------------------------------------------------------------------------
 
@@ -737,6 +731,23 @@ class Prepared:
             [] if self.taken is None else ["begun at another program's checkpoint", table(self.taken.rows)]
         )
         return "\n".join([start, table(rows), *taken, *hints])
+
+
+def surprises(backend: Backend, config: RunConfig, aligned: list[str], data: DataSizes) -> list[str]:
+    """The lines that tell a person, before the first step, of what may surprise them.
+
+    Args:
+        backend: of the run.
+        config: of the run, resolved.
+        aligned: the model's special tokens that the tokenizer's have replaced.
+        data: how much there is.
+    """
+    lines = [f"note: {note}" for note in backend.notes(config)]
+    if aligned:
+        lines.append(f"note: the model takes over the tokenizer's special tokens: {'; '.join(aligned)}")
+    if data.warning is not None:
+        lines.append(f"warning: {data.warning}")
+    return lines
 
 
 def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:

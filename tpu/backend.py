@@ -83,6 +83,10 @@ class XlaBackend:
         )
         Layout(config, self.world_size * self.devices_per_rank)
 
+    def notes(self, config: RunConfig) -> list[str]:
+        idle = config.deepspeed.config is not None
+        return ["deepspeed.config has no effect on backend xla, where DeepSpeed does not run"] if idle else []
+
     def start(self) -> None:
         if self.world_size > 1:
             # For what hosts tell each other without the devices: flags, counts, where checkpoints lie.

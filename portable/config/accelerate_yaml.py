@@ -8,6 +8,7 @@ into the environment of the ranks is read as if it were such a file.
 from __future__ import annotations
 
 import os
+import pathlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid
 _EMPTY: tuple[Any, ...] = (None, "", {}, [])
 _EVERY_HOST = "start it on every host of the slice, as docs/tpu.md says"
 _TPU_LAUNCH = ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file")
+_FOR_TPUS = ("tpu_use_cluster", "tpu_use_sudo", *_TPU_LAUNCH)
 _LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
 
 # Answered by whoever launches the ranks, or true here whatever is said.
@@ -45,17 +47,11 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
         ("LOCAL_MACHINE", "TPU"),
         "it runs where it is started; set it to LOCAL_MACHINE",
     ),
-    "debug": ((False,), "it has no such mode; set it to false"),
-    "downcast_bf16": ((False, "no"), "the compute type is mixed_precision's; set it to no"),
-    "enable_cpu_affinity": ((False,), "ranks are not bound to cores; set it to false"),
-    "gpu_ids": ((*_EMPTY, "all"), "choose GPUs by CUDA_VISIBLE_DEVICES, and remove it"),
     "tpu_use_cluster": (
         (False,),
         "start it on every host of the slice, as docs/tpu.md says; set it to false",
     ),
     "tpu_use_sudo": ((False,), "no command of it needs sudo; set it to false"),
-    "fp8_config": (_EMPTY, "fp8 is not part of this version; remove it"),
-    "megatron_lm_config": (_EMPTY, "it has no Megatron-LM; use FSDP or DEEPSPEED"),
     "mpirun_config": (_EMPTY, _LAUNCHER),
     "parallelism_config": (_EMPTY, "it shards by FSDP and ZeRO only; remove it"),
     **dict.fromkeys(_TPU_LAUNCH, (_EMPTY, f"{_EVERY_HOST}; remove it")),
@@ -64,24 +60,27 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
         "what is kept of the activations stays on the device; set it to false",
     ),
     "fsdp_config.fsdp_ignored_modules": (_EMPTY, "every module is sharded; remove it"),
-    "fsdp_config.fsdp_use_orig_params": (
-        (True,),
-        "FSDP2 keeps every parameter as it is, and has no flat ones; set it to true",
-    ),
-    "deepspeed_config.gradient_accumulation_steps": (
-        (1, "auto"),
-        "accumulation follows from train.global_batch_size and train.micro_batch_size; remove it",
-    ),
     "deepspeed_config.deepspeed_multinode_launcher": (("standard", *_EMPTY), _LAUNCHER),
     "deepspeed_config.deepspeed_hostfile": (_EMPTY, _LAUNCHER),
     "deepspeed_config.deepspeed_inclusion_filter": (_EMPTY, _LAUNCHER),
     "deepspeed_config.deepspeed_exclusion_filter": (_EMPTY, _LAUNCHER),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": (
-        _EMPTY,
-        "ZeRO-3 finds its units by itself; remove it",
-    ),
 }
 """Keys of which only some values mean something here: those values, and why no other."""
+
+NOTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "debug": ((False, *_EMPTY), "collectives are not checked one by one"),
+    "enable_cpu_affinity": ((False, *_EMPTY), "ranks are not bound to cores"),
+    "fp8_config": (_EMPTY, "fp8 is not part of this version"),
+    "fsdp_config.fsdp_use_orig_params": (
+        (True, *_EMPTY),
+        "FSDP2 keeps every parameter as it is, and has no flat ones",
+    ),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": (
+        _EMPTY,
+        "ZeRO-3 finds the blocks of experts by itself",
+    ),
+}
+"""Keys that change how a run goes and not what comes of it: values that ask for nothing, and what is here."""
 
 
 @dataclass
@@ -97,6 +96,10 @@ class AccelerateSettings:
     values: Settings = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     processes: int | None = None
+    gpu_ids: str | None = None
+    """What ``CUDA_VISIBLE_DEVICES`` shall be; None: left alone."""
+    notes: list[str] = field(default_factory=list)
+    """What is passed over or means something else here, one line each."""
 
 
 def read(document: Document, name: str) -> AccelerateSettings:
@@ -109,7 +112,7 @@ def read(document: Document, name: str) -> AccelerateSettings:
         raise UserError(f"{name}: not an Accelerate config; accelerate config writes one")
 
     def origin(path: Path) -> Origin:
-        line = document.lines.get(path, 0)
+        line = document.lines.get(path) or document.lines.get((*path[:-1], _bare(path[-1])), 0)
         return Origin(f"{name}:{line}: {path[-1]}", line)
 
     return _Reader(document.value, origin).read()
@@ -133,14 +136,20 @@ def read_environment(environment: Mapping[str, str]) -> AccelerateSettings | Non
 
 class _Reader:
     def __init__(self, values: Settings, origin: Callable[[Path], Origin]) -> None:
-        self._values = values
+        self._values = {**values, "fsdp_config": _prefixed(values.get("fsdp_config"))}
+        if "fsdp_config" not in values:
+            del self._values["fsdp_config"]
         self._origin = origin
         self._result = AccelerateSettings()
         self._xla = self._on_xla()
 
     def read(self, *, strategy_from_kind: bool = True) -> AccelerateSettings:
         kind = str(self._values.get("distributed_type", "NO")).upper()
-        sections = {"fsdp_config": kind == "FSDP" or self._xla, "deepspeed_config": kind == "DEEPSPEED"}
+        sections = {
+            "fsdp_config": kind == "FSDP" or self._xla,
+            "deepspeed_config": kind == "DEEPSPEED",
+            "megatron_lm_config": False,  # Megatron-LM is refused as distributed_type
+        }
         for key, value in self._values.items():
             if key not in sections:
                 self._take((key,), value)
@@ -149,10 +158,21 @@ class _Reader:
             elif sections[key]:
                 for inner, item in (value or {}).items():
                     self._take((key, inner), item)
-        if strategy_from_kind and kind == "FSDP" and "strategy" not in self._result.values:
-            self._put(("distributed_type",), "strategy", "full_shard")
+        if strategy_from_kind:
+            self._default_strategy(kind)
         self._count_processes()
         return self._result
+
+    def _default_strategy(self, kind: str) -> None:
+        """What Accelerate takes where the file does not say how much is sharded."""
+        path, result = ("distributed_type",), self._result
+        if kind == "FSDP" and "strategy" not in result.values:
+            self._put(path, "strategy", "full_shard")
+        if kind == "DEEPSPEED" and "strategy" not in result.values and not self._deepspeed_file():
+            self._put(path, "strategy", "zero2")
+        says = self._values.get("fsdp_config") or any(key in self._values for key in _XLA)
+        if self._xla and not says:
+            self._note(path, "without fsdp_config Accelerate replicates the model, which is sharded here")
 
     def _on_xla(self) -> bool:
         places = [self._values, self._values.get("fsdp_config")]
@@ -169,6 +189,8 @@ class _Reader:
                 f"{shown(machines)} machines need accelerate launch or torchrun on each of them, which this "
                 "process then joins; or set it to 1",
             )
+        if processes is None and self._values.get("distributed_type") in ("NO", False):
+            processes = 1
         if isinstance(processes, int) and processes > 0:
             self._result.processes = processes
         elif processes is not None and processes != -1:
@@ -177,16 +199,24 @@ class _Reader:
     def _take(self, path: Path, value: Any) -> None:
         key = ".".join(path)
         # The three keys for XLA stand at the top in some guides, and among FSDP's in the Trainer's.
-        handler = _MAPPED.get(key) or (_XLA.get(path[-1]) if path[0] in ("fsdp_config", *_XLA) else None)
+        handler = MAPPED.get(key) or (_XLA.get(path[-1]) if path[0] in ("fsdp_config", *_XLA) else None)
         if handler is not None:
             handler(self, path, value)
+        elif path[0] in _FOR_TPUS and not self._xla:
+            if _truth(value) not in (False, *_EMPTY):
+                self._note(path, f"{shown(value)} has no effect: it is for TPUs")
+        elif key in NOTED:
+            silent, reason = NOTED[key]
+            if _truth(value) not in silent:
+                self._note(path, f"{shown(value)} has no effect: {reason}")
         elif key in ONLY:
             allowed, reason = ONLY[key]
             if _truth(value) not in allowed:
                 raise self._refuse(path, f"{shown(value)} has no counterpart: {reason}")
         elif key not in FREE:
             around = f"{path[0]}." if len(path) > 1 else ""
-            known = [k.removeprefix(around) for k in (*_MAPPED, *ONLY, *FREE) if k.startswith(around)]
+            every = (*MAPPED, *ONLY, *NOTED, *FREE)
+            known = [k.removeprefix(around) for k in every if k.startswith(around)]
             near = suggest.nearest(path[-1], known)
             raise self._refuse(
                 path, "not a key of Accelerate's" + (f"; did you mean {near}?" if near else "")
@@ -195,6 +225,9 @@ class _Reader:
     def _put(self, path: Path, key: str, value: Any) -> None:
         self._result.values[key] = value
         self._result.origins[key] = self._origin(path)
+
+    def _note(self, path: Path, message: str) -> None:
+        self._result.notes.append(one_line(f"{self._origin(path).text}: {message}"))
 
     def _refuse(self, path: Path, message: str) -> UserError:
         return UserError(one_line(f"{self._origin(path).text}: {message}"))
@@ -212,6 +245,7 @@ class _Reader:
     def distributed_type(self, path: Path, value: Any) -> None:
         kinds = {
             "NO": {"strategy": "no_shard"},
+            False: {"strategy": "no_shard"},  # NO without quotes, to some readers
             "MULTI_GPU": {"strategy": "no_shard", "backend": "cuda"},
             "MULTI_CPU": {"strategy": "no_shard", "backend": "cpu"},
             "FSDP": {},
@@ -224,38 +258,79 @@ class _Reader:
 
     def mixed_precision(self, path: Path, value: Any) -> None:
         choices = {"NO": "fp32", False: "fp32", "BF16": "bf16", "FP16": "fp16"}
-        self._put(path, "precision", self._choose(path, value, choices))
+        if value is not None:
+            self._put(path, "precision", self._choose(path, value, choices))
 
     def use_cpu(self, path: Path, value: Any) -> None:
         if self._flag(path, value):
             self._put(path, "backend", "cpu")
 
+    def dynamo_backend(self, path: Path, value: Any) -> None:
+        """As older files have it, at the top."""
+        if value is not None:
+            off = str(value).upper() in ("NO", "FALSE")
+            if not off and str(self._values.get("distributed_type", "")).upper() == "DEEPSPEED":
+                self._note(path, "has no effect: Accelerate tells it to no DeepSpeed run; set compile")
+                return
+            self._put(path, "compile", not off)
+            if not off:
+                self._put(path, "compile_backend", str(value).lower())
+
     def dynamo(self, path: Path, value: Any) -> None:
-        for name, item in (value or {}).items():
-            inner = (*path, name)
+        for given, item in (value or {}).items():
+            name, inner = "dynamo_" + given.removeprefix("dynamo_"), (*path, given)
             if name == "dynamo_backend":
-                off = str(item).upper() in ("NO", "FALSE")
-                self._put(inner, "compile", not off)
-                if not off:
-                    self._put(inner, "compile_backend", str(item).lower())
+                self.dynamo_backend(inner, item)
             elif name == "dynamo_mode":
                 self._put(inner, "compile_mode", item or "default")
             elif _truth(item) not in ("default", False, None):
-                raise self._refuse(
-                    inner, f"{shown(item)} has no counterpart: layers are compiled as they are; remove it"
-                )
+                self._note(inner, f"{shown(item)} has no effect: each layer is compiled by itself, as it is")
+
+    def downcast_bf16(self, path: Path, value: Any) -> None:
+        if _truth(value) in (False, *_EMPTY):
+            return
+        if self._xla:
+            raise self._refuse(path, "the compute type is mixed_precision's; set it to no")
+        self._note(path, f"{shown(value)} has no effect: it is for TPUs")
+
+    def gpus(self, path: Path, value: Any) -> None:
+        if value in (*_EMPTY, "all"):
+            return
+        ids = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
+        self._result.gpu_ids = ids.replace(" ", "")
+        self._note(path, f"CUDA_VISIBLE_DEVICES is set to {self._result.gpu_ids}, unless it is set already")
+
+    def old_fp16(self, path: Path, value: Any) -> None:
+        """Before there was mixed_precision."""
+        if self._values.get("mixed_precision") is None:
+            self._put(path, "precision", "fp16" if self._flag(path, value) else "fp32")
+
+    def _unread(self, path: Path) -> bool:
+        """Whether the version of FSDP passes the key over: each has one of its own for what is sharded."""
+        version = str((self._values.get("fsdp_config") or {}).get("fsdp_version", 1))
+        read = "fsdp_reshard_after_forward" if version == "2" else "fsdp_sharding_strategy"
+        if self._xla or path[-1] == read:
+            return False
+        self._note(path, f"has no effect: with fsdp_version {version} Accelerate reads {read}")
+        return True
 
     def sharding_strategy(self, path: Path, value: Any) -> None:
+        if not self._unread(path):
+            self._shard(path, value)
+
+    def _shard(self, path: Path, value: Any) -> None:
         choices: dict[Any, str] = {}
         for number, name in enumerate(STRATEGIES, 1):
             choices |= {number: name, str(number): name, name.upper(): name}
         self._put(path, "strategy", self._choose(path, value, choices))
 
     def reshard_after_forward(self, path: Path, value: Any) -> None:
+        if self._unread(path):
+            return
         if _truth(value) in (True, False):
             self._put(path, "strategy", "full_shard" if _truth(value) else "shard_grad_op")
         else:
-            self.sharding_strategy(path, value)
+            self._shard(path, value)
 
     def auto_wrap_policy(self, path: Path, value: Any) -> None:
         words = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
@@ -318,6 +393,19 @@ class _Reader:
             path, "strategy", self._choose(path, value, stages | {str(n): s for n, s in stages.items()})
         )
 
+    def accumulation(self, path: Path, value: Any) -> None:
+        """Taken over as if a DeepSpeed JSON said so, which this section is short for."""
+        steps = int(value) if isinstance(value, str) and value.isdigit() else value
+        if steps in (None, 1, "auto"):  # which Accelerate writes into every file
+            return
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise self._refuse(path, f"must be a positive whole number or auto, not {shown(value)}")
+        if self._deepspeed_file():
+            raise self._refuse(
+                path, "Accelerate takes it from deepspeed_config_file; set it there, and remove it"
+            )
+        self._put(path, "deepspeed.config", {"gradient_accumulation_steps": steps})
+
     def gradient_clipping(self, path: Path, value: Any) -> None:
         if value not in (None, "auto"):
             self._put(path, "train.max_grad_norm", value or None)
@@ -325,18 +413,40 @@ class _Reader:
     def zero_offload(self, path: Path, value: Any) -> None:
         key = {"offload_optimizer_device": "offload_optimizer", "offload_param_device": "offload_params"}
         choices = {None: "none", "NONE": "none", "CPU": "cpu", "NVME": "nvme"}
-        self._put(path, f"memory.{key[path[-1]]}", self._choose(path, value, choices))
+        device, stage = self._choose(path, value, choices), self._stage()
+        if device != "none" and (stage == 0 or (stage < 3 and path[-1] == "offload_param_device")):
+            self._note(path, f"{shown(value)} has no effect at zero_stage {stage}, as in DeepSpeed")
+            return
+        if device == "nvme" and stage < 3:
+            self._note(path, f"{shown(value)} means cpu at zero_stage {stage}: only stage 3 goes to a disk")
+            device = "cpu"
+        self._put(path, f"memory.{key[path[-1]]}", device)
+
+    def _stage(self) -> int:
+        """ZeRO's, as Accelerate has it; that of a DeepSpeed JSON is not known here, and may be any."""
+        stage = str((self._values.get("deepspeed_config") or {}).get("zero_stage", 2))
+        return int(stage) if stage in "0123" and not self._deepspeed_file() else 3
+
+    def _deepspeed_file(self) -> bool:
+        file = (self._values.get("deepspeed_config") or {}).get("deepspeed_config_file")
+        return file not in (*_EMPTY, "none")
 
     def nvme_path(self, path: Path, value: Any) -> None:
         if value in _EMPTY or str(value).lower() == "none":
+            return
+        device = self._values["deepspeed_config"].get(path[-1].replace("nvme_path", "device"))
+        if self._stage() < 3 or str(device).lower() != "nvme":
             return
         if self._result.values.get("memory.nvme_path", value) != value:
             raise self._refuse(path, "differs from the other nvme_path; one folder serves both")
         self._put(path, "memory.nvme_path", value)
 
     def deepspeed_file(self, path: Path, value: Any) -> None:
-        if value not in _EMPTY and value != "none":
-            self._put(path, "deepspeed.config", value)
+        if not self._deepspeed_file():
+            return
+        if not pathlib.Path(os.path.expandvars(str(value))).expanduser().is_file():
+            raise self._refuse(path, f"{value} is no file; give the path of a DeepSpeed JSON")
+        self._put(path, "deepspeed.config", value)
 
     def _flag(self, path: Path, value: Any) -> bool:
         flag = _truth(value)
@@ -350,10 +460,14 @@ _XLA: dict[str, Callable[[_Reader, Path, Any], None]] = {
     "xla_fsdp_settings": _Reader.xla_settings,
     "xla_fsdp_grad_ckpt": _Reader.xla_recompute,
 }
-_MAPPED: dict[str, Callable[[_Reader, Path, Any], None]] = {
+MAPPED: dict[str, Callable[[_Reader, Path, Any], None]] = {
     "distributed_type": _Reader.distributed_type,
     "mixed_precision": _Reader.mixed_precision,
     "use_cpu": _Reader.use_cpu,
+    "fp16": _Reader.old_fp16,
+    "downcast_bf16": _Reader.downcast_bf16,
+    "gpu_ids": _Reader.gpus,
+    "dynamo_backend": _Reader.dynamo_backend,
     "dynamo_config": _Reader.dynamo,
     "fsdp_config.fsdp_sharding_strategy": _Reader.sharding_strategy,
     "fsdp_config.fsdp_reshard_after_forward": _Reader.reshard_after_forward,
@@ -367,6 +481,7 @@ _MAPPED: dict[str, Callable[[_Reader, Path, Any], None]] = {
     "fsdp_config.fsdp_offload_params": _Reader.offload_params,
     "fsdp_config.fsdp_activation_checkpointing": _Reader.recompute,
     "deepspeed_config.zero_stage": _Reader.zero_stage,
+    "deepspeed_config.gradient_accumulation_steps": _Reader.accumulation,
     "deepspeed_config.gradient_clipping": _Reader.gradient_clipping,
     "deepspeed_config.offload_optimizer_device": _Reader.zero_offload,
     "deepspeed_config.offload_param_device": _Reader.zero_offload,
@@ -374,6 +489,20 @@ _MAPPED: dict[str, Callable[[_Reader, Path, Any], None]] = {
     "deepspeed_config.offload_param_nvme_path": _Reader.nvme_path,
     "deepspeed_config.deepspeed_config_file": _Reader.deepspeed_file,
 }
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("fsdp_")
+
+
+def _prefixed(section: Any) -> Any:
+    """``fsdp_config`` with the names that Accelerate makes of those without its prefix."""
+    if not isinstance(section, dict):
+        return section
+    return {
+        key if key in _XLA or str(key).startswith("fsdp") else f"fsdp_{key}": value
+        for key, value in section.items()
+    }
 
 
 def _truth(value: Any) -> Any:

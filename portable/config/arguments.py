@@ -81,6 +81,10 @@ class Invocation:
     replay: int | None = None
     """A step to take once more, for finding out what went wrong in it."""
     profile: bool = False
+    gpu_ids: str | None = None
+    """The GPUs that an Accelerate config file chooses."""
+    notes: tuple[str, ...] = ()
+    """What of an Accelerate config file is passed over or means something else here, one line each."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Invocation:
@@ -90,7 +94,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Invocation:
     """
     config, given = read_command(sys.argv[1:] if argv is None else argv, TRAIN_OPTIONS, USAGE)
     file = given.pop("config", None)
-    return Invocation(config, None if file is None else Path(file), **given)
+    notes = tuple(given.pop("notes"))
+    return Invocation(config, None if file is None else Path(file), notes=notes, **given)
 
 
 def read_command(
@@ -98,7 +103,8 @@ def read_command(
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Read the command line of any command that takes a config and ``options`` of its own.
 
-    Returns the config, and the options that were given by attribute name. Raises ``UserError``; ``--help``
+    Returns the config, and the options that were given by attribute name (with ``notes``, what to tell of an
+    Accelerate config). Raises ``UserError``; ``--help``
     and ``--version`` print and exit.
     """
     parsed = flags.parse(argv, RunConfig, options)
@@ -116,4 +122,7 @@ def read_command(
         accelerate.append(file := read_accelerate_config(Path(path)))
         if file.processes is not None:
             parsed.options.setdefault("nproc", file.processes)
+        if file.gpu_ids is not None:
+            parsed.options["gpu_ids"] = file.gpu_ids
+    parsed.options["notes"] = [note for settings in accelerate for note in settings.notes]
     return assemble(parsed.options.get("config"), parsed.overrides, accelerate), parsed.options

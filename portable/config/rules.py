@@ -263,11 +263,11 @@ def _memory(config: RunConfig) -> Iterator[ConflictError]:
 def _deepspeed(config: RunConfig) -> Iterator[ConflictError]:
     # A strategy left at its default yields to the stage that the JSON names; only a chosen one contradicts.
     chosen = config.is_set("strategy")
-    if config.deepspeed.config is not None and chosen and config.strategy not in ZERO:
+    if config.deepspeed.config is not None and chosen and config.strategy not in (*ZERO, "no_shard"):
         yield ConflictError(
             ("deepspeed.config", "strategy"),
-            f"deepspeed.config has no use with strategy {config.strategy}; use zero1, zero2 or zero3, or "
-            "remove deepspeed.config",
+            f"deepspeed.config has no use with strategy {config.strategy}; use zero1, zero2 or zero3 "
+            "(no_shard for stage 0), or remove deepspeed.config",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -107,6 +107,10 @@ class DataSizes:
     """The share of the tokens that is left out, because documents are longer than ``seq_len``."""
     cached: Path | None = None
     """The token cache, once there is one."""
+    opened: Any = field(default=None, compare=False, repr=False)
+    """The tokenizer itself, where a look at the data has found it on this machine."""
+    target_frame: Frame | None = field(default=None, compare=False, repr=False)
+    """What stands around a target text, as far as the tokenizer is known."""
 
     def __str__(self) -> str:
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
@@ -238,7 +242,7 @@ def build_data(
         fingerprint=tokens.fingerprint,
         vocab_size=vocabulary.size,
         label_names=() if classes is None else classes.names,
-        target_frame=(framed.target or framed) if task == SEQ2SEQ else None,
+        target_frame=_target_frame(framed, task),
     )
 
 
@@ -260,6 +264,7 @@ def inspect_data(
     name = settings.tokenizer or model_tokenizer
     size: int | None = None
     folder: str | None = name
+    opened: dict[str, Any] = {}
     if name is None:
         size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
         if not source.remote:
@@ -275,11 +280,12 @@ def inspect_data(
         else:
             vocabulary = _vocabulary(tokenizer, task)
             size = vocabulary.size
+            framed = _frame(settings, task, tokenizer, vocabulary)
+            opened = {"opened": tokenizer, "target_frame": _target_frame(framed, task)}
             if not source.remote:
-                framed = _frame(settings, task, tokenizer, vocabulary)
                 with suppress(CacheDamagedError):
                     tokens = TokenCache.open(token_cache_folder(source, tokenizer, framed, cache))
-    return _sizes(settings, task, source, name, size, tokens)
+    return replace(_sizes(settings, task, source, name, size, tokens), **opened)
 
 
 def _cache_dir(settings: DataSettings) -> Path:
@@ -297,6 +303,10 @@ def _frame(settings: DataSettings, task: str, tokenizer: Any, vocabulary: Vocabu
         return frame(task, vocabulary)
     check_languages(tokenizer, source=settings.source_language, target=settings.target_language)
     return frame(task, vocabulary, Vocabulary.of(tokenizer, targets=True))
+
+
+def _target_frame(framed: Frame, task: str) -> Frame | None:
+    return (framed.target or framed) if task == SEQ2SEQ else None
 
 
 def _fields(settings: DataSettings, task: str) -> Fields:

@@ -337,7 +337,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "optimizer.type OneBitLamb: DeepSpeed .* has no such optimizer",
     ),
-    "squad-without-zero": ({"train_batch_size": 24, "fp16": {"enabled": False}}, "strategy no_shard"),
     "pruning": ({"compression_training": {}}, "compression.*removed"),
     "layer-drop": ({"progressive_layer_drop": {"enabled": True}}, "removed"),
     "random-ltd": ({"data_efficiency": {"enabled": True}, **TRAINS["autotuning-zero1"]}, "data_efficiency"),

@@ -119,8 +119,10 @@ def test_deepspeed(tmp_path: Path) -> None:
     )
     assert settings(invocation, *keys) == ["zero3", "bf16", 0.5, "cpu", "none"]
     assert invocation.nproc == 4
-    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
-    assert parsed(tmp_path, text).config.deepspeed.config == "ds.json"
+    file = tmp_path / "ds.json"
+    file.touch()
+    text = f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {file}}}\n"
+    assert parsed(tmp_path, text).config.deepspeed.config == str(file)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +135,10 @@ def test_deepspeed(tmp_path: Path) -> None:
             )
             for word in (number, strategy.upper())
         ),
-        ("fsdp_reshard_after_forward: false", "strategy", "shard_grad_op"),
-        ("fsdp_reshard_after_forward: HYBRID_SHARD", "strategy", "hybrid_shard"),
+        ("{fsdp_version: 2, fsdp_reshard_after_forward: false}", "strategy", "shard_grad_op"),
+        ("{reshard_after_forward: false, version: 2}", "strategy", "shard_grad_op"),
+        ("fsdp_reshard_after_forward: false", "strategy", "full_shard"),
+        ("{fsdp_version: 2, fsdp_sharding_strategy: SHARD_GRAD_OP}", "strategy", "full_shard"),
         ("fsdp_activation_checkpointing: true", "memory.activation_checkpointing", "full"),
         ("fsdp_forward_prefetch: true", "fsdp.forward_prefetch", True),
         ("fsdp_backward_prefetch: NO_PREFETCH", "fsdp.backward_prefetch", "no_prefetch"),
@@ -163,6 +167,17 @@ def test_each_key_of_fsdp(lines: str, key: str, value: Any, tmp_path: Path) -> N
         ("distributed_type: MULTI_GPU", "backend", "cuda"),
         ("distributed_type: MULTI_CPU", "backend", "cpu"),
         ("distributed_type: FSDP", "strategy", "full_shard"),
+        ("distributed_type: DEEPSPEED", "strategy", "zero2"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_accumulation_steps: '8'}",
+            "deepspeed.config",
+            {"gradient_accumulation_steps": 8},
+        ),
+        ("dynamo_backend: AOT_EAGER", "compile_backend", "aot_eager"),
+        ("dynamo_backend: 'NO'", "compile", False),
+        ("dynamo_config: {backend: INDUCTOR}", "compile", True),
+        ("fp16: true", "precision", "fp16"),
+        ("mixed_precision: null", "precision", "auto"),
         ("mixed_precision: 'no'", "precision", "fp32"),
         ("use_cpu: true", "backend", "cpu"),
         ("dynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: default}", "compile", True),
@@ -185,20 +200,27 @@ def test_each_key_at_the_top(text: str, key: str, value: Any, tmp_path: Path) ->
         ("mixed_precision: fp8", ["mixed_precision", "fp8", "BF16"]),
         ("num_machines: 2", ["num_machines", "torchrun"]),
         ("num_processes: many", ["num_processes", "many"]),
-        ("gpu_ids: 0,1", ["gpu_ids", "CUDA_VISIBLE_DEVICES"]),
         ("mixed_precison: bf16", ["mixed_precison", "did you mean mixed_precision?"]),
         ("compute_environment: AMAZON_SAGEMAKER", ["compute_environment", "LOCAL_MACHINE"]),
-        ("tpu_env: [A=1]", ["tpu_env", "docs/tpu.md"]),
+        ("distributed_type: XLA\ntpu_env: [A=1]", ["tpu_env", "docs/tpu.md"]),
+        ("distributed_type: XLA\ndowncast_bf16: true", ["downcast_bf16", "mixed_precision"]),
         ("dynamo_config: {dynamo_mode: fastest}", ["dynamo_mode", "max-autotune"]),
-        ("dynamo_config: {dynamo_use_dynamic: true}", ["dynamo_use_dynamic", "true"]),
         ("distributed_type: FSDP\nfsdp_config: 3", ["fsdp_config", "mapping"]),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 6}", ["fsdp_sharding_strategy", "6"]),
-        ("distributed_type: FSDP\nfsdp_config:\n  fsdp_use_orig_params: false", [":3: fsdp_use_orig_params"]),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_state_dict_type: LOCAL_STATE_DICT}", ["SHARDED_STATE"]),
         ("xla: true\nxla_fsdp_settings: {compute_typ: float32}", ["xla.compute_typ", "xla.compute_dtype"]),
         (
-            "distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_accumulation_steps: 4}",
-            ["gradient_accumulation_steps", "train.global_batch_size"],
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_accumulation_steps: many}",
+            ["gradient_accumulation_steps", "whole number", "many"],
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: none.json",
+            [":3: deepspeed_config_file", "none.json is no file"],
+        ),
+        (
+            f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {__file__},\n"
+            "  gradient_accumulation_steps: 4}",
+            [":3: gradient_accumulation_steps", "deepspeed_config_file"],
         ),
         ("- a list", ["not an Accelerate config"]),
     ],
@@ -211,6 +233,41 @@ def test_refused_by_name(text: str, words: list[str], tmp_path: Path) -> None:
     assert "\n" not in line
     for word in words:
         assert word in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gpu_ids: 0,1", [":1: gpu_ids", "CUDA_VISIBLE_DEVICES is set to 0,1"]),
+        ("downcast_bf16: true", ["downcast_bf16", "for TPUs"]),
+        ("tpu_name: a", ["tpu_name", "for TPUs"]),
+        ("debug: true", ["debug", "no effect"]),
+        ("dynamo_config: {dynamo_use_dynamic: true}", ["dynamo_use_dynamic", "no effect"]),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_use_orig_params: false",
+            [":3: fsdp_use_orig_params", "FSDP2"],
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  reshard_after_forward: false",
+            [":3: fsdp_reshard_after_forward", "fsdp_sharding_strategy"],
+        ),
+        ("distributed_type: XLA", [":1: distributed_type", "replicates"]),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2, offload_param_device: cpu}",
+            ["offload_param_device", "zero_stage 2"],
+        ),
+        (
+            "distributed_type: DEEPSPEED\n"
+            "deepspeed_config: {offload_optimizer_device: nvme, offload_optimizer_nvme_path: /disk}",
+            ["offload_optimizer_device", "means cpu at zero_stage 2"],
+        ),
+    ],
+)
+def test_noted_by_name(text: str, words: list[str], tmp_path: Path) -> None:
+    (note,) = parsed(tmp_path, text).notes
+    assert note.startswith(str(tmp_path / "accelerate.yaml"))
+    for word in words:
+        assert word in note
 
 
 def test_beside_a_config_and_flags(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def config_of(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], *arg
 )
 def test_what_was_not_asked_for_changes_nothing(kind: tuple[str, ...]) -> None:
     settings = read_environment(launched(*kind))
+    assert settings is None or not settings.notes
     expected = {"backend": "cpu"} if kind == ("--cpu",) else {}
     assert (settings.values if settings else {}) == expected
 
@@ -91,7 +92,12 @@ def test_each_setting(arguments: str, key: str, value: Any, monkeypatch: pytest.
     ("environment", "key", "value"),
     [
         ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, "strategy", "zero2"),
-        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "deepspeed.config", "ds.json"),
+        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": __file__}, "deepspeed.config", __file__),
+        (
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
+            "deepspeed.config",
+            {"gradient_accumulation_steps": 4},
+        ),
         ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, "train.max_grad_norm", 0.5),
         (
             {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
@@ -117,16 +123,6 @@ def test_deepspeed(
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (launched("--debug"), "ACCELERATE_DEBUG_MODE: 'true' has no counterpart: it has no such mode"),
-        (
-            launched("--enable_cpu_affinity"),
-            "ACCELERATE_CPU_AFFINITY: 1 has no counterpart: ranks are not bound",
-        ),
-        (
-            launched("--dynamo_backend", "inductor", "--dynamo_use_dynamic"),
-            "ACCELERATE_DYNAMO_USE_DYNAMIC: ",
-        ),
-        (launched("--use_fsdp", "--fsdp_use_orig_params", "false"), "FSDP_USE_ORIG_PARAMS: 'false' has no"),
         (
             launched("--use_fsdp", "--fsdp_activation_checkpointing_offload", "true"),
             "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD: 'true' has no counterpart: what is kept",
@@ -148,6 +144,24 @@ def test_refused_by_name(environment: dict[str, str], message: str) -> None:
     line = str(refused.value)
     assert line.startswith(f"accelerate launch: {message}")
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (launched("--debug"), "ACCELERATE_DEBUG_MODE: 'true' has no effect: collectives"),
+        (launched("--enable_cpu_affinity"), "ACCELERATE_CPU_AFFINITY: 1 has no effect: ranks are not bound"),
+        (
+            launched("--dynamo_backend", "inductor", "--dynamo_use_dynamic"),
+            "ACCELERATE_DYNAMO_USE_DYNAMIC: ",
+        ),
+        (launched("--use_fsdp", "--fsdp_use_orig_params", "false"), "FSDP_USE_ORIG_PARAMS: 'false' has no"),
+    ],
+)
+def test_noted_by_name(environment: dict[str, str], message: str) -> None:
+    settings = read_environment(environment)
+    assert settings is not None
+    assert [note for note in settings.notes if note.startswith(f"accelerate launch: {message}")]
 
 
 def test_it_must_agree_with_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,342 @@
+"""Published DeepSpeed JSONs: the engine gets what DeepSpeed's own parser makes of them, leaf by leaf."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from pydantic import BaseModel
+
+from gpu import deepspeed_json, zero_runtime
+from gpu.zero_settings import ModelSizes, settings_for
+from gpu.zero_sizes import automatic
+from portable.backend import backend_room
+from portable.config import load_config, parse_args
+from portable.errors import UserError
+from portable.plan import plan_batches
+from portable.run import resolve
+from portable.schedule import SCHEDULES
+from tests.published import Shape, shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from portable.config import RunConfig
+
+HIDDEN = 64
+SIZES = ModelSizes(HIDDEN, 4 * HIDDEN * HIDDEN)
+
+# Leaves of DeepSpeed's config that the run decides, whatever a JSON says: see the page on ZeRO.
+OURS = {
+    "optimizer_name": "the run builds the optimizer",
+    "optimizer_params": "the run builds the optimizer",
+    "optimizer_legacy_fusion": "the run builds the optimizer",
+    "scheduler_name": "the run steps the schedule",
+    "scheduler_params": "the run steps the schedule",
+    "activation_checkpointing_config": "memory.activation_checkpointing",
+    "zero_allow_untested_optimizer": "gpu/zero_optimizer.py has taken care",
+    "zero_force_ds_cpu_optimizer": "gpu/zero_optimizer.py has taken care",
+    "zero_config.log_trace_cache_warnings": "says nothing of the run",
+    "zero_config.offload_optimizer.nvme_path": "a folder of the run below it",
+    "zero_config.offload_param.nvme_path": "a folder of the run below it",
+    "zero_config.offload_param.buffer_size": "a note says so",
+    "zero_config.max_reuse_distance": "a note says so",
+}
+# Those that it decides where a JSON leaves them out, and the key that is left out.
+LEFT_OUT = {
+    "communication_data_type": "communication_data_type",
+    "grad_accum_dtype": "grad_accum_dtype",
+    "steps_per_print": "steps_per_print",
+    "aio_config": "aio",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed() -> Any:
+    return zero_runtime.import_deepspeed("cpu")
+
+
+@pytest.fixture(scope="module")
+def read(deepspeed: Any) -> Any:
+    """DeepSpeed's own parser, on any number of ranks."""
+    from deepspeed.runtime import config
+
+    def read(values: dict[str, Any], ranks: int) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(config.dist, "get_rank", lambda: 0)
+            patch.setattr(config.dist, "get_world_size", lambda *_: ranks)
+            return config.DeepSpeedConfig(deepcopy(values))
+
+    return read
+
+
+def understood(shape: Shape, folder: Path) -> tuple[RunConfig, deepspeed_json.Document]:
+    """The run that a shape comes to on GPUs, by the file that it is."""
+    file = folder / "ds.json"
+    file.write_text(json.dumps(shape.config))
+    config = load_config({"deepspeed": {"config": str(file)}})
+    document = deepspeed_json.read(config)
+    assert document is not None
+    adopted = deepspeed_json.adopt(config, document, shape.ranks)
+    if adopted.precision == "auto":
+        adopted = adopted.replaced({"precision": "bf16"})
+    if adopted.strategy != "no_shard":
+        deepspeed_json.check_installed(document, "cuda")
+    plan_batches(adopted, world_size=shape.ranks, rank=0)
+    return adopted, document
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, BaseModel):
+        value = {name: getattr(value, name, None) for name in type(value).model_fields}
+    elif hasattr(value, "__dict__") and type(value).__module__.startswith("deepspeed"):
+        value = vars(value)
+    if isinstance(value, dict) and value:
+        for name, inside in value.items():
+            if not str(name).startswith("_"):
+                yield from leaves(inside, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, str(value) if type(value).__module__ == "torch" else value
+
+
+def filled(values: dict[str, Any], config: RunConfig, plan: Any) -> dict[str, Any]:
+    """A JSON with the run's values for ``auto`` and for what it leaves out: as the Trainer fills one."""
+    found = {k: v for k, v in values.items() if not str(k).startswith(("_", "//"))}
+    if not any(
+        isinstance(found.get(key), int) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")
+    ):
+        found |= {"train_micro_batch_size_per_gpu": plan.micro_batch_size}
+        if not isinstance(found.get("gradient_accumulation_steps"), int):
+            found |= {"gradient_accumulation_steps": plan.accumulation_steps}
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if found.get(key) in ("auto", None):
+            found.pop(key, None)
+    if found.get("gradient_clipping", "auto") == "auto":
+        found["gradient_clipping"] = config.train.max_grad_norm
+    kinds = ("bf16", "bfloat16", "fp16")
+    for kind in kinds:
+        if isinstance(found.get(kind), dict) and found[kind].get("enabled", "auto") == "auto":
+            found[kind] = {**found[kind], "enabled": config.precision in kind}
+    if config.precision not in found and config.precision != "fp32" and "bfloat16" not in found:
+        found[config.precision] = {"enabled": True}
+    zero = found.get("zero_optimization")
+    if isinstance(zero, dict):
+        zero = {k: v for k, v in zero.items() if not str(k).startswith(("_", "//"))}
+        sizes = automatic(HIDDEN)
+        found["zero_optimization"] = {k: sizes.get(k, v) if v == "auto" else v for k, v in zero.items()}
+    return {k: v for k, v in found.items() if v != "auto"}
+
+
+def different(shape: Shape, folder: Path, read: Any) -> dict[str, tuple[Any, Any]]:
+    config, document = understood(shape, folder)
+    plan = plan_batches(config, world_size=shape.ranks, rank=0)
+    theirs = read(filled(shape.config, config, plan), shape.ranks)
+    found = dict(adopted(config, plan, theirs, shape))
+    if config.strategy != "no_shard":
+        settings = settings_for(config, plan, SIZES, document, "cuda")
+        ours = dict(leaves(read(settings, shape.ranks)))
+        other = dict(leaves(theirs))
+        for path in ours.keys() | other.keys():
+            if any(path == key or path.startswith(f"{key}.") for key in OURS):
+                continue
+            text = json.dumps(shape.config)
+            if any(path.startswith(leaf) and f'"{key}"' not in text for leaf, key in LEFT_OUT.items()):
+                continue
+            if config.strategy != "zero3" and path.startswith("zero_config.offload_param"):
+                continue  # which DeepSpeed does not look at there
+            if ours.get(path) != other.get(path):
+                found[path] = (ours.get(path), other.get(path))
+    return found
+
+
+def adopted(config: RunConfig, plan: Any, theirs: Any, shape: Shape) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Where the run's own settings are not DeepSpeed's."""
+    zero = theirs.zero_config
+    stage = int(zero.stage)
+    pairs: dict[str, tuple[Any, Any]] = {
+        "strategy": (config.strategy, f"zero{stage}" if stage else "no_shard"),
+        "batch": (plan.global_batch_size, theirs.train_batch_size),
+        "micro-batch": (plan.micro_batch_size, theirs.train_micro_batch_size_per_gpu),
+        "accumulation": (plan.accumulation_steps, theirs.gradient_accumulation_steps),
+        "clipping": (config.train.max_grad_norm or 0, theirs.gradient_clipping),
+        "bf16": (config.precision == "bf16", theirs.bfloat16_config.enabled),
+        "fp16": (config.precision == "fp16", theirs.float16_config.enabled),
+    }
+    if stage:
+        optimizer = zero.offload_optimizer and zero.offload_optimizer.device
+        optimizer = "cpu" if optimizer == "nvme" and stage < 3 else optimizer
+        parameters = zero.offload_param and zero.offload_param.device
+        pairs["offload_optimizer"] = (config.memory.offload_optimizer, optimizer or "none")
+        pairs["offload_params"] = (config.memory.offload_params, (stage == 3 and parameters) or "none")
+    if config.precision == "fp16" and theirs.float16_config.loss_scale == 0:
+        for name in ("initial_scale_power", "loss_scale_window", "hysteresis"):
+            pairs[name] = (getattr(config.fp16, name), getattr(theirs.float16_config, name))
+    params = theirs.optimizer_params or {}
+    train = config.train
+    given = {
+        "lr": train.learning_rate,
+        "betas": list(train.betas),
+        "eps": train.eps,
+        "weight_decay": train.weight_decay,
+    }
+    for name, ours in given.items():
+        scheduled = name == "lr" and theirs.scheduler_name in SCHEDULES
+        if params.get(name, "auto") != "auto" and not scheduled:
+            pairs[f"optimizer.{name}"] = (ours, params[name])
+    if theirs.scheduler_name:
+        pairs["scheduler"] = (train.schedule, theirs.scheduler_name)
+        rates = {
+            "warmup_num_steps": train.warmup_steps,
+            "total_num_steps": train.steps,
+            "warmup_max_lr": train.learning_rate,
+        }
+        for name, ours in rates.items():
+            value = (theirs.scheduler_params or {}).get(name, "auto")
+            if value != "auto":
+                pairs[f"scheduler.{name}"] = (ours, value)
+    for name, (ours, other) in pairs.items():
+        if ours != other:
+            yield name, (ours, other)
+
+
+SHAPES = shapes("deepspeed.json")
+TAKEN = [shape for shape in SHAPES if not shape.refused]
+
+
+@pytest.mark.parametrize("shape", TAKEN, ids=lambda shape: shape.name)
+def test_reaches_the_engine_as_deepspeed_reads_it(shape: Shape, tmp_path: Path, read: Any) -> None:
+    assert different(shape, tmp_path, read) == {}
+
+
+@pytest.mark.parametrize("shape", TAKEN, ids=lambda shape: shape.name)
+def test_tells_what_it_passes_over(shape: Shape, tmp_path: Path) -> None:
+    config, document = understood(shape, tmp_path)
+    notes = deepspeed_json.notes(config, document)
+    assert len(notes) == len(shape.told)
+    for words in shape.told:
+        assert any(words in note for note in notes)
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.refused], ids=lambda shape: shape.name)
+def test_is_refused_with_good_reason(shape: Shape, tmp_path: Path, read: Any) -> None:
+    with pytest.raises(UserError, match=shape.refused) as refused:
+        understood(shape, tmp_path)
+    assert "\n" not in str(refused.value)
+    assert shape.why
+    if shape.why == "DeepSpeed":
+        batches = {"train_micro_batch_size_per_gpu": 1}
+        with pytest.raises(Exception):  # noqa: B017
+            read({k: v for k, v in {**batches, **shape.config}.items() if v != "auto"}, shape.ranks)
+
+
+def test_there_are_many() -> None:
+    assert len(SHAPES) >= 100
+    assert len({shape.seen.split(":")[0] for shape in SHAPES}) >= 25
+
+
+def adopted_and_told(config: dict[str, Any], folder: Path, **more: Any) -> tuple[RunConfig, str]:
+    shape = Shape("one", "", config, **more)
+    run, document = understood(shape, folder)
+    return run, "\n".join(deepspeed_json.notes(run, document))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_old_names_reach_the_run(stage: int, tmp_path: Path) -> None:
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "cpu_offload": True,
+        "cpu_offload_use_pin_memory": True,
+        "stage3_gather_fp16_weights_on_model_save": True,
+    }
+    run, told = adopted_and_told({"zero_optimization": {**zero, "cpu_offload_param": True}}, tmp_path)
+    assert run.memory.offload_optimizer == "cpu"
+    assert run.memory.offload_params == ("cpu" if stage == 3 else "none")
+    assert "cpu_offload is called offload_optimizer today" in told
+    assert "cpu_offload_use_pin_memory has no effect" in told
+    assert "stage3_gather_fp16_weights_on_model_save is called stage3_gather_16bit_weights_on" in told
+
+
+def test_what_was_said_by_true_and_false(tmp_path: Path) -> None:
+    assert adopted_and_told({"zero_optimization": True}, tmp_path)[0].strategy == "zero1"
+    assert adopted_and_told({"zero_optimization": False}, tmp_path)[0].strategy == "no_shard"
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({"train_micro_batch_size_per_gpu": 2}, (16, 2, 1)),
+        ({"train_micro_batch_size_per_gpu": 16, "train_batch_size": "auto"}, (128, 16, 1)),
+        ({"train_batch_size": 64}, (64, 8, 1)),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, (64, 2, 4)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (48, 2, 3)),
+    ],
+)
+def test_batches_that_say_less(config: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path) -> None:
+    for stage in (0, 2):
+        run, _ = adopted_and_told({**config, "zero_optimization": {"stage": stage}}, tmp_path)
+        plan = plan_batches(run, world_size=8, rank=0)
+        assert (plan.global_batch_size, plan.micro_batch_size, plan.accumulation_steps) == sizes
+
+
+def test_a_floor_of_zero_for_the_loss_scale(tmp_path: Path) -> None:
+    scale = {"enabled": "auto", "loss_scale": 0, "min_loss_scale": 0}
+    zero = {"zero_optimization": {"stage": 2}}
+    run, _ = adopted_and_told({**zero, "fp16": scale, "bf16": {"enabled": True}}, tmp_path)
+    assert (run.precision, run.fp16.min_loss_scale) == ("bf16", 1.0)
+    with pytest.raises(UserError, match="min_loss_scale must be > 0"):  # DeepSpeed's words
+        adopted_and_told({**zero, "fp16": {**scale, "enabled": True}}, tmp_path)
+
+
+def test_remarks_are_passed_over(tmp_path: Path) -> None:
+    config = {"_comment": "why", "//": [1], "zero_optimization": {"stage": 2, "_why": {"a": 1}}}
+    assert adopted_and_told(config, tmp_path)[0].strategy == "zero2"
+    file = tmp_path / "remarks.json"
+    file.write_text(
+        '{\n  // of a person\n  "//": 1, "//": 2,\n  "zero_optimization": {"stage": 1,},  # and a comma\n}'
+    )
+    run = load_config({"deepspeed": {"config": str(file)}})
+    document = deepspeed_json.read(run)
+    assert document is not None
+    assert document.values == {"zero_optimization": {"stage": 1}}
+
+
+def test_a_disk_below_stage_3_is_host_memory(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": "/disk"}
+    zero = {"stage": 2, "offload_optimizer": disk, "offload_param": disk}
+    run, told = adopted_and_told({"zero_optimization": zero}, tmp_path)
+    assert (run.memory.offload_optimizer, run.memory.offload_params) == ("cpu", "none")
+    assert "offload_optimizer.device nvme means cpu at stage 2" in told
+    assert "offload_param has no effect" in told
+
+
+def test_without_zero_what_is_idle_is_named(tmp_path: Path) -> None:
+    config = {
+        "wall_clock_breakdown": True,
+        "wandb": {"enabled": True},
+        "tensorboard": {"enabled": False},
+        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+        "communication_data_type": "fp32",
+        "prescale_gradients": True,
+    }
+    run, told = adopted_and_told(config, tmp_path)
+    assert (run.strategy, run.memory.offload_optimizer) == ("no_shard", "none")
+    assert "nothing comes of wall_clock_breakdown, wandb, communication_data_type, prescale_gradients" in told
+    assert "tensorboard" not in told
+
+
+def test_a_yamls_accumulation_is_used_as_a_jsons_is(tmp_path: Path) -> None:
+    section = {"gradient_accumulation_steps": 4, "zero_stage": 2}
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
+    flags = ["--accelerate-config", str(file), "--train.micro_batch_size", "2", "--precision", "fp32"]
+    backend = backend_room("cpu").create("cpu")
+    run = resolve(parse_args(flags).config, backend, 8)
+    assert (run.strategy, run.train.global_batch_size) == ("zero2", 2 * 4 * 8)
+    with pytest.raises(UserError, match="gradient_accumulation_steps 4"):
+        resolve(parse_args([*flags, "--train.global_batch_size", "6"]).config, backend, 8)
