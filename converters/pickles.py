@@ -4,6 +4,11 @@ It interprets the opcodes itself and builds plain containers. A global is looked
 stand-ins: small functions of ours that turn the arguments into inert data. A global outside the table ends
 the reading with an error that names it. Nothing is imported, no attribute is set, no constructor runs.
 
+A pickle may name one object many times, so a small file can describe a value without end. Work and size are
+therefore bounded by the length of the pickle: what opcodes copy out of containers that are there already
+(`_WORK`), and how large the value is with every shared part counted wherever it stands (`_NODES`). Whoever
+compares, shows or walks a value that came from here does so in time that the file's size bounds.
+
 Source: Lib/pickletools.py and PEP 3154 (protocol 4), PEP 574 (protocol 5).
 """
 
@@ -19,6 +24,15 @@ Standin = Callable[..., Any]
 _SCALARS = (str, int, float, bool, bytes, type(None))
 # Longer integers are no size, step or seed; refusing them keeps every later conversion cheap.
 _MAX_INT_BYTES = 32
+# A module or class has no longer name; a storage's key neither.
+MAX_NAME = 1024
+# Items copied out of containers (arguments, keys) for each byte of the pickle, and for any pickle at all. A
+# pickle that a library wrote copies less than one.
+_WORK, _FREE_WORK = 8, 100_000
+# Values for each byte of the pickle, shared ones counted each time. Without sharing there is less than one.
+_NODES, _FREE_NODES = 4, 20_000
+# Containers within containers.
+_MAX_DEPTH = 200
 # Protocols below 3 write these modules under their Python 2 names.
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
@@ -47,6 +61,17 @@ class Instance:
         self.state: Any = None
         self.items: dict[Any, Any] = {}
         self.elements: list[Any] = []
+
+    def parts(self) -> tuple[Any, ...]:
+        """What it was made of."""
+        return self.args, self.state, self.items, self.elements
+
+
+# What a stand-in may copy.
+_SIZED = (str, bytes, tuple, list, dict, set, frozenset)
+# What a value may be nested in; sets hold plain values only.
+_NESTING = (tuple, list, dict)
+_TOO_MUCH = "copies more than a pickle of its length ever does; nothing was run"
 
 
 class _RefusedError(Exception):
@@ -77,7 +102,9 @@ def unpickle(
         CheckpointError: a global outside the allow-list, an unknown opcode, truncated or malformed data.
     """
     try:
-        return _Machine(data, standins, prefixes, persistent).run()
+        value = _Machine(data, standins, prefixes, persistent).run()
+        _check_size(value, _FREE_NODES + _NODES * len(data))
+        return value
     except _RefusedError as error:
         raise CheckpointError(f"{where}: {error}") from None
     except (
@@ -105,10 +132,47 @@ class _Machine:
         self.prefixes = prefixes
         self.persistent = persistent
         self.globals: dict[str, Global] = {}
+        self.work = _FREE_WORK + _WORK * len(data)
+
+    def call(self, made: Any, args: Any) -> Any:
+        """What a class or function gives: a stand-in may copy its arguments, so their lengths are work."""
+        if type(made) is not Global or type(args) is not tuple:
+            raise _RefusedError("calls something that is not a known class")
+        self.work -= len(args)
+        for arg in args:
+            if type(arg) in _SIZED:
+                self.work -= len(arg)
+        if self.work < 0:
+            raise _RefusedError(_TOO_MUCH)
+        return made(*args)
+
+    def key(self, key: Any) -> Any:
+        """A dict key or set item that is cheap to hash: nested tuples can be made exponentially slow."""
+        kind = type(key)
+        if kind in _SCALARS or kind is Instance or kind is Global:
+            return key
+        if kind is tuple:
+            self.work -= len(key)
+            if self.work < 0:
+                raise _RefusedError(_TOO_MUCH)
+            if all(type(item) in _SCALARS for item in key):
+                return key
+        raise _RefusedError("a dict key or set item that is not a plain value")
+
+    def set_items(self, target: Any, flat: list[Any]) -> None:
+        if type(target) is Instance:
+            target = target.items
+        if type(target) is not dict or len(flat) % 2:
+            raise _RefusedError("sets items of something that is not a dict")
+        for i in range(0, len(flat), 2):
+            key = flat[i]
+            target[key if type(key) is str else self.key(key)] = flat[i + 1]
 
     def global_(self, module: Any, name: Any) -> Global:
         if type(module) is not str or type(name) is not str:
             raise _RefusedError("a global without a name")
+        if len(module) > MAX_NAME or len(name) > MAX_NAME:
+            raise _RefusedError("a global with a name of unreasonable length")
         key = f"{_PYTHON2.get(module, module)}.{name}"
         known = self.globals.get(key)
         if known is None:
@@ -153,9 +217,7 @@ class _Machine:
                 pos += 1
             elif op == 0x81 or op == 0x52:  # NEWOBJ, REDUCE
                 args, made = pop(), pop()
-                if type(made) is not Global or type(args) is not tuple:
-                    raise _RefusedError("calls something that is not a known class")
-                push(made(*args))
+                push(self.call(made, args))
             elif op == 0x62:  # BUILD
                 state, target = pop(), stack[-1]
                 if type(target) is Instance:
@@ -173,11 +235,11 @@ class _Machine:
                 push({})
             elif op == 0x75:  # SETITEMS
                 at = marks.pop()
-                _set_items(stack[at - 1], stack[at:])
+                self.set_items(stack[at - 1], stack[at:])
                 del stack[at:]
             elif op == 0x73:  # SETITEM
                 value, key = pop(), pop()
-                _set_items(stack[-1], [key, value])
+                self.set_items(stack[-1], [key, value])
             elif op == 0x85:  # TUPLE1
                 stack[-1:] = [(stack[-1],)]
             elif op == 0x86:  # TUPLE2
@@ -243,24 +305,24 @@ class _Machine:
                 at = marks.pop()
                 if type(stack[at - 1]) is not set:
                     raise _RefusedError("adds to something that is not a set")
-                stack[at - 1].update(_key(item) for item in stack[at:])
+                stack[at - 1].update(self.key(item) for item in stack[at:])
                 del stack[at:]
             elif op == 0x91:  # FROZENSET
                 at = marks.pop()
-                stack[at:] = [frozenset(_key(item) for item in stack[at:])]
+                stack[at:] = [frozenset(self.key(item) for item in stack[at:])]
             elif op == 0x6C:  # LIST
                 at = marks.pop()
                 stack[at:] = [stack[at:]]
             elif op == 0x64:  # DICT
                 at = marks.pop()
                 made = {}
-                _set_items(made, stack[at:])
+                self.set_items(made, stack[at:])
                 stack[at:] = [made]
             elif op == 0x92:  # NEWOBJ_EX
                 kwargs, args, made = pop(), pop(), pop()
-                if type(made) is not Global or type(args) is not tuple or kwargs != {}:
+                if type(kwargs) is not dict or kwargs:
                     raise _RefusedError("calls something that is not a known class")
-                push(made(*args))
+                push(self.call(made, args))
             elif op == 0x30:  # POP
                 pop()
             elif op == 0x31:  # POP_MARK
@@ -283,32 +345,76 @@ class _Machine:
                 raise _RefusedError("truncated")
 
 
-def _key(key: Any) -> Any:
-    """A dict key that is cheap to hash: nested tuples can be made exponentially slow."""
-    kind = type(key)
-    if kind in _SCALARS or kind is Instance or kind is Global:
-        return key
-    if kind is tuple and all(type(item) in _SCALARS for item in key):
-        return key
-    raise _RefusedError("a dict key or set item that is not a plain value")
-
-
-def _set_items(target: Any, flat: list[Any]) -> None:
-    if type(target) is Instance:
-        target = target.items
-    if type(target) is not dict or len(flat) % 2:
-        raise _RefusedError("sets items of something that is not a dict")
-    for i in range(0, len(flat), 2):
-        key = flat[i]
-        target[key if type(key) is str else _key(key)] = flat[i + 1]
-
-
 def _extend(target: Any, values: list[Any]) -> None:
     if type(target) is Instance:
         target = target.elements
     if type(target) is not list:
         raise _RefusedError("appends to something that is not a list")
     target.extend(values)
+
+
+def _check_size(root: Any, limit: int) -> None:
+    """Refuse a value that is larger than `limit` with every shared part counted each time, or too deep.
+
+    What lies within an `Instance` counts for itself: instances are neither compared nor shown by content.
+    """
+    # Container -> (values within it, itself included; depth). All of them live as long as the root does.
+    known: dict[int, tuple[int, int]] = {}
+    roots = [root]
+    while roots:
+        # Those whose parts are not all known yet; one that is met again before they are contains itself.
+        waiting: set[int] = set()
+        stack = [roots.pop()]
+        while stack:
+            value = stack[-1]
+            number, kind = id(value), type(value)
+            if number in known or kind not in _NESTING:
+                stack.pop()
+                if kind is Instance and number not in known:
+                    known[number] = 1, 0
+                    roots += [part for part in value.parts() if part]
+                continue
+            size, depth, pending = 1, 0, []
+            if kind is dict:
+                size += len(value) + sum(len(key) for key in value if type(key) is tuple)
+            for part in value.values() if kind is dict else value:
+                kind = type(part)
+                if kind in _NESTING:
+                    found = known.get(id(part))
+                    if found is None:
+                        pending.append(part)
+                    else:
+                        size += found[0]
+                        depth = max(depth, found[1])
+                elif kind is str or kind is bytes:
+                    size += 1 + (len(part) >> 6)
+                else:
+                    size += 1
+                    if kind is Instance and id(part) not in known:
+                        known[id(part)] = 1, 0
+                        roots += [inner for inner in part.parts() if inner]
+            if pending:
+                if number in waiting:
+                    raise _RefusedError("holds a container that contains itself")
+                waiting.add(number)
+                stack += pending
+            else:
+                waiting.discard(number)
+                stack.pop()
+                known[number] = size, depth + 1
+            if depth >= _MAX_DEPTH or len(waiting) > _MAX_DEPTH:
+                raise _RefusedError(f"holds containers nested more than {_MAX_DEPTH} deep")
+            if size > limit:
+                raise _RefusedError("names the same objects so often that its value has no end")
+
+
+def shown(value: Any) -> str:
+    """A value from a file as a message may show it: a short text, or of anything else its type alone."""
+    if type(value) is str:
+        return repr(value if len(value) <= 80 else value[:77] + "...")
+    return (
+        repr(value) if type(value) in _SCALARS and type(value) is not bytes else f"a {type(value).__name__}"
+    )
 
 
 def plain(value: Any, *, limit: int = 100_000) -> Any:

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 SCRATCH_BYTES = 4 << 20
 # torch's own limit is 2**63 - 1 bytes; anything beyond is a lie told by a header.
 _MAX_BYTES = (1 << 63) - 1
-_MAX_DIMS = 64
+MAX_DIMS = 64
 _local = threading.local()
 
 
@@ -85,14 +85,7 @@ class Tensor:
     def __init__(self, name: str, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
         self.name = name
         self.dtype = dtype
-        self.shape: Shape = tuple(shape)
-        itemsize = numpy_dtype(dtype).itemsize
-        if (
-            len(self.shape) > _MAX_DIMS
-            or min(self.shape, default=0) < 0
-            or prod(self.shape) * itemsize > _MAX_BYTES
-        ):
-            raise CheckpointError(f"{name}: impossible shape {list(self.shape)}")
+        self.shape: Shape = possible_shape(name, dtype, shape)
         check_boxes_tile(name, self.shape, [(box.offsets, box.sizes) for box in boxes])
         self.boxes = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
         # Along dim 0, to find the boxes that meet a region: where each starts, how far any so far reaches.
@@ -105,7 +98,7 @@ class Tensor:
         cls, name: str, dtype: str, shape: Sequence[int], source: Source, offset: int = 0
     ) -> Tensor:
         """A tensor that lies whole and row-major in `source`, from byte `offset`."""
-        shape = tuple(shape)
+        shape = possible_shape(name, dtype, shape)
         strides = row_major(shape, numpy_dtype(dtype).itemsize)
         return cls(name, dtype, shape, [Box((0,) * len(shape), shape, View(source, offset, strides))])
 
@@ -119,7 +112,7 @@ class Tensor:
             pieces: (start, stop, source, byte offset in the source): elements [start, stop) of the raveled
                 tensor. A cut may fall anywhere, also within a row; empty pieces are dropped.
         """
-        shape = tuple(shape)
+        shape = possible_shape(name, dtype, shape)
         width = numpy_dtype(dtype).itemsize
         ordered = sorted((piece for piece in pieces if piece[0] != piece[1]), key=lambda piece: piece[:2])
         bounds = [(0, 0), *((start, stop) for start, stop, _, _ in ordered), (prod(shape), prod(shape))]
@@ -283,6 +276,20 @@ class Tensor:
         first = bisect_right(self._reach, lows[0])
         last = bisect_right(self._starts, lows[0] + sizes[0] - 1)
         return self.boxes[first:last]
+
+
+def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
+    """`shape` as a tuple; CheckpointError where no tensor can have it, before anything is computed of it."""
+    shape = tuple(shape)
+    if len(shape) > MAX_DIMS:
+        raise CheckpointError(f"{name}: impossible shape, of {len(shape)} dimensions")
+    if any(not 0 <= size <= _MAX_BYTES for size in shape):
+        raise CheckpointError(
+            f"{name}: impossible shape {[f'{size:.3g}' if size >> 63 else size for size in shape]}"
+        )
+    if prod(shape) * numpy_dtype(dtype).itemsize > _MAX_BYTES:
+        raise CheckpointError(f"{name}: impossible shape {list(shape)}")
+    return shape
 
 
 def row_major(shape: Sequence[int], itemsize: int) -> Shape:

@@ -16,8 +16,8 @@ from isal import isal_zlib
 
 from converters.dtypes import FROM_STORAGE, FROM_TORCH, itemsize
 from converters.errors import CheckpointError
-from converters.pickles import Global, Instance, Standin, unpickle
-from converters.tensor import View
+from converters.pickles import MAX_NAME, Global, Instance, Standin, shown, unpickle
+from converters.tensor import MAX_DIMS, View
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -203,16 +203,16 @@ class TorchZip:
         if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage" and type(pid[1]) is Global):
             raise CheckpointError(f"{self.where}: data.pkl refers to something that is not a storage")
         _, kind, key, _, numel = pid
+        if type(key) is not str or len(key) > MAX_NAME:
+            raise CheckpointError(f"{self.where}: data.pkl refers to a storage without a name")
         name = kind.key.rpartition(".")[2]
         dtype = FROM_STORAGE.get(name)
         if dtype is None and name != "UntypedStorage":
             raise CheckpointError(f"{self.where}: tensors of {name} are not supported")
         member = self.members.get(f"{self.archive}/data/{key}")
         nbytes = numel * (itemsize(dtype) if dtype else 1) if type(numel) is int else -1
-        if type(key) is not str or member is None or nbytes != member.nbytes:
-            raise CheckpointError(
-                f"{self.where}: the storage {str(key)[:40]!r} is missing or of another size"
-            )
+        if member is None or nbytes != member.nbytes:
+            raise CheckpointError(f"{self.where}: the storage {shown(key)} is missing or of another size")
         return Storage(self, key, dtype, nbytes)
 
 
@@ -246,8 +246,10 @@ class StoredTensor:
         if not isinstance(storage, Storage) or type(size) is not tuple or type(stride) is not tuple:
             raise TypeError("not a tensor")
         dtype = dtype or storage.dtype
-        numbers = (offset, *size, *stride)
-        if dtype is None or len(size) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
+        # Few and small before anything is computed of them: products of large ones take for ever.
+        if dtype is None or len(size) != len(stride) or len(size) > MAX_DIMS:
+            raise ValueError("not a tensor")
+        if any(type(n) is not int or not 0 <= n < 1 << 63 for n in (offset, *size, *stride)):
             raise ValueError("not a tensor")
         width = itemsize(dtype)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

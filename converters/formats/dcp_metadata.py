@@ -18,6 +18,7 @@ from converters.dtypes import FROM_TORCH
 from converters.errors import CheckpointError
 from converters.formats.dcp_seal import read_seal
 from converters.pickles import Global, Instance, unpickle
+from converters.tensor import MAX_DIMS
 from converters.torchzip import TORCH_STANDINS
 
 if TYPE_CHECKING:
@@ -157,7 +158,11 @@ def _table(fields: dict[str, Any], name: str, where: str) -> dict[Any, Any]:
 
 
 def _dims(value: Any, what: str, where: str) -> Dims:
-    if isinstance(value, tuple) and all(type(item) is int and 0 <= item < 1 << 63 for item in value):
+    if (
+        isinstance(value, tuple)
+        and len(value) <= MAX_DIMS
+        and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+    ):
         return value
     raise CheckpointError(f"{where}: damaged, {what} is not a size")
 

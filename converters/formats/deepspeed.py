@@ -42,6 +42,7 @@ from converters.formats.deepspeed_proof import check_against_module
 from converters.formats.deepspeed_swap import SwapFiles
 from converters.formats.deepspeed_unsharded import open_unsharded
 from converters.naming import plain_names
+from converters.pickles import shown
 from converters.storage import Folder, Memory
 from converters.tensor import Box, Tensor, View
 from converters.torchzip import StoredTensor
@@ -144,7 +145,7 @@ class _Run:
         self.bf16_optimizer = "zero_stage" not in first.state and _FP32_SLICES in first.state
         stage = 1 if self.bf16_optimizer else first.state.get("zero_stage")
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise CheckpointError(f"{first.where}: the ZeRO stage {stage!r} is not known")
+            raise CheckpointError(f"{first.where}: the ZeRO stage {shown(stage)} is not known")
         self.stage: int = stage
         self.world = self._world(first)
         check_ranks(folder.path, names.optim, self.world, "optimizer")

@@ -11,7 +11,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
-from converters.pickles import Instance, plain
+from converters.pickles import Instance, plain, shown
+from converters.tensor import MAX_DIMS
 from converters.torchzip import StoredTensor, TorchZip
 
 if TYPE_CHECKING:
@@ -287,7 +288,11 @@ def _names(value: Any, where: str) -> list[str]:
 def _shapes(value: Any, where: str) -> Shapes:
     shapes: Shapes = {}
     for name, shape in _dict(value, where).items():
-        if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
-            raise CheckpointError(f"{where}: the shape of {str(name)[:80]!r} is not a shape")
+        if (
+            not isinstance(shape, tuple)
+            or len(shape) > MAX_DIMS
+            or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape)
+        ):
+            raise CheckpointError(f"{where}: the shape of {shown(name)} is not a shape")
         shapes[str(name)] = shape
     return shapes

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError, blame
 from converters.naming import plain_name
+from converters.pickles import shown
 from converters.storage import Deferred
-from converters.tensor import Box, Tensor
+from converters.tensor import MAX_DIMS, Box, Tensor
 from converters.torchzip import StoredTensor
 
 if TYPE_CHECKING:
@@ -111,12 +112,16 @@ def _described(info: dict[Any, Any], suffix: str, where: str) -> tuple[str, Shap
     """(original name, original shape) of one shard; the key is made of the name, and confirms it."""
     name, shape = info.get("_orig_name"), _shape(info.get("_orig_size"), where)
     if not isinstance(name, str) or f"{_SHARD}.{name}".replace(".", _DOT) != suffix:
-        raise CheckpointError(f"{where}: damaged shard_metadata, {suffix!r} is called {name!r}")
+        raise CheckpointError(f"{where}: damaged shard_metadata, {suffix!r} is called {shown(name)}")
     return name.lstrip("."), shape
 
 
 def _shape(value: Any, where: str) -> Shape:
-    if isinstance(value, (list, tuple)) and all(type(n) is int and 0 <= n < 1 << 63 for n in value):
+    if (
+        isinstance(value, (list, tuple))
+        and len(value) <= MAX_DIMS
+        and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+    ):
         return tuple(value)
     raise CheckpointError(f"{where}: damaged shard_metadata, a shape is not a list of sizes")
 

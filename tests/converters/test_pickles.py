@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import struct
+import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -49,11 +51,13 @@ def test_containers_by_name(protocol: int) -> None:
 def test_cycles_and_depth() -> None:
     loop: list[Any] = [1]
     loop.append(loop)
-    assert read(pickle.dumps(loop))[1][1][0] == 1
-    assert plain(read(pickle.dumps(loop)))[0] == 1
-    deep = read(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".")
-    assert isinstance(plain(deep), list)
-    del deep
+    with pytest.raises(CheckpointError, match="contains itself"):
+        read(pickle.dumps(loop))
+    for deep in (b"]" * 100_000 + b"a" * 99_999, b")" + b"\x85" * 100_000, b"]" * 300 + b"a" * 299):
+        with pytest.raises(CheckpointError, match="nested more than"):
+            read(b"\x80\x02" + deep + b".")
+    value = read(b"\x80\x02" + b"]" * 150 + b"a" * 149 + b".")
+    assert repr(value) == "[" * 150 + "]" * 150
 
 
 class Evil:
@@ -118,10 +122,63 @@ def test_bombs_are_refused_at_once(name: str) -> None:
 
 
 def test_shared_references_do_not_swell() -> None:
-    value: list[Any] = []
+    value: Any = []
     for _ in range(60):
         value = [value, value]
-    assert len(str(plain(read(pickle.dumps(value)), limit=1000))) < 100_000
+    with pytest.raises(CheckpointError, match="has no end"):
+        read(pickle.dumps(value))
+    shared = list(range(100))  # as often as a library names one object
+    assert read(pickle.dumps([shared] * 5)) == [shared] * 5
+    long = "x" * 100_000
+    with pytest.raises(CheckpointError, match="has no end"):
+        read(pickle.dumps([long] * 1000))
+    assert len(str(plain([long] * 3, limit=2))) < 300_000
+
+
+def memo(value: bytes, then: bytes, times: int) -> bytes:
+    """A pickle that keeps `value` in the memo and goes through `then` again and again."""
+    return b"\x80\x02]" + value + b"q\x010" + then * times + b"."
+
+
+WORK = {
+    "encode": memo(
+        b"X" + struct.pack("<I", 1 << 19) + b"a" * (1 << 19), b"c_codecs\nencode\nh\x01\x85Ra", 4000
+    ),
+    "set": memo(b"(" + b"N" * 300_000 + b"t", b"cbuiltins\nset\nh\x01\x85Ra", 4000),
+    "size": memo(b"(" + b"K\x01" * 300_000 + b"t", b"ctorch\nSize\nh\x01\x85Ra", 4000),
+    "arguments": memo(b"(" + b"N" * 300_000 + b"t", b"ctorch\nTensor\nh\x01Ra", 4000),
+    "keys": memo(b"(" + b"N" * 300_000 + b"t", b"}h\x01Nsa", 40_000),
+    "names": memo(b"X" + struct.pack("<I", 1 << 19) + b"a" * (1 << 19), b"h\x01h\x01\x93a", 4000),
+    "tuples": memo(b")", b"", 0)[:-1] + b"h\x01" + b"2\x86" * 60 + b"a.",
+    "dimensions": memo(
+        b"(" + (b"\x8a\x1f" + b"\xff" * 30 + b"\x7f") * 60_000 + b"t",
+        b"ctorch._utils\n_rebuild_tensor\n(Nh\x01h\x01h\x01tRa",
+        10,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_work_is_bounded_by_the_length(name: str) -> None:
+    """Small pickles that copied, hashed or multiplied for minutes, or into gigabytes."""
+    tracemalloc.start()
+    started = time.process_time()
+    try:
+        with pytest.raises(CheckpointError, match=r"^f\.pkl: "):
+            read(WORK[name])
+        assert tracemalloc.get_traced_memory()[1] < 16 * len(WORK[name]) + (32 << 20)
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - started < 5
+
+
+def test_what_libraries_write_is_within_the_bounds() -> None:
+    """Many parameters of one shape, dtype and container, as `.metadata` and `optimizer.pt` have them."""
+    one = (2048, 2048)
+    groups = [{"params": list(range(5000)), "betas": (0.9, 0.95)}] * 3
+    state = {index: {"shape": one, "path": ("model", "layers", index)} for index in range(5000)}
+    value = {"state": state, "param_groups": groups}
+    assert read(pickle.dumps(value)) == value
 
 
 def test_random_mutations_never_escape() -> None:
