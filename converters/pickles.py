@@ -409,12 +409,10 @@ def _check_size(root: Any, limit: int) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value from a file as a message may show it: a short text, or of anything else its type alone."""
+    """A value from a file as a message may show it: a number, a short text, or of anything else its type."""
     if type(value) is str:
         return repr(value if len(value) <= 80 else value[:77] + "...")
-    return (
-        repr(value) if type(value) in _SCALARS and type(value) is not bytes else f"a {type(value).__name__}"
-    )
+    return repr(value) if type(value) in (int, float, bool, type(None)) else f"a {type(value).__name__}"
 
 
 def plain(value: Any, *, limit: int = 100_000) -> Any:

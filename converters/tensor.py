@@ -284,9 +284,7 @@ def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
     if len(shape) > MAX_DIMS:
         raise CheckpointError(f"{name}: impossible shape, of {len(shape)} dimensions")
     if any(not 0 <= size <= _MAX_BYTES for size in shape):
-        raise CheckpointError(
-            f"{name}: impossible shape {[f'{size:.3g}' if size >> 63 else size for size in shape]}"
-        )
+        raise CheckpointError(f"{name}: impossible shape, a size is negative or beyond 2**63")
     if prod(shape) * numpy_dtype(dtype).itemsize > _MAX_BYTES:
         raise CheckpointError(f"{name}: impossible shape {list(shape)}")
     return shape

@@ -140,15 +140,15 @@ def memo(value: bytes, then: bytes, times: int) -> bytes:
     return b"\x80\x02]" + value + b"q\x010" + then * times + b"."
 
 
+_TEXT = b"X" + struct.pack("<I", 1 << 19) + b"a" * (1 << 19)
+_TUPLE = b"(" + b"N" * 300_000 + b"t"
 WORK = {
-    "encode": memo(
-        b"X" + struct.pack("<I", 1 << 19) + b"a" * (1 << 19), b"c_codecs\nencode\nh\x01\x85Ra", 4000
-    ),
-    "set": memo(b"(" + b"N" * 300_000 + b"t", b"cbuiltins\nset\nh\x01\x85Ra", 4000),
+    "encode": memo(_TEXT, b"c_codecs\nencode\nh\x01\x85Ra", 4000),
+    "set": memo(_TUPLE, b"cbuiltins\nset\nh\x01\x85Ra", 4000),
     "size": memo(b"(" + b"K\x01" * 300_000 + b"t", b"ctorch\nSize\nh\x01\x85Ra", 4000),
-    "arguments": memo(b"(" + b"N" * 300_000 + b"t", b"ctorch\nTensor\nh\x01Ra", 4000),
-    "keys": memo(b"(" + b"N" * 300_000 + b"t", b"}h\x01Nsa", 40_000),
-    "names": memo(b"X" + struct.pack("<I", 1 << 19) + b"a" * (1 << 19), b"h\x01h\x01\x93a", 4000),
+    "arguments": memo(_TUPLE, b"ctorch\nTensor\nh\x01Ra", 4000),
+    "keys": memo(_TUPLE, b"}h\x01Nsa", 40_000),
+    "names": memo(_TEXT, b"h\x01h\x01\x93a", 4000),
     "tuples": memo(b")", b"", 0)[:-1] + b"h\x01" + b"2\x86" * 60 + b"a.",
     "dimensions": memo(
         b"(" + (b"\x8a\x1f" + b"\xff" * 30 + b"\x7f") * 60_000 + b"t",
