@@ -10,8 +10,9 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
-from converters.errors import CheckpointError
-from converters.options import DTYPES, WRITERS
+from converters.console import OutputError, complain, say
+from converters.errors import CheckpointError, printable
+from converters.options import DTYPES, EXPANSION, WRITERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +31,9 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
+
+# Seconds from SIGTERM to the end.
+_PATIENCE = 20
 
 _DESCRIPTION = """\
 Turn a training checkpoint into a folder that from_pretrained loads.
@@ -95,6 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     parser.add_argument("--verify", action="store_true", help="compare OUT with SRC before it appears")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
+    parser.add_argument(
+        "--expand",
+        action="store_true",
+        help=f"write OUT even where it comes to more than {EXPANSION} times the size of SRC, because tensors "
+        "there repeat the same bytes",
+    )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     return parser
 
@@ -116,17 +126,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             previous = signal.signal(signal.SIGTERM, _terminated)
         return _convert(options)
     except CheckpointError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        complain(f"error: {printable(error)}")
+        return 1 if isinstance(error, OutputError) else 2
     except KeyboardInterrupt:
         return 130
+    except MemoryError:
+        complain("error: out of memory; nothing was written")
+        return 1
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        complain("error: no thread could be started; nothing was written")
+        return 1
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
 
 
 def _terminated(signum: int, frame: object) -> NoReturn:
-    # An exception, so that the temporary folder is removed on the way out.
+    # An exception, so that the temporary folder is removed on the way out. Should a disk not answer, the
+    # system ends the process all the same, and the next conversion removes the folder.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_PATIENCE)
     raise SystemExit(128 + signum)
 
 
@@ -135,6 +156,7 @@ def _convert(options: argparse.Namespace) -> int:
     from converters.opening import open_checkpoint
     from converters.output import check_output
     from converters.places import place
+    from converters.writing import check_expansion
 
     source, out = place(options.src), place(options.out)
 
@@ -152,7 +174,9 @@ def _convert(options: argparse.Namespace) -> int:
         "optimizer": options.optimizer,
     }
     if options.dry_run:
-        print(_describe(checkpoint, make_plan(checkpoint, **chosen), out))
+        planned = make_plan(checkpoint, **chosen)
+        check_expansion(checkpoint, planned, allowed=options.expand)
+        say(_describe(checkpoint, planned, out))
         return 0
     plan = write(
         checkpoint,
@@ -161,11 +185,13 @@ def _convert(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
         progress=not options.quiet,
         verify=options.verify,
+        expand=options.expand,
     )
     if not options.quiet:
         count = sum(len(file.entries) for file in plan.files)
         checked = ", compared with the source" if options.verify else ""
-        print(f"{out}: {count} tensors, {_bytes(plan.nbytes)} in {len(plan.files)} file(s){checked}")
+        told = f"{out}: {count} tensors, {_bytes(plan.nbytes)} in {len(plan.files)} file(s){checked}"
+        say(printable(told))
     return 0
 
 
@@ -186,7 +212,7 @@ def _describe(checkpoint: Checkpoint, plan: Plan, out: Place) -> str:
     lines.append(
         f"total {_bytes(plan.nbytes)}; peak buffer {_bytes(plan.buffer)}; dry run, nothing was written"
     )
-    return "\n".join(lines)
+    return "\n".join(line[: len(line) - len(line.lstrip())] + printable(line) for line in lines)
 
 
 def _bytes(count: int) -> str:

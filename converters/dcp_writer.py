@@ -96,6 +96,7 @@ def write_dcp(
     overwrite: bool = False,
     progress: bool = True,
     verify: bool = False,
+    expand: bool = False,
 ) -> Plan:
     """Write `out/.metadata` and `out/__0_<i>.distcp`, and the companions.
 
@@ -118,7 +119,15 @@ def write_dcp(
     def make_plan() -> Plan:
         return plan_dcp(checkpoint, dtype=dtype, max_shard_size=max_shard_size, optimizer=optimizer)
 
-    return carry_out(checkpoint, make_plan, place(out), overwrite=overwrite, progress=progress, verify=verify)
+    return carry_out(
+        checkpoint,
+        make_plan,
+        place(out),
+        overwrite=overwrite,
+        progress=progress,
+        verify=verify,
+        expand=expand,
+    )
 
 
 def _metadata(entries: list[Entry], paths: dict[str, Key], places: dict[str, tuple[str, int, int]]) -> Made:

@@ -9,6 +9,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+# More than a screen of it helps nobody, and a name in a file may be as long as the file.
+_MOST_SHOWN = 2000
+
+
+def printable(text: object) -> str:
+    """`text` in one line without control characters, for a terminal: names in files are anybody's."""
+    line = " ".join(str(text).split())
+    if len(line) > _MOST_SHOWN:
+        line = f"{line[:_MOST_SHOWN]}... ({len(line):,} characters)"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
 class CheckpointError(Exception):
     """A checkpoint, an output folder or an option that is refused.
 

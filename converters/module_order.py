@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from converters.guarded import read_small_text
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -57,7 +59,7 @@ def module_order(names: Iterable[str], config: Place | None) -> list[str] | None
         config: a `config.json`, for its `model_type`.
     """
     try:
-        values = json.loads(config.read_text("utf-8")) if config is not None else None
+        values = json.loads(read_small_text(config)) if config is not None else None
     except (OSError, ValueError, RecursionError):
         return None
     kind = values.get("model_type") if isinstance(values, dict) else None

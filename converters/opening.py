@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from converters.completion import INCOMPLETE, is_unfinished
 from converters.errors import CheckpointError
 from converters.formats import Format, Source, detect, formats
+from converters.guarded import real_path
 from converters.places import place
 from converters.remote import RemotePath
 
@@ -84,7 +85,7 @@ def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]
             step for number, step in steps if tag == step.name or (tag.isdigit() and int(tag) == number)
         ]
         if matching:
-            source = Source(matching[0], None, verify)
+            source = Source(_inside(root, matching[0]), None, verify)
             found = detect(source) if _whole(source.path) else None
             if found is None:
                 raise CheckpointError(_why_not(source))
@@ -96,11 +97,18 @@ def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]
         known = ", ".join(step.name for _, step in steps[:8]) or "none"
         raise CheckpointError(f"{root}: no checkpoint is tagged {tag!r}; there are: {known}")
     for _, step in steps:
-        candidate = Source(step, None, verify)
+        candidate = Source(_inside(root, step), None, verify)
         found = detect(candidate) if _whole(step) else None
         if found is not None:
             return found, candidate
     raise CheckpointError(_why_not(Source(steps[0][1], None, verify) if steps else source))
+
+
+def _inside(root: Place, step: Place) -> Place:
+    """`step`, refused where it is a link, or lies behind one, that leads out of the run's folder."""
+    if not isinstance(step, RemotePath) and not isinstance(root, RemotePath):
+        real_path(step, root)
+    return step
 
 
 def _whole(path: Place) -> bool:

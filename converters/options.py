@@ -4,5 +4,8 @@ from __future__ import annotations
 
 # --dtype -> the element type under its safetensors name; None keeps each tensor's own.
 DTYPES: dict[str, str | None] = {"keep": None, "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# A conversion writes at most so many times the bytes that SRC's files hold, unless --expand asks for more.
+# A cast to a wider type makes up to four.
+EXPANSION = 8
 # --to -> a module `<name>_writer` with `plan_<name>` and `write_<name>`.
 WRITERS = ("safetensors", "dcp")

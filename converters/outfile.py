@@ -7,6 +7,7 @@ import shutil
 import threading
 from typing import TYPE_CHECKING
 
+from converters.guarded import open_new, open_regular
 from converters.remote import RemotePath
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class OutputFile:
     """
 
     def __init__(self, path: Path, pieces: int = 1) -> None:
-        self._fd = -1  # set first: __del__ runs even when os.open fails
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        self._fd = -1  # set first: __del__ runs even when it cannot be opened
+        self._fd = open_new(path)
         self._left = pieces
         self._lock = threading.Lock()
 
@@ -139,7 +140,8 @@ def copy_file(source: Place, target: Path) -> None:
     if isinstance(source, RemotePath):
         source.download(target)
     else:
-        shutil.copyfile(source, target)
+        with os.fdopen(open_regular(source), "rb") as read, os.fdopen(open_new(target), "wb") as written:
+            shutil.copyfileobj(read, written, 1 << 20)
     fd = os.open(target, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from converters.errors import CheckpointError
+from converters.exchange import let_go, new_temporary, recover, replace_folder
 from converters.outfile import FLUSH_BYTES, OutputFile, copy_file, write_file
 from converters.remote import RemotePath
 
@@ -99,6 +100,8 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
         sources: folders and files that are read; the output may neither hold one nor lie in one.
     """
     target = out.resolve()
+    if isinstance(target, Path):
+        recover(target)
     for source in sources:
         origin = source.resolve()
         if isinstance(target, RemotePath) != isinstance(origin, RemotePath):
@@ -116,6 +119,8 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
     elif os.path.lexists(str(out)):
         if not overwrite:
             raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
+        if isinstance(out, Path) and out.is_symlink():
+            raise CheckpointError(f"{out}: is a link; give the folder that it leads to")
         if not target.is_dir():
             raise CheckpointError(f"{out}: is not a folder")
         if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
@@ -169,16 +174,19 @@ def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
     Args:
         needed: bytes that will be written, held against the free space before anything is.
 
+    A killed process leaves `target` as it was or as it was to be; `check_output` removes what else it left.
+
     Raises:
         CheckpointError: no space, no permission, or any other failure to write.
     """
     created = _make_parents(target.parent)
-    temporary = target.parent / f".{target.name}.tmp-{os.getpid()}-{os.urandom(3).hex()}"
+    temporary: Path | None = None
+    held: int | None = None
     try:
         free = shutil.disk_usage(target.parent).free
         if needed > free:
             raise CheckpointError(f"{target}: needs {needed:,} bytes, {free:,} are free on its disk")
-        temporary.mkdir()
+        temporary, held = new_temporary(target)
         yield temporary
         sync_folder(temporary)
         _swap(temporary, target, overwrite=overwrite)
@@ -186,7 +194,9 @@ def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        let_go(held)
         for folder in created:
             try:
                 folder.rmdir()
@@ -223,12 +233,5 @@ def _swap(temporary: Path, target: Path, *, overwrite: bool) -> None:
     elif not overwrite:
         raise CheckpointError(f"{target}: appeared while it was being written; nothing was replaced")
     else:
-        old = target.parent / f".{target.name}.old-{os.getpid()}-{os.urandom(3).hex()}"
-        target.rename(old)
-        try:
-            temporary.rename(target)
-        except BaseException:
-            old.rename(target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(temporary, target)
     sync_folder(target.parent)

@@ -71,6 +71,7 @@ def write_safetensors(
     overwrite: bool = False,
     progress: bool = True,
     verify: bool = False,
+    expand: bool = False,
 ) -> Plan:
     """Write `out/model.safetensors` (or numbered shards with an index) and the companions.
 
@@ -81,6 +82,7 @@ def write_safetensors(
         overwrite: replace `out` where it exists.
         progress: a bar in bytes on a terminal's stderr.
         verify: read everything back and compare before `out` appears.
+        expand: write tensors that repeat the bytes of SRC's files however often they do.
 
     Returns:
         The plan that was carried out.
@@ -93,7 +95,15 @@ def write_safetensors(
     def make_plan() -> Plan:
         return plan_safetensors(checkpoint, dtype=dtype, max_shard_size=max_shard_size, optimizer=optimizer)
 
-    return carry_out(checkpoint, make_plan, place(out), overwrite=overwrite, progress=progress, verify=verify)
+    return carry_out(
+        checkpoint,
+        make_plan,
+        place(out),
+        overwrite=overwrite,
+        progress=progress,
+        verify=verify,
+        expand=expand,
+    )
 
 
 def _file(name: str, entries: Iterable[Entry]) -> PlannedFile:

@@ -10,12 +10,13 @@ import stat
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
 from isal import isal_zlib
 
 from converters.errors import CheckpointError
+from converters.guarded import open_regular, real_path
 from converters.remote import RemotePath
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ class Source(Protocol):
 class Descriptor:
     """An open file that closes with its last user, so that eviction never closes it under a reader."""
 
-    def __init__(self, path: Path) -> None:
-        self.fd = -1  # set first: __del__ runs even when os.open fails
-        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    def __init__(self, path: str) -> None:
+        self.fd = -1  # set first: __del__ runs even when it cannot be opened
+        self.fd = open_regular(path)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -69,21 +70,22 @@ class _Descriptors:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: OrderedDict[Path, Descriptor] = OrderedDict()
+        self._open: OrderedDict[str, Descriptor] = OrderedDict()
 
-    def get(self, path: Path) -> Descriptor:
+    def get(self, real: str, path: Place) -> Descriptor:
+        """The open file `real`, which errors call `path`."""
         with self._lock:
-            descriptor = self._open.get(path)
+            descriptor = self._open.get(real)
             if descriptor is None:
                 try:
-                    descriptor = Descriptor(path)
+                    descriptor = Descriptor(real)
                 except OSError as error:
                     raise CheckpointError(f"{path}: {error.strerror or error}") from None
-                self._open[path] = descriptor
+                self._open[real] = descriptor
                 if len(self._open) > _MAX_OPEN_FILES:
                     self._open.popitem(last=False)
             else:
-                self._open.move_to_end(path)
+                self._open.move_to_end(real)
             return descriptor
 
 
@@ -98,7 +100,10 @@ class _Common:
 
 
 class Folder:
-    """The files of one checkpoint folder, on a disk or in an object store, by names that stay inside it."""
+    """The files of one checkpoint folder, on a disk or in an object store, by names that stay inside it.
+
+    Links stay inside it too (`converters.guarded`). The folder itself may be one: whoever named it meant so.
+    """
 
     def __init__(self, path: Place, *, verify: bool = True) -> None:
         self.path = path
@@ -113,13 +118,15 @@ class Folder:
             if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts:
                 raise CheckpointError(f"{self.path}: the file name {name!r} leaves the checkpoint folder")
             path = self.path / name
+            local = not isinstance(path, RemotePath) and not isinstance(self.path, RemotePath)
+            real = real_path(path, self.path) if local else str(path)  # type: ignore[arg-type]
             try:
                 status = path.stat()
             except OSError as error:
                 raise CheckpointError(f"{path}: {error.strerror or error}") from None
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path}: not a regular file")
-            known = self._files[name] = _source_file(self._common, name, path, status.st_size)
+            known = self._files[name] = _source_file(self._common, name, path, real, status.st_size)
         return known
 
 
@@ -168,10 +175,12 @@ class SourceFile:
 class _LocalFile(SourceFile):
     """A file on a disk; the kernel reads ahead by itself."""
 
-    path: Path
+    def __init__(self, common: _Common, name: str, path: Place, real: str, nbytes: int) -> None:
+        super().__init__(common, name, path, nbytes)
+        self._real = real
 
     def descriptor(self) -> Descriptor:
-        return self.common.descriptors.get(self.path)
+        return self.common.descriptors.get(self._real, self.path)
 
     def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
         descriptor = self.descriptor()
@@ -186,12 +195,12 @@ class _LocalFile(SourceFile):
             done += count
 
 
-def _source_file(common: _Common, name: str, path: Place, nbytes: int) -> SourceFile:
+def _source_file(common: _Common, name: str, path: Place, real: str, nbytes: int) -> SourceFile:
     if isinstance(path, RemotePath):
         from converters.remote_file import RemoteFile  # not at the top: it builds on this module
 
         return RemoteFile(common, name, path, nbytes)
-    return _LocalFile(common, name, path, nbytes)
+    return _LocalFile(common, name, path, real, nbytes)
 
 
 class FileSpan:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from converters.guarded import read_small_text
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -92,7 +94,7 @@ def _tied(config: Place | None) -> bool | None:
     if config is None:
         return None
     try:
-        values = json.loads(config.read_text("utf-8"))
+        values = json.loads(read_small_text(config))
     except (OSError, ValueError, RecursionError):
         return None
     text = values.get("text_config") if isinstance(values, dict) else None

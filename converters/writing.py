@@ -7,7 +7,10 @@ and checked against the free disk. `carry_out` then streams it.
 
 from __future__ import annotations
 
+import os
+import stat
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ from isal import isal_zlib
 from converters.casting import BLOCK_BYTES, cast_blocks, cast_dtype, parse_dtype
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
+from converters.options import EXPANSION
 from converters.output import check_output, new_output
 from converters.parallel import in_parallel, threads
 from converters.remote import RemotePath
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from converters.storage import Touched
 
 
+# So much is written however little SRC's files hold.
+FREE_BYTES = 64 << 20
 # A thread that reads from an object store waits most of the time.
 _REMOTE_THREADS = 4
 
@@ -115,7 +121,17 @@ def model_entries(checkpoint: Checkpoint, dtype: str) -> list[Entry]:
     target = parse_dtype(dtype)
     if not checkpoint.tensors:
         raise CheckpointError(f"{checkpoint.root}: holds no model tensors")
+    for name in checkpoint.tensors:
+        _check_name(name, checkpoint.root)
     return [Entry(name, cast_dtype(tensor, target), tensor) for name, tensor in checkpoint.tensors.items()]
+
+
+def _check_name(name: str, where: Place) -> None:
+    """Refuse a name that is no Unicode text: half of a pair of surrogates, which no reader of OUT takes."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{where}: the tensor {name!r} has a name that is no text") from None
 
 
 def optimizer_entries(checkpoint: Checkpoint) -> list[tuple[str, str, Entry]]:
@@ -126,6 +142,7 @@ def optimizer_entries(checkpoint: Checkpoint) -> list[tuple[str, str, Entry]]:
     found = []
     for name, values in optimizer.state.items():
         for what, value in values.items():
+            _check_name(f"{name}.{what}", checkpoint.root)
             tensor = value if isinstance(value, Tensor) else _scalar(f"{name}.{what}", value)
             found.append((name, what, Entry(f"{name}.{what}", tensor.dtype, tensor)))
     return found
@@ -154,14 +171,19 @@ def carry_out(
     overwrite: bool,
     progress: bool,
     verify: bool,
+    expand: bool,
 ) -> Plan:
     """Write a plan into `out`, which appears whole or stays as it was.
+
+    Args:
+        expand: write however much the tensors come to: see `check_expansion`.
 
     Raises:
         CheckpointError: `out` is refused, the source is damaged, or the disk is full.
     """
     target = check_output(out, [checkpoint.root], overwrite=overwrite)
     plan = make_plan()
+    check_expansion(checkpoint, plan, allowed=expand)
     from tqdm import tqdm  # not at the top: it takes as long to import as the rest of this package
 
     # disable=None: no bar where stderr is no terminal
@@ -181,6 +203,39 @@ def carry_out(
         if verify:
             in_parallel(_verify_jobs(draft.folder, plan), bar.update, workers)
     return plan
+
+
+def check_expansion(checkpoint: Checkpoint, plan: Plan, *, allowed: bool) -> None:
+    """Refuse a plan that writes far more than SRC's files hold, unless that is asked for.
+
+    A pickled tensor may be a view that repeats its storage (a stride of 0, or a thousand names for one
+    storage), so a kilobyte can be a tensor of gigabytes.
+    """
+    if allowed or plan.nbytes <= FREE_BYTES:
+        return
+    held = _bytes_below(checkpoint.root)
+    # Nothing there: a checkpoint that was made in memory.
+    if held and plan.nbytes > EXPANSION * held:
+        most = max((entry for file in plan.files for entry in file.entries), key=lambda entry: entry.nbytes)
+        raise CheckpointError(
+            f"{checkpoint.root}: its files hold {held:,} bytes, its tensors repeat them to {plan.nbytes:,} "
+            f"({most.name!r} alone {most.nbytes:,}), more than {EXPANSION} times as many; "
+            "give --expand to write them all"
+        )
+
+
+def _bytes_below(root: Place) -> int:
+    """Bytes of the files of a checkpoint: all below its folder, or beside a file."""
+    if isinstance(root, RemotePath):
+        folder = root.parent if root.is_file() else root
+        return sum(found.size for found in folder.objects().values())
+    total = 0
+    for where, _, names in os.walk(root.parent if root.is_file() else root):
+        for name in names:
+            with suppress(OSError):
+                status = os.stat(os.path.join(where, name))  # noqa: PTH116, PTH118 - a Path for each is slow
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
 
 
 def _scalar(name: str, value: Scalar) -> Tensor:

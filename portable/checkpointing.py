@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from converters.guarded import open_new
 from converters.remote import RemotePath
 from portable.background import in_background
 from portable.errors import DamagedError, RunError, UserError, one_line
@@ -340,7 +341,8 @@ def _cause(error: BaseException) -> BaseException:
 def write_durably(path: Path, text: str) -> None:
     """Replace ``path`` as a whole, and have its bytes on disk when this returns."""
     partial = path.with_name(f".{path.name}{_PARTIAL_SUFFIX}")
-    with partial.open("w", encoding="utf-8") as file:
+    partial.unlink(missing_ok=True)  # a killed process left it; or it is a link, and leads anywhere
+    with os.fdopen(open_new(partial), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

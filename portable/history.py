@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
+
+from converters.guarded import open_own
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +28,8 @@ class History:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / EVENTS_FILE).open("a", encoding="utf-8")
+        appended = open_own(folder / EVENTS_FILE, os.O_WRONLY | os.O_APPEND)
+        self._file = os.fdopen(appended, "a", encoding="utf-8")
 
     def record(self, kind: Kind, step: int, **facts: Any) -> None:
         """Add an event.

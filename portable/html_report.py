@@ -19,11 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from converters.console import OutputError, complain, say
+from converters.errors import printable
+from converters.guarded import LinkError, read_small
+from converters.pickles import plain
 from portable.checkpointing import write_durably
 from portable.errors import RunError, UserError, one_line
-from portable.history import read_events
-from portable.metrics import METRICS_FILE, human_bytes, human_time, read_metrics
+from portable.history import EVENTS_FILE
+from portable.metrics import METRICS_FILE, human_bytes, human_count, human_time
 from portable.places import place_of, storage_errors
+from portable.rows import MOST, count, number, read_rows
 from portable.run_folder import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -79,6 +84,9 @@ METRICS = (
     Metric("Memory", ("memory",), unit="bytes", hint="of a rank", zero=True),
     Metric("MFU", ("mfu",), unit="fraction", hint="of the devices' peak FLOP/s", smooth=True, zero=True),
 )
+# What a page can bear of a file that nobody vouches for; a run's own stays far below.
+_MOST_CHARTS, _MOST_NAME, _MOST_TEXT = 60, 100, 10_000
+_MOST_CONFIG, _MOST_SETTINGS = 512 << 10, 20_000
 _NOT_DRAWN = {"step", "samples", "time", "samples_per_second"}
 
 
@@ -91,12 +99,14 @@ class Run:
         rows: of ``metrics.jsonl``.
         events: of ``events.jsonl``.
         settings: by dotted key, as ``config.yaml`` has them; empty where there is none.
+        passed_over: what could not be read, in words; empty where everything could.
     """
 
     folder: Place
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
     settings: dict[str, Any]
+    passed_over: str = ""
 
     @classmethod
     def read(cls, folder: Place) -> Run:
@@ -105,24 +115,37 @@ class Run:
         Raises:
             UserError: if it holds none.
         """
-        if not folder.is_dir():
-            raise UserError(f"{folder}: is not a folder; give the output_dir of a run")
         try:
-            rows = read_metrics(folder)
+            if not folder.is_dir():
+                raise UserError(f"{folder}: is not a folder; give the output_dir of a run")
+        except (OSError, ValueError) as error:  # too long a name
+            raise UserError(f"{folder}: {one_line(error)}; give the output_dir of a run") from error
+        try:
+            rows, bad_rows = read_rows(folder / METRICS_FILE)
+            events, bad_events = _events(folder)
+            settings, bad_settings = _settings(folder / CONFIG_FILE)
         except FileNotFoundError:
             raise UserError(f"{folder}: holds no {METRICS_FILE}; give the output_dir of a run") from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder / METRICS_FILE}: cannot be read ({one_line(error)})") from error
+        except OSError as error:
+            reason = one_line(error.strerror or error)
+            raise UserError(f"{folder / METRICS_FILE}: cannot be read ({reason})") from error
+        except LinkError as error:
+            raise UserError(one_line(error)) from error
         if not rows:
             raise UserError(f"{folder / METRICS_FILE}: holds no step yet; wait until the run has logged one")
-        return cls(folder, rows, read_events(folder), _settings(folder / CONFIG_FILE))
+        told = [
+            f"{human_count(number, 'line')} of {name}"
+            for number, name in ((bad_rows, METRICS_FILE), (bad_events, EVENTS_FILE))
+            if number
+        ] + ([f"{CONFIG_FILE} ({bad_settings})"] if bad_settings else [])
+        return cls(folder, rows, events, settings, ", ".join(told))
 
     # -- what the points of a curve lie over -------------------------------------------------------------
 
     def tokens(self, samples: Any) -> int | None:
         """Tokens seen after so many samples."""
         length = self.settings.get("data.seq_len")
-        return samples * length if isinstance(samples, int) and isinstance(length, int) else None
+        return samples * length if count(samples) and count(length) and samples * length < MOST else None
 
     def legs(self) -> list[dict[str, Any]]:
         """The events that began a leg of the run."""
@@ -131,10 +154,8 @@ class Run:
     @cached_property
     def _clock(self) -> list[tuple[float, float]]:
         """Of each leg its beginning in seconds since 1970, and the seconds that the legs before it worked."""
-        starts = [float(leg["time"]) for leg in self.legs()]
-        known = sorted(
-            row["time"] for row in (*self.rows, *self.events) if isinstance(row.get("time"), int | float)
-        )
+        starts = sorted(float(leg["time"]) for leg in self.legs() if "time" in leg)
+        known = sorted(row["time"] for row in (*self.rows, *self.events) if "time" in row)
         clock, worked = [], 0.0
         for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
             clock.append((start, worked))
@@ -144,18 +165,18 @@ class Run:
 
     def hours(self, moment: Any) -> float | None:
         """Hours of work done at ``moment`` (seconds since 1970): the time between two legs does not count."""
-        if not isinstance(moment, int | float) or not self._clock:
+        if not number(moment) or not self._clock:
             return None
         leg = max(0, bisect_right(self._clock, (moment, float("inf"))) - 1)
         start, worked = self._clock[leg]
-        return round((worked + max(0.0, moment - start)) / 3600, 5)
+        return round((worked + max(0.0, float(moment) - start)) / 3600, 5)
 
     def series(self, name: str) -> list[Point]:
         """The values of ``name``, thinned where a curve could not show them all."""
         points = [
             (row["step"], self.tokens(row.get("samples")), self.hours(row.get("time")), float(row[name]))
             for row in self.rows
-            if isinstance(row.get(name), int | float)
+            if number(row.get(name))
         ]
         return thinned(points)
 
@@ -183,7 +204,7 @@ class Run:
             elif kind == "end":
                 text = "ended" if event.get("complete") else "stopped where train.stop_after says"
             moment = event.get("time")
-            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment)) if moment else ""
+            when = "" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment))
             at = [event["step"], self.tokens(event.get("samples")), self.hours(moment)]
             told.append({"kind": kind, "step": event["step"], "when": when, "text": text, "at": at})
         return told
@@ -191,15 +212,14 @@ class Run:
     def facts(self) -> dict[str, str]:
         """The run in a few numbers."""
         last = self.rows[-1]
-        losses = [row["loss"] for row in self.rows if isinstance(row.get("loss"), int | float)]
-        evaluations = [row["eval_loss"] for row in self.rows if isinstance(row.get("eval_loss"), int | float)]
-        rates = sorted(row["tokens_per_second"] for row in self.rows if row.get("tokens_per_second"))
-        memory = [row["memory"] for row in self.rows if row.get("memory")]
+        losses, evaluations = self._numbers("loss"), self._numbers("eval_loss")
+        rates = sorted(rate for rate in self._numbers("tokens_per_second") if rate)
+        memory = [used for used in self._numbers("memory") if used]
         legs = self.legs()
         facts = {"folder": str(self.folder), "step": f"{last['step']:,}"}
-        if self.settings.get("train.steps"):
+        if count(self.settings.get("train.steps")):
             facts["step"] += f" of {self.settings['train.steps']:,}"
-        if legs and legs[-1].get("parameters"):
+        if legs and count(legs[-1].get("parameters")):
             facts["model"] = f"{legs[-1].get('model', '')}, {legs[-1]['parameters']:,} parameters"
         if losses:
             facts["training loss"] = f"{losses[-1]:.4f} (began at {losses[0]:.4f})"
@@ -218,25 +238,25 @@ class Run:
             facts["ran on"] = "; ".join(
                 name + (f" ({times} times)" if times > 1 else "") for name, times in machines.items()
             )
+        if self.passed_over:
+            facts["passed over"] = self.passed_over
         return facts
+
+    def _numbers(self, name: str) -> list[float]:
+        return [row[name] for row in self.rows if number(row.get(name))]
 
 
 def page(runs: Sequence[Run]) -> str:
     """The whole page."""
     names = _short_names([run.folder for run in runs])
     all_rows = [row for run in runs for row in run.rows]
-    keys = list(dict.fromkeys(key for row in all_rows for key in row))
     known = {name for metric in METRICS for name in metric.series}
-    others = tuple(
-        Metric(key.replace("_", " ").capitalize(), (key,), zero=True)
-        for key in keys
-        if key not in known | _NOT_DRAWN
-    )
-    drawn = [
-        metric
-        for metric in METRICS + others
-        if any(isinstance(row.get(name), int | float) for row in all_rows for name in metric.series)
-    ]
+    # What no METRICS names is drawn too, in the order in which it comes; a page of a thousand charts is none.
+    numbers = dict.fromkeys(key for row in all_rows for key in row if number(row[key]))
+    more = [key for key in numbers if key not in known | _NOT_DRAWN and len(key) <= _MOST_NAME][:_MOST_CHARTS]
+    keys = [key for key in numbers if key in known or key in more]
+    others = tuple(Metric(key.replace("_", " ").capitalize(), (key,), zero=True) for key in more)
+    drawn = [metric for metric in METRICS + others if any(name in numbers for name in metric.series)]
     series = [{name: run.series(name) for metric in drawn for name in metric.series} for run in runs]
     points = [point for one in series for curve in one.values() for point in curve]
     facts = [run.facts() for run in runs]
@@ -259,21 +279,29 @@ def page(runs: Sequence[Run]) -> str:
     # Inside a script element only "</" and "<!" could end the data; JSON may write "<" as an escape.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = Path(__file__).with_name("html_report.html").read_text("utf-8")
-    before, rest = template.replace("__TITLE__", html.escape(title), 1).split("__DATA__", 1)
-    return before + text + rest
+    # Cut before anything is put in: a run's folder may be called like a mark of the template.
+    head, rest = template.split("__TITLE__", 1)
+    middle, tail = rest.split("__DATA__", 1)
+    shown = html.escape(title).encode("utf-8", "replace").decode("utf-8")
+    return head + shown + middle + text + tail
 
 
-def write_report(folders: Sequence[Place], out: Path) -> None:
+def write_report(folders: Sequence[Place], out: Path) -> list[str]:
     """Write the page on the runs in ``folders``; it replaces ``out`` as a whole.
+
+    Returns:
+        A line on each run of which not everything could be read.
 
     Raises:
         UserError: if one of them holds no run, or ``out`` cannot be written.
     """
-    text = page([Run.read(folder) for folder in folders])
+    runs = [Run.read(folder) for folder in folders]
+    text = page(runs)
     try:
         write_durably(out, text)
     except OSError as error:
         raise UserError(f"--out: {out} cannot be written ({error.strerror}); give another path") from error
+    return [f"{run.folder}: passed over: {run.passed_over}" for run in runs if run.passed_over]
 
 
 def thinned(points: list[Point]) -> list[Point]:
@@ -309,20 +337,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         beside = folders[0] if len(folders) == 1 and isinstance(folders[0], Path) else Path()
         out = Path(arguments.out) if arguments.out else beside / REPORT_FILE
         with storage_errors("RUN"):
-            write_report(folders, out)
-    except (UserError, RunError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+            told = write_report(folders, out)
+        for line in told:
+            complain(f"warning: {printable(line)}")
+        say(printable(out))
+    except (UserError, RunError, OutputError) as error:
+        complain(f"error: {printable(error)}")
         return 2 if isinstance(error, UserError) else 1
-    print(out)
     return 0
 
 
-def _settings(path: Place) -> dict[str, Any]:
+def _events(folder: Place) -> tuple[list[dict[str, Any]], int]:
+    """The events of a run, none where it kept no record of them, and how many lines were none."""
     try:
-        tree = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return dict(_flat("", tree)) if isinstance(tree, dict) else {}
+        return read_rows(folder / EVENTS_FILE, "event")
+    except OSError:
+        return [], 0
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads what YAML can say in few words only where it comes to few values."""
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        sizes: dict[int, int] = {}
+
+        def size(node: Any) -> int:
+            # Aliases are one node in many places: each place counts, and a node within itself has no end.
+            if id(node) not in sizes:
+                sizes[id(node)] = _MOST_SETTINGS
+                parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+                flat = (part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,)))
+                sizes[id(node)] = 1 + sum(map(size, flat))
+            return sizes[id(node)]
+
+        if node is not None and size(node) > _MOST_SETTINGS:
+            raise yaml.YAMLError("too many values")
+        return node
+
+
+def _settings(path: Place) -> tuple[dict[str, Any], str]:
+    """The settings of a run by dotted key, and why there are none, if it is not that there is no file."""
+    try:
+        tree = yaml.load(read_small(path, limit=_MOST_CONFIG), _Loader)
+        return dict(_flat("", tree)) if isinstance(tree, dict) else {}, ""
+    except FileNotFoundError:
+        return {}, ""
+    except RecursionError:
+        return {}, "nested too deeply"
+    except OSError as error:
+        return {}, one_line(error.strerror or error)
+    # What PyYAML raises for a bad `!!int`, `!!bool` or `!!timestamp` is whatever Python did.
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+        return {}, "not readable"
 
 
 def _flat(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -334,7 +401,9 @@ def _flat(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    if value is None or isinstance(value, str):
+        return (value or "")[:_MOST_TEXT]
+    return json.dumps(plain(value), default=str)[:_MOST_TEXT]
 
 
 def _machine(leg: dict[str, Any]) -> str:

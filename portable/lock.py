@@ -8,6 +8,7 @@ import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from converters.guarded import open_own
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_own(folder / LOCK_FILE, os.O_RDWR, 0o644)
     except (OSError, ValueError) as error:
         raise _unwritable(folder, error) from error
     try:

@@ -6,10 +6,12 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from converters.guarded import open_own
 from portable.checkpointing import write_durably
 from portable.errors import UserError
 
@@ -46,7 +48,7 @@ class MetricsFile:
             kept = [row for row in rows if row["step"] <= from_step]
             if len(kept) < len(rows) or not path.read_bytes().endswith(b"\n"):
                 write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         self._file.write(json.dumps({k: _json_number(v) for k, v in row.items()}) + "\n")

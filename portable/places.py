@@ -7,7 +7,6 @@ whoever reads need not know which it is. And where this program keeps what it ca
 from __future__ import annotations
 
 import os
-import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "default_cache_dir", "place_of", "storage_errors"]
 
-_ALMOST_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
-
 
 def place_of(key: str, text: str) -> Place:
     """The place that a setting names.
@@ -35,10 +32,7 @@ def place_of(key: str, text: str) -> Place:
         UserError: a URL that cannot be used: a protocol whose package is not installed, credentials in it ...
     """
     with storage_errors(key):
-        named = place(text)
-    if isinstance(named, Path) and _ALMOST_URL.match(text):
-        raise UserError(f"{key}: {text} is neither a path nor a URL; write a URL with two slashes (s3://...)")
-    return named
+        return place(text)
 
 
 def default_cache_dir() -> Path:

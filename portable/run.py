@@ -644,7 +644,8 @@ class Prepared:
         try:
             if (picture := plot_loss(folder)) is not None:
                 places.append(("loss curve", str(place / picture.name)))
-                write_report([folder], folder / REPORT_FILE)
+                for told in write_report([folder], folder / REPORT_FILE):
+                    reporter.say(f"warning: {told}")
                 places.append(("report", str(place / REPORT_FILE)))
         except (OSError, UserError) as error:  # the run is complete without its pictures
             reporter.say(f"warning: the run's pictures could not be drawn: {error}")

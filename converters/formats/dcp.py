@@ -28,6 +28,7 @@ from converters.formats.dcp_metadata import (
 from converters.formats.dcp_optimizer import build_optimizer
 from converters.formats.dcp_seal import SEAL
 from converters.formats.torch_save import in_order
+from converters.guarded import child
 from converters.naming import assign_roles, paths_without_nesting, plain_names
 from converters.storage import Folder, Memory
 from converters.tensor import Box, Tensor, View
@@ -50,7 +51,9 @@ def _folders(path: Place) -> list[Place]:
     if metadata_files(path):
         return [path]
     pair = [path / f"{_MODEL_FOLDER}0", path / f"{_OPTIMIZER_FOLDER}0"]
-    return [folder for folder in pair if metadata_files(folder)] if metadata_files(pair[0]) else []
+    if not metadata_files(pair[0]):
+        return []
+    return [child(path, folder.name) for folder in pair if metadata_files(folder)]
 
 
 def _detect(source: Source) -> bool:

@@ -41,6 +41,7 @@ from converters.formats.deepspeed_optimizer import build_optimizer, optimizer_st
 from converters.formats.deepspeed_proof import check_against_module
 from converters.formats.deepspeed_swap import SwapFiles
 from converters.formats.deepspeed_unsharded import open_unsharded
+from converters.guarded import child, read_small
 from converters.naming import plain_names
 from converters.pickles import shown
 from converters.storage import Folder, Memory
@@ -58,8 +59,7 @@ _ACCELERATE_MODEL = "pytorch_model"
 def _latest(path: Place) -> str | None:
     """What `latest` says, printable; None where there is no such file."""
     try:
-        with (path / LATEST).open("rb") as file:
-            return file.read(1024).decode("utf-8", "replace").strip()
+        return read_small(path / LATEST, limit=1024, head=True).decode("utf-8", "replace").strip()
     except OSError:
         return None
 
@@ -68,7 +68,7 @@ def _below(path: Place, tag: str) -> Place | None:
     """The folder that a tag names, if it is a name and rank files are there."""
     if tag in ("", ".", "..") or any(mark in tag for mark in "/\\\0"):
         return None
-    return path / tag if _holds(path / tag) else None
+    return child(path, tag) if _holds(path / tag) else None
 
 
 def _shard_folder(source: Source) -> Place | None:
@@ -80,14 +80,25 @@ def _shard_folder(source: Source) -> Place | None:
         return _below(path, source.tag) or _below(path, f"global_step{source.tag}")
     if _holds(path):
         return path
-    tag = _latest(path)
-    if tag is not None:
-        return _below(path, tag)
+    tag, tags = _latest(path), _tags(path)
+    if tag is None:
+        return child(path, tags[0]) if len(tags) == 1 else None
+    found = _below(path, tag)
+    if found is None and tags:
+        # Another tag is another step: which one is meant only a person can say.
+        raise CheckpointError(
+            f"{path / LATEST}: names {shown(tag)}, where no DeepSpeed files are; choose with --tag: "
+            + ", ".join(map(shown, tags[:8]))
+        )
+    return found
+
+
+def _tags(path: Place) -> list[str]:
+    """The folders with rank files in `path`."""
     try:
-        children = sorted(child for child in path.iterdir() if child.is_dir() and _holds(child))
+        return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and _holds(entry))
     except OSError:
-        return None
-    return children[0] if len(children) == 1 else None
+        return []
 
 
 def _holds(path: Place) -> bool:
@@ -103,7 +114,7 @@ def _detect(source: Source) -> bool:
 def _incomplete(source: Source) -> str | None:
     tag = _latest(source.path)
     if tag is not None:
-        return f"{source.path / LATEST}: names {tag!r}, where no DeepSpeed files are; give another with --tag"
+        return f"{source.path / LATEST}: names {shown(tag)}, where no DeepSpeed files are"
     return None
 
 
@@ -112,7 +123,7 @@ def _refuse_several_models(given: Place, found: Place) -> None:
     if given == found or not found.name.startswith(_ACCELERATE_MODEL):
         return
     models = [
-        child for child in given.iterdir() if child.name.startswith(_ACCELERATE_MODEL) and _holds(child)
+        entry for entry in given.iterdir() if entry.name.startswith(_ACCELERATE_MODEL) and _holds(entry)
     ]
     if len(models) > 1:
         raise CheckpointError(f"{given}: holds several models; give one of its {_ACCELERATE_MODEL}* folders")

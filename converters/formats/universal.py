@@ -31,8 +31,9 @@ from converters.formats.deepspeed_files import (
 from converters.formats.deepspeed_layout import WholeParameters, join, piece_of
 from converters.formats.deepspeed_optimizer import number
 from converters.formats.deepspeed_proof import rounds_to
+from converters.guarded import child, read_small
 from converters.naming import plain_names
-from converters.pickles import plain
+from converters.pickles import plain, shown
 from converters.storage import Folder
 from converters.tensor import Tensor
 from converters.torchzip import StoredTensor, TorchZip
@@ -55,8 +56,7 @@ def _is_universal(path: Place) -> bool:
 def _latest(path: Place) -> str | None:
     """The folder that `latest_universal` names; None where there is none such."""
     try:
-        with (path / LATEST).open("rb") as file:
-            tag = file.read(1024).decode("utf-8").strip()
+        tag = read_small(path / LATEST, limit=1024, head=True).decode("utf-8").strip()
     except (OSError, ValueError):
         return None
     return tag if tag not in ("", ".", "..") and not any(mark in tag for mark in "/\\\0") else None
@@ -70,13 +70,13 @@ def _folder(source: Source) -> Place | None:
     if source.tag is not None:
         named = path / source.tag
         plain_tag = "/" not in source.tag and source.tag not in (".", "..")
-        return named if plain_tag and _is_universal(named) else None
+        return child(path, source.tag) if plain_tag and _is_universal(named) else None
     if _is_universal(path):
         return path
     if (path / _DEEPSPEED_LATEST).exists():
         return None  # the run that the universal folder was made from, whole
     tag = _latest(path)
-    return path / tag if tag is not None and _is_universal(path / tag) else None
+    return child(path, tag) if tag is not None and _is_universal(path / tag) else None
 
 
 def _detect(source: Source) -> bool:
@@ -88,7 +88,7 @@ def _incomplete(source: Source) -> str | None:
         return f"{source.path / _COMMON}: is missing, the conversion to a universal checkpoint did not finish"
     tag = _latest(source.path)
     if tag is not None:
-        return f"{source.path / LATEST}: names {tag!r}, which is no universal checkpoint"
+        return f"{source.path / LATEST}: names {shown(tag)}, which is no universal checkpoint"
     return None
 
 
@@ -169,15 +169,15 @@ class _Universal:
         root = self.folder.path / _ZERO
         found: dict[str, list[str]] = {}
         children: list[Place] = list(root.iterdir())
-        for child in sorted(children, key=lambda child: child.name):
-            if child.is_dir():
-                files = sorted(entry.name for entry in child.iterdir())
+        for path in sorted(children, key=lambda path: path.name):
+            if path.is_dir():
+                files = sorted(entry.name for entry in path.iterdir())
                 strange = [name for name in files if not name.endswith(_SUFFIX)]
-                if strange or (child.name not in self.shapes and child.name not in self.model.module):
+                if strange or (path.name not in self.shapes and path.name not in self.model.module):
                     raise CheckpointError(
-                        f"{child / strange[0] if strange else child}: belongs to no parameter"
+                        f"{path / strange[0] if strange else path}: belongs to no parameter"
                     )
-                found[child.name] = [name.removesuffix(_SUFFIX) for name in files]
+                found[path.name] = [name.removesuffix(_SUFFIX) for name in files]
         for name in self.shapes:
             if _MASTER not in found.get(name, ()):
                 raise CheckpointError(f"{root / name / (_MASTER + _SUFFIX)}: is missing")
