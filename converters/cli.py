@@ -140,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         if previous is not None:
+            signal.alarm(0)
             signal.signal(signal.SIGTERM, previous)
 
 

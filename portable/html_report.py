@@ -156,8 +156,9 @@ class Run:
         """Of each leg its beginning in seconds since 1970, and the seconds that the legs before it worked."""
         starts = sorted(float(leg["time"]) for leg in self.legs() if "time" in leg)
         known = sorted(row["time"] for row in (*self.rows, *self.events) if "time" in row)
-        clock, worked = [], 0.0
-        for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
+        clock: list[tuple[float, float]] = []
+        worked = 0.0
+        for start, end in zip(starts, [*starts, float("inf")][1:], strict=True):
             clock.append((start, worked))
             within = known[: bisect_left(known, end)]
             worked += max(0.0, within[-1] - start) if within else 0.0

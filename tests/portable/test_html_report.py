@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
 import subprocess
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from portable.checkpointing import write_durably
+from portable.errors import UserError
 from portable.history import History, read_events
 from portable.html_report import POINTS, main, thinned
+from portable.lock import locked
 from portable.metrics import MetricsFile
 from portable.run import train_leg
 from tests.runs import configured
@@ -165,6 +170,121 @@ def test_what_is_no_run_is_refused(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {folder}") and said in line
     assert not (tmp_path / "page.html").exists()
+
+
+ROW = b'{"step": 1, "loss": 2.5, "samples": 4, "time": 1700000000.0}\n'
+EVENT = b'{"event": "start", "step": 0, "time": 1700000000.0, "backend": "cpu"}\n'
+METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.yaml"
+UNREADABLE = "config.yaml (not readable)"
+
+
+def doubled(first: bytes, then: bytes) -> bytes:
+    """Forty mappings or lists, each of which names the one before twice."""
+    lines = [
+        b"a%d: &a%d " % (i, i) + then.replace(b"@", b"*a%d, *a%d" % (i - 1, i - 1)) for i in range(1, 40)
+    ]
+    return b"a0: &a0 " + first + b"\n" + b"\n".join(lines) + b"\n"
+
+
+# What the file holds, and what the page says of it.
+DAMAGED: dict[str, tuple[str, bytes, str]] = {
+    "a byte that is no text": (METRICS, ROW + b'{"step": 2, "no\xffte": 1}\n', "1 line of metrics"),
+    "NaN and infinity": (METRICS, b'{"step": 2, "loss": NaN, "grad_norm": -Infinity}\n' + ROW, ""),
+    "steps that are none": (
+        METRICS,
+        ROW + b'{"step": -1}\n{"step": true}\n{"step": 1e400}\n{"step": 9' + b"9" * 99 + b"}\n",
+        "4 lines of metrics",
+    ),
+    "rows that are none": (METRICS, ROW + b"[1]\n3\nnull\n\n{\n", "4 lines of metrics"),
+    "a number of 5000 digits": (METRICS, ROW + b'{"step": 2, "x": ' + b"9" * 5000 + b"}\n", "1 line of"),
+    "nested": (METRICS, ROW + b'{"step": ' + b"[" * 100_000 + b"\n", "1 line of metrics"),
+    "values of other kinds": (
+        METRICS,
+        b'{"step": 1, "loss": "low", "time": "noon", "samples": [], "memory": {}, "mfu": true}\n' + ROW,
+        "",
+    ),
+    "a thousand charts": (METRICS, json.dumps({"step": 1, **{f"k{i}": i for i in range(1000)}}).encode(), ""),
+    "an event without time": (EVENTS, b'{"event": "start", "step": 0}\n' + EVENT, ""),
+    "an event without a name": (EVENTS, b'{"step": 0, "time": 1}\n' + EVENT, "1 line of events"),
+    "an event in the year 1e300": (EVENTS, b'{"event": "save", "step": 0, "time": 1e300}\n', ""),
+    "a leg of other kinds": (
+        EVENTS, b'{"event": "start", "step": 0, "time": 5, "parameters": "many", "device": ["x"]}\n', ""),
+    "events going back in time": (EVENTS, EVENT + EVENT.replace(b"17000", b"16000"), ""),
+    "settings of other kinds": (CONFIG, b"train: {steps: [a]}\ndata: {seq_len: many}\n", ""),
+    "a length beyond counting": (CONFIG, b"data: {seq_len: " + b"9" * 4000 + b"}\n", ""),
+    "aliases": (CONFIG, doubled(b"[x, x]", b"[@]"), UNREADABLE),
+    "merges": (CONFIG, doubled(b"{x: 1}", b"{<<: [@]}"), UNREADABLE),
+    "a mapping in itself": (CONFIG, b"a: &a {b: *a}\n", UNREADABLE),
+    "deep settings": (CONFIG, b"[" * 5000 + b"]" * 5000, "config.yaml (nested too deeply)"),
+    "a bad tag": (CONFIG, b"a: !!timestamp noon\n", UNREADABLE),
+    "another bad tag": (CONFIG, b"a: !!bool maybe\n", UNREADABLE),
+    "no text at all": (CONFIG, bytes(range(256)), UNREADABLE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_passed_over_and_told(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    damaged, held, told = DAMAGED[name]
+    for file, content in {METRICS: ROW, CONFIG: b"seed: 0\n", damaged: held}.items():
+        (folder / file).write_bytes(content)
+    started = time.process_time()
+    assert main([str(folder)]) == 0
+    assert time.process_time() - started < 3
+    said = capsys.readouterr()
+    assert said.out == f"{folder / 'report.html'}\n"
+    assert said.err.count("\n") == bool(told) and told in said.err
+    page = data_of(folder / "report.html")
+    assert page["runs"][0]["facts"].get("passed over", "") == said.err.partition("passed over: ")[2].strip()
+    assert len(page["metrics"]) < 80 and len((folder / "report.html").read_bytes()) < 1 << 20
+    assert page["runs"][0]["facts"]["step"] in ("1", "2")
+
+
+def test_what_is_no_file_of_the_run_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outside = tmp_path / "metrics.jsonl"
+    outside.write_bytes(ROW)
+    for number, make in enumerate(
+        (os.mkfifo, lambda path: path.symlink_to(outside), lambda path: path.mkdir())
+    ):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        make(folder / "metrics.jsonl")
+        assert main([str(folder)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {folder}/metrics.jsonl")
+    assert main([str(tmp_path / ("x" * 300))]) == 2
+
+
+def test_a_folder_may_be_called_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("__DATA__", "__TITLE__", "a\x1b[2Jb\nerror: no", "b\udcff"):
+        folder = invented(tmp_path / name, [{"step": 1, "loss": 1.0}])
+        (folder / "metrics.jsonl").write_bytes(ROW + b"no row\n")
+        assert main([str(folder)]) == 0
+        said = capsys.readouterr()
+        assert all(line.isprintable() for line in (*said.out.splitlines(), *said.err.splitlines()))
+        assert not any(line.startswith("error") for line in said.err.splitlines())
+        assert data_of(folder / "report.html")["runs"][0]["name"] == name
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """Of the files that a run writes beside its checkpoints: what a link leads to stays as it is."""
+    mine = tmp_path / "mine"
+    mine.write_bytes(ROW)  # with nothing to mend in it
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in (".lock", "metrics.jsonl", "events.jsonl", ".config.yaml.partial", "config.yaml"):
+        (folder / name).symlink_to(mine)
+    for use in (lambda: MetricsFile(folder, from_step=1), lambda: History(folder)):
+        with pytest.raises(OSError, match="is a link"):
+            use()
+    with pytest.raises(UserError, match="is a link"), locked(folder):
+        pass
+    write_durably(folder / "config.yaml", "seed: 0\n")
+    assert (folder / "config.yaml").read_text() == "seed: 0\n" and not (folder / "config.yaml").is_symlink()
+    assert mine.read_bytes() == ROW
 
 
 def test_a_page_that_cannot_be_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,385 @@
+"""Checkpoints made to harm: links, pipes, names and views; what must neither be followed nor waited for."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_safetensors
+from converters import exchange as exchange_module
+from converters.cli import main
+from converters.exchange import exchange
+from converters.guarded import read_small
+from converters.output import check_output, new_folder
+from converters.places import place
+from converters.storage import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[2]
+
+
+def model(folder: Path, **more: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file({"a": torch.arange(6.0), **more}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "odd"}')
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 2) -> str:
+    assert main([str(arg) for arg in argv]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and line.isprintable()
+    return line
+
+
+# -- links ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "elsewhere" / "secret.txt"
+    path.parent.mkdir()
+    path.write_text("the password")
+    return path
+
+
+def test_no_companion_is_fetched_through_a_link(
+    tmp_path: Path, secret: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = model(tmp_path / "in")
+    (source / "vocab.txt").symlink_to(secret)
+    (source / "merges.txt").symlink_to("config.json")  # inside the folder: may stay
+    (source / "tokenizer").symlink_to(secret.parent)
+    (secret.parent / "tokenizer.model").write_text("also secret")
+    write_safetensors(open_checkpoint(source), tmp_path / "out", progress=False)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"model.safetensors", "config.json", "merges.txt"}
+    assert (tmp_path / "out" / "merges.txt").read_text() == (source / "config.json").read_text()
+    assert not (tmp_path / "out" / "merges.txt").is_symlink()
+    assert "vocab.txt: is or lies behind a link that leads out" in caplog.text
+    assert "tokenizer.model: is or lies behind a link" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json"])
+def test_no_file_is_read_through_a_link(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, other = model(tmp_path / "in"), model(tmp_path / "other")
+    (other / "trainer_state.json").write_text('{"step": 3}')
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(other / name)
+    assert "is not followed" in said(capsys, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_behind_a_link_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = model(tmp_path / "other")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-000002").symlink_to(other)
+    assert "is not followed" in said(capsys, tmp_path / "run", tmp_path / "out")
+    (tmp_path / "link").symlink_to(other)  # what a person names, they mean
+    assert main([str(tmp_path / "link"), str(tmp_path / "out"), "--quiet"]) == 0
+
+
+def test_a_snapshot_of_the_hub_links_to_its_blobs(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--org--name"
+    made = model(tmp_path / "made")
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for path in made.iterdir():
+        path.rename(repository / "blobs" / f"{path.name}-hash")
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}-hash")
+    (snapshot / "vocab.txt").symlink_to("../../refs")  # of the repository, and yet no blob
+    (repository / "refs").write_text("main")
+    write_safetensors(open_checkpoint(snapshot), tmp_path / "out", progress=False)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}
+
+
+def test_an_output_that_is_a_link_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, mine = model(tmp_path / "in"), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years")
+    (tmp_path / "out").symlink_to(mine)
+    assert "is a link" in said(capsys, source, tmp_path / "out", "--overwrite")
+    assert (mine / "thesis.tex").read_text() == "years"
+
+
+# -- pipes and devices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "latest", "config.json", "latest_universal"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    source = model(tmp_path / "in")
+    (source / name).unlink(missing_ok=True)
+    os.mkfifo(source / name)
+    done: list[object] = []
+    thread = threading.Thread(target=lambda: done.append(dict(open_checkpoint(source).tensors)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert done
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="leads out"):
+        read_small(tmp_path / "zero")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_small(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(bytes(100))
+    with pytest.raises(OSError, match="too large"):
+        read_small(tmp_path / "large", limit=99)
+    assert read_small(tmp_path / "large", limit=99, head=True) == bytes(99)
+
+
+# -- what a file says ----------------------------------------------------------------------------------------
+
+
+def test_a_view_that_repeats_its_storage_is_not_written_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stride of 0, and many views of one storage: a few kilobytes that come to 256 MB."""
+    bomb = {"a": torch.zeros(1).expand(8192, 8192)}
+    torch.save(bomb, tmp_path / "one.pt")
+    storage = torch.zeros(1 << 10)
+    torch.save({f"a{i}": storage[i:].expand(1 << 10, -1) for i in range(100)}, tmp_path / "many.pt")
+    for name in ("one.pt", "many.pt"):
+        line = said(capsys, tmp_path / name, tmp_path / "out")
+        assert "repeat them" in line and "--expand" in line
+        said(capsys, tmp_path / name, tmp_path / "out", "--dry-run")
+    assert not (tmp_path / "out").exists()
+    assert main([str(tmp_path / "many.pt"), str(tmp_path / "out"), "--expand", "--quiet"]) == 0
+    torch.save({"a": torch.zeros(1).expand(16, 16)}, tmp_path / "small.pt")  # nothing to refuse it for
+    assert main([str(tmp_path / "small.pt"), str(tmp_path / "small"), "--quiet"]) == 0
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    tensor = Tensor.contiguous("a", "F32", (2,), Memory(bytes(8)))
+    source = Checkpoint(format="x", root=tmp_path / "x", tensors={"a\ud800": tensor})
+    with pytest.raises(CheckpointError, match="a name that is no text"):
+        write_safetensors(source, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "a\x1b[2J\x1b]0;title\x07\nerror: your disk is full"
+    source = model(tmp_path / "in", **{evil: torch.zeros(3)})
+    assert main([str(source), str(tmp_path / "out"), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert all(line.isprintable() for line in shown.split("\n"))
+    assert not any(line.startswith("error") for line in shown.split("\n"))
+    index = {"weight_map": {evil: "model.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    said(capsys, source, tmp_path / "out")
+
+
+def test_a_tag_that_is_missing_is_not_another(
+    deepspeed_written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for path in (deepspeed_written / "zero1-fp32-2").iterdir():
+        if path.is_dir():
+            (run / path.name).mkdir()
+            for file in path.iterdir():
+                os.link(file, run / path.name / file.name)
+    tags = sorted(path.name for path in run.iterdir())
+    for named in ("global_step99", "../other", "/etc", ""):
+        (run / "latest").write_text(named)
+        line = said(capsys, run, tmp_path / "out")
+        assert "latest: names" in line and all(repr(tag) in line for tag in tags)
+    assert main([str(run), str(tmp_path / "out"), "--tag", tags[0], "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["s3:/AKIAKEY:SECRETSECRET@bucket/run", "s3:KEY:SECRETSECRET@bucket", "gs:/b/c"]
+)
+def test_a_slash_too_few_is_no_folder(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ((url, tmp_path / "out"), (model(tmp_path / "in"), url)):
+        line = said(capsys, *argv)
+        assert "two slashes" in line and "SECRET" not in line
+    assert not Path("s3:").exists() and not Path("gs:").exists()
+    (tmp_path / "a:").mkdir()
+    assert place(str(tmp_path / "a:")) == tmp_path / "a:"
+
+
+# -- an output that cannot be told of ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("redirect", "code", "error"), [("> /dev/full", 1, "error: standard output: "),
+                                                         ("| true", 0, ""), (">&-", 0, "")])  # fmt: skip
+def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path: Path) -> None:
+    source = model(tmp_path / "in")
+    command = f"set -o pipefail; {sys.executable} -m converters.cli {source} {tmp_path / 'out'} {redirect}"
+    made = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (made.returncode, made.stdout) == (code, "")
+    assert made.stderr.startswith(error) and made.stderr.count("\n") == bool(error)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(MemoryError(), "out of memory"), (RuntimeError("can't start new thread"), "no thread")],
+)
+def test_memory_and_threads_run_out(
+    error: Exception,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("converters.writing.in_parallel", fail)
+    assert main([str(model(tmp_path / "in")), str(tmp_path / "out")]) == 1
+    assert told in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_conversion_that_hangs_ends_on_sigterm(tmp_path: Path) -> None:
+    """The main thread waits for threads that a disk keeps, and the system ends it all the same."""
+    script = (
+        "import sys, threading, time, converters.cli as cli, converters.writing as writing\n"
+        "cli._PATIENCE = 1\n"
+        "def hang(*_, **__):\n"
+        "    told = 0\n"
+        "    while True:\n"
+        "        try: told = told or print('hangs', flush=True) or 1; time.sleep(60)\n"
+        "        except BaseException: pass\n"
+        "writing.in_parallel = hang\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(model(tmp_path / "in")), str(tmp_path / "out")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"hangs\n"
+    process.terminate()
+    assert process.wait(20) == -signal.SIGALRM
+    process.stdout.close()
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(".out.tmp-")]
+    assert left
+    assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--quiet"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+# -- replacing a folder --------------------------------------------------------------------------------------
+
+
+def replace(target: Path, content: str) -> None:
+    with new_folder(target, needed=0, overwrite=True) as folder:
+        (folder / "file").write_text(content)
+
+
+def test_the_folder_is_there_all_the_while(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    replace(target, "0")
+    probe, other = tmp_path / "probe", tmp_path / "other"
+    probe.mkdir()
+    other.mkdir()
+    if not exchange(probe, other):
+        pytest.skip("this file system exchanges nothing")
+    stop, missed = threading.Event(), []
+
+    def look() -> None:
+        while not stop.is_set():
+            try:
+                os.stat(target / "file")  # noqa: PTH116
+            except FileNotFoundError as error:
+                # Whoever has looked up the old folder may find it emptied; the name itself is always there.
+                if not os.path.lexists(target):
+                    missed.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for number in range(150):
+        replace(target, str(number))
+    stop.set()
+    thread.join()
+    assert not missed
+    assert (target / "file").read_text() == "149"
+
+
+def failing(*_: object) -> bool:
+    return False
+
+
+def test_without_an_exchange_it_is_replaced_or_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_module, "exchange", failing)
+    target = tmp_path / "out"
+    for content in ("old", "new"):
+        replace(target, content)
+        assert (target / "file").read_text() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    # Killed between the two steps.
+    target.rename(tmp_path / ".out.old-1234-abcdef")
+    check_output(target, [], overwrite=True)
+    assert (target / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_leftovers_go_and_living_work_stays(tmp_path: Path) -> None:
+    target, living = tmp_path / "out", tmp_path / ".out.tmp-77-abcdef"
+    strangers = [".out.tmp-mine", ".out.tmp-1-abcdeg", ".other.tmp-1-abcdef", ".out.tmp-1-abcdefg"]
+    for name in [".out.tmp-1-abcdef", ".out.old-2-abcdef", living.name, *strangers]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    target.mkdir()
+    (tmp_path / ".out.tmp-3-abcdef").symlink_to(target)
+    descriptor = os.open(living, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        check_output(target, [], overwrite=True)
+    finally:
+        os.close(descriptor)
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {"out", living.name, ".out.tmp-3-abcdef", *strangers}
+
+
+def killed_anywhere(tmp_path: Path, run: Callable[[], None]) -> None:
+    pid = os.fork()
+    if not pid:
+        run()
+        os._exit(0)
+    time.sleep(0.0005 + (os.getpid() * 7919 + pid) % 40 / 10_000)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_kills_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out"
+    replace(target, "whole")
+
+    def loop() -> None:
+        for _ in range(1000):
+            replace(target, "whole")
+
+    for attempt in range(30):
+        if attempt == 15:
+            monkeypatch.setattr(exchange_module, "exchange", failing)
+        killed_anywhere(tmp_path, loop)
+        check_output(target, [], overwrite=True)
+        assert (target / "file").read_text() == "whole"
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
