@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from converters.errors import CheckpointError
+from converters.pickles import shown
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
@@ -35,8 +36,11 @@ def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
     """The same values under plain names; a `module.` that begins every name (DDP) goes too.
 
     Raises:
-        CheckpointError: two names become one.
+        CheckpointError: two names become one, or one is no text.
     """
+    for name in named:
+        if type(name) is not str:  # a pickle may hold anything
+            raise CheckpointError(f"{where}: a tensor is called by {shown(name)}, which is no text")
     strip = bool(named) and all(name.startswith("module.") for name in named)
     plain: dict[str, V] = {}
     for name, value in named.items():

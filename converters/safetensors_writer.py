@@ -129,4 +129,8 @@ def _file(name: str, entries: Iterable[Entry]) -> PlannedFile:
 
 
 def _document(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError("the optimizer's groups hold a text with half of a surrogate pair") from None

@@ -117,6 +117,10 @@ class Folder:
             pure = PurePosixPath(name)
             if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts:
                 raise CheckpointError(f"{self.path}: the file name {name!r} leaves the checkpoint folder")
+            try:
+                name.encode("utf-8")
+            except UnicodeEncodeError:  # half of a surrogate pair
+                raise CheckpointError(f"{self.path}: the file name {name!r} is no text") from None
             path = self.path / name
             local = not isinstance(path, RemotePath) and not isinstance(self.path, RemotePath)
             real = real_path(path, self.path) if local else str(path)  # type: ignore[arg-type]

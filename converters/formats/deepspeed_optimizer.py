@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
@@ -61,6 +62,8 @@ def optimizer_steps(stage: int, ranks: Sequence[OptimFile], groups: int) -> int 
             step = number(state.get("step"), f"{rank.where}: step")
             if step is None:
                 continue
+            if not isfinite(step):
+                raise CheckpointError(f"{rank.where}: damaged, is of optimizer step {step:g}")
             if first is None:
                 first = int(step)
             if step != first:

@@ -120,7 +120,10 @@ def _optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:
     groups = document.get("param_groups") if isinstance(document, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{file.path}: holds no param_groups")
-    grouped = {name for group in groups for name in group.get("params", []) if isinstance(name, str)}
+    named = [group.get("params", []) for group in groups]
+    if not all(isinstance(names, list) for names in named):
+        raise CheckpointError(f"{file.path}: its param_groups do not list their parameters")
+    grouped = {name for names in named for name in names if isinstance(name, str)}
     if not state.keys() <= grouped:
         raise CheckpointError(f"{file.path}: does not name every parameter that {OPTIMIZER} holds state of")
     return OptimizerState(state, groups)

@@ -1,0 +1,392 @@
+"""Mutated files of every format at scale: what they cost, and whether any ends in a traceback.
+
+    python -m tests.converters.fuzz FOLDER [--files 10000] [--seconds 600] [--only torch] [--seed 0]
+
+Makes a checkpoint of each format under FOLDER (or takes those of an earlier run), damages one file of it at a
+time and reads everything that a conversion with `--optimizer` would; one in twenty is converted as a person
+would do it. Half of the damage is blind; the other half knows the format: the pickle within a zip is changed
+and zipped again, its checksums right, and the header of a safetensors file keeps its length. For each
+format it prints files, refusals, the longest time, the largest growth of memory, and tracebacks, whose files
+it keeps in `work-*/found`.
+
+`run` is one format with few files, for the suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickletools
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import time
+import traceback
+import zipfile
+from contextlib import redirect_stderr, redirect_stdout
+from copy import deepcopy
+from dataclasses import dataclass, field
+from io import BytesIO, StringIO
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters import CheckpointError, Tensor, cli, open_checkpoint
+from converters.pickles import plain
+from portable import html_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LONGEST, LARGEST = 10.0, 300 << 20
+"""What no small file may cost: seconds, and bytes of memory."""
+
+_PATIENCE = 60
+_CONVERTED = 20
+_WORDS = [0, 1, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 62, (1 << 64) - 1]
+_LONG = b"\x8a\x1f" + b"\xff" * 30 + b"\x7f"
+_INTEGERS = [b"K\x00", b"K\x01", b"K\x02", b"J\xff\xff\xff\xff", b"J\xff\xff\xff\x7f", b"N", b"\x88", _LONG]
+_INTEGERS += [b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"G\x7f\xf0" + bytes(6), b"G\x7f\xf8" + bytes(6)]
+# What makes another, larger value of the one before.
+_AGAIN = b"q\xc8(" + b"h\xc8" * 200 + b"t"
+_GROWN = [b"2\x86" * 60, b"\x85" * 300, _AGAIN * 2, b"\x85cbuiltins\nset\nq\xc90h\xc9", b"2\x86" * 3]
+_GROWN += [b"\x85R", b"0}", b"0]", b"0)"]
+_JSON_VALUES: list[Any] = [None, True, -1, 0, 1 << 62, 1 << 200, 1e300, float("nan"), "", "../x", "\x1b[2J"]
+_JSON_VALUES += ["\ud800", [], {}, [[]] * 100, "x" * 5000, [1 << 62] * 60]
+
+
+@dataclass
+class Figures:
+    """What the files of one format came to."""
+
+    files: int = 0
+    refused: int = 0
+    longest: float = 0.0
+    largest: int = 0
+    tracebacks: list[str] = field(default_factory=list)
+
+    def row(self, name: str) -> str:
+        return (
+            f"{name:<24} {self.files:>8,} {self.refused:>8,} {self.longest:>8.2f} s "
+            f"{self.largest / 2**20:>7.0f} MiB {len(self.tracebacks):>4}"
+        )
+
+
+# -- damage --------------------------------------------------------------------------------------------------
+
+
+def blind(rng: random.Random, data: bytes) -> bytes:
+    """A few bytes or words changed, a piece cut out, doubled or moved, or the end gone."""
+    bad = bytearray(data)
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        edge = min(len(bad), 4096)
+        at = rng.choice(
+            [rng.randrange(len(bad) + 1), rng.randrange(edge + 1), len(bad) - rng.randrange(edge + 1)]
+        )
+        kind = rng.randrange(7)
+        if kind == 0:
+            bad[at : at + 1] = bytes([rng.randrange(256)])
+        elif kind == 1 and at < len(bad):
+            bad[at] ^= 1 << rng.randrange(8)
+        elif kind == 2:
+            width = rng.choice([2, 4, 8])
+            bad[at : at + width] = struct.pack(rng.choice("<>") + "Q", rng.choice(_WORDS))[:width]
+        elif kind == 3:
+            del bad[at : at + rng.randrange(1, 200)]
+        elif kind == 4:
+            bad[at:at] = bad[at : at + rng.randrange(1, 200)]
+        elif kind == 5:
+            del bad[at:]
+        else:
+            other = rng.randrange(len(bad) + 1)
+            bad[at:at] = bad[other : other + rng.randrange(1, 200)]
+    return bytes(bad)
+
+
+def pickle_of(rng: random.Random, data: bytes) -> bytes:
+    """A pickle with opcodes replaced, doubled, moved, left out, or values that grow."""
+    try:
+        ends = [pos for _, _, pos in pickletools.genops(data) if pos is not None]
+    except Exception:  # it was damaged before
+        return blind(rng, data)
+    parts = [data[low:high] for low, high in zip(ends, [*ends[1:], len(data)], strict=True)]
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        at, other = rng.randrange(len(parts)), rng.randrange(len(parts))
+        kind = rng.randrange(6)
+        if kind == 0:
+            numbers = [i for i, part in enumerate(parts) if part[:1] in (b"K", b"M", b"J", b"\x8a", b"G")]
+            parts[rng.choice(numbers or [at])] = rng.choice(_INTEGERS)
+        elif kind == 1:
+            parts[at] = parts[other]
+        elif kind == 2:
+            parts.insert(at, parts[other])
+        elif kind == 3 and len(parts) > 1:
+            del parts[at]
+        elif kind == 4:
+            parts.insert(at, rng.choice(_GROWN))
+        else:
+            parts[at], parts[other] = parts[other], parts[at]
+    return b"".join(parts)
+
+
+def _value(rng: random.Random) -> Any:
+    return deepcopy(rng.choice(_JSON_VALUES))  # or a later change would put a list into itself
+
+
+def json_of(rng: random.Random, data: bytes) -> bytes:
+    """JSON with some values, and their keys, replaced."""
+    try:
+        tree = json.loads(data)
+    except ValueError:
+        return blind(rng, data)
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        node = tree
+        while isinstance(node, dict | list) and node:
+            key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+            if not isinstance(node[key], dict | list) or not node[key] or rng.random() < 0.25:
+                if isinstance(node, dict) and rng.random() < 0.2:
+                    node[str(_value(rng))[:200]] = node.pop(key)
+                else:
+                    node[key] = _value(rng)
+                break
+            node = node[key]
+    return json.dumps(tree).encode()
+
+
+def zip_of(rng: random.Random, data: bytes) -> bytes:
+    """A zip of torch.save with another pickle within, and the right checksums."""
+    made = BytesIO()
+    with zipfile.ZipFile(BytesIO(data)) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as new:
+        for info in old.infolist():
+            held = old.read(info)
+            if info.filename.endswith("/data.pkl") or (len(held) < 64 and rng.random() < 0.02):
+                held = pickle_of(rng, held)
+            if rng.random() < 0.995:
+                new.writestr(info.filename, held)
+    return made.getvalue()
+
+
+def knowing(rng: random.Random, path: Path, data: bytes) -> bytes:
+    """Damage that the checks of the outer layers do not see."""
+    if path.name.endswith(".metadata"):
+        return pickle_of(rng, data)
+    if path.suffix in (".json", ".jsonl"):
+        lines = data.split(b"\n") if path.suffix == ".jsonl" else [data]
+        at = rng.randrange(len(lines))
+        lines[at] = json_of(rng, lines[at])
+        return b"\n".join(lines)
+    if path.suffix == ".safetensors" and len(data) > 8:
+        length = int.from_bytes(data[:8], "little")
+        header = (
+            json_of(rng, data[8 : 8 + length]) if rng.random() < 0.8 else blind(rng, data[8 : 8 + length])
+        )
+        return len(header).to_bytes(8, "little") + header + data[8 + length :]
+    try:
+        return zip_of(rng, data)
+    except (zipfile.BadZipFile, struct.error, ValueError, EOFError):
+        return blind(rng, data)
+
+
+# -- one file ------------------------------------------------------------------------------------------------
+
+
+def read_all(folder: Path, out: Path) -> bool:
+    """Read what a conversion would; whether it was refused."""
+    try:
+        checkpoint = open_checkpoint(folder)
+        optimizer = checkpoint.optimizer
+        state = (
+            [value for values in optimizer.state.values() for value in values.values()] if optimizer else []
+        )
+        for tensor in (*checkpoint.tensors.values(), *state):
+            if isinstance(tensor, Tensor) and tensor.nbytes < 1 << 24:
+                tensor.read()
+        if optimizer:
+            json.dumps(plain(optimizer.param_groups, limit=10_000_000))
+        _ = checkpoint.counters
+    except CheckpointError:
+        return True
+    return False
+
+
+def convert(folder: Path, out: Path) -> bool:
+    """Convert as a person would; whether it was refused."""
+    shutil.rmtree(out, ignore_errors=True)
+    told = StringIO()
+    with redirect_stdout(StringIO()), redirect_stderr(told):
+        code = cli.main([str(folder), str(out), "--optimizer", "--quiet"])
+    assert code in (0, 2), f"exit code {code}: {told.getvalue()}"
+    assert code == 0 or told.getvalue().count("\n") == 1, told.getvalue()
+    return code == 2
+
+
+def report(folder: Path, out: Path) -> bool:
+    """Make the page on a run; whether it was refused."""
+    told = StringIO()
+    with redirect_stdout(StringIO()), redirect_stderr(told):
+        code = html_report.main([str(folder), "--out", str(out.with_suffix(".html"))])
+    assert code in (0, 2) and told.getvalue().count("\n") <= 1, told.getvalue()
+    return code == 2
+
+
+class _TooLongError(BaseException):
+    pass
+
+
+def _too_long(signum: int, frame: object) -> None:
+    raise _TooLongError
+
+
+def _memory(name: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{name}:")[1].split()[0]) << 10
+
+
+def _costs(use: Callable[[Path, Path], bool], folder: Path, out: Path) -> tuple[bool, float, int, str]:
+    """(refused, seconds, bytes of memory it grew by, traceback)."""
+    refused, failed = False, ""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before, started = _memory("VmRSS"), time.perf_counter()
+    signal.alarm(_PATIENCE)
+    try:
+        refused = use(folder, out)
+    except (Exception, _TooLongError):
+        failed = traceback.format_exc()
+    finally:
+        signal.alarm(0)
+    return refused, time.perf_counter() - started, max(0, _memory("VmHWM") - before), failed
+
+
+def run(name: str, folder: Path, work: Path, *, files: int, seed: int = 0, until: float = 1e300) -> Figures:
+    """Damage the files of the checkpoint (or, by the name ``report``, the run) in `folder`, one at a time.
+
+    Args:
+        work: an empty folder for the copy that is damaged, and for what is found.
+        files: how many.
+        until: when to stop all the same, by `time.time`.
+    """
+    copy, out, found = work / name / "checkpoint", work / name / "out", work / "found"
+    shutil.copytree(folder, copy)
+    found.mkdir(exist_ok=True)
+    rng, figures = random.Random(f"{name} {seed}"), Figures()
+    seal = copy / "shard_checksums.json"
+    victims = [
+        path for path in sorted(copy.rglob("*")) if path.is_file() and not path.name.endswith(".ref.pt")
+    ]
+    previous = signal.signal(signal.SIGALRM, _too_long)
+    try:
+        while figures.files < files and time.time() < until:
+            path = rng.choice(victims)
+            good = path.read_bytes()
+            bad = knowing(rng, path, good) if rng.random() < 0.5 else blind(rng, good)
+            path.write_bytes(bad)
+            sealed = seal.read_bytes() if seal.exists() and path != seal and rng.random() < 0.7 else None
+            if sealed is not None:
+                seal.unlink()
+            use = report if name == "report" else convert if figures.files % _CONVERTED == 0 else read_all
+            refused, seconds, grown, failed = _costs(use, copy, out)
+            figures.files += 1
+            figures.refused += refused
+            figures.longest = max(figures.longest, seconds)
+            figures.largest = max(figures.largest, grown)
+            if failed or seconds > LONGEST or grown > LARGEST:
+                kept = found / f"{name}-{seed}-{figures.files}-{path.name}"
+                kept.write_bytes(bad)
+                kept.with_name(kept.name + ".txt").write_text(f"{seconds:.1f} s, {grown:,} bytes\n{failed}")
+                figures.tracebacks += [failed] if failed else []
+            path.write_bytes(good)
+            if sealed is not None:
+                seal.write_bytes(sealed)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    return figures
+
+
+def a_run(folder: Path) -> None:
+    """The folder of a run, as `portable-report` reads it."""
+    folder.mkdir(parents=True)
+    times = [1_700_000_000.0 + step for step in range(50)]
+    rows = [
+        {"step": i + 1, "loss": 9.0 - i / 10, "tokens_per_second": 5e4, "memory": 1 << 30, "time": times[i]}
+        for i in range(50)
+    ]
+    events = [{"event": kind, "step": step, "time": times[step], "backend": "cpu", "strategy": "full_shard",
+               "world_size": 2, "parameters": 10_000, "model": "llama", "samples": 4 * step}
+              for kind, step in (("start", 0), ("save", 20), ("resume", 20), ("end", 49))]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+    (folder / "config.yaml").write_text(
+        "backend: cpu\ntrain: {steps: 50, betas: [0.9, 0.95], learning_rate: 3.0e-4}\ndata: {seq_len: 128}\n"
+        "model:\n  config: &a {model_type: llama}\n  other: *a\n"
+    )
+
+
+def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(name, folder) of a sample of each format, made where they are not there yet."""
+    from tests.converters.making import write
+    from tests.converters.samples import all_samples
+
+    makers = {"written": "make_dcp", "deepspeed_written": "make_deepspeed",
+              "written_universal": "make_universal", "written_xla": "make_xla"}  # fmt: skip
+    for sample in all_samples():
+        if sample.fixture is None:
+            made = folder / sample.name
+            if not made.exists():
+                assert sample.make is not None
+                made.mkdir(parents=True)
+                sample.make(made)
+        else:
+            base = folder / makers[sample.fixture]
+            if not base.exists():
+                base.mkdir(parents=True)
+                process = get_context("forkserver").Process(
+                    target=write, args=(f"tests.converters.{base.name}", base, base.with_suffix(".log"))
+                )
+                process.start()
+                process.join()
+                assert process.exitcode == 0, base.with_suffix(".log").read_text()[-2000:]
+            made = base / sample.folder
+        yield sample.name, made
+    if not (folder / "report").exists():
+        a_run(folder / "report")
+    yield "report", folder / "report"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run them all; exit code 1 where a file cost too much or ended in a traceback."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--files", type=int, default=10_000, help="of each format")
+    parser.add_argument("--seconds", type=float, default=1e9, help="for all formats together")
+    parser.add_argument("--only", default="", help="formats whose name holds this")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    made = options.folder / "made"
+    samples = [(name, path) for name, path in checkpoints(made) if options.only in name]
+    work = options.folder / f"work-{os.getpid()}"
+    work.mkdir()
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
+    total, began = Figures(), time.time()
+    for number, (name, path) in enumerate(samples):
+        left = options.seconds - (time.time() - began)
+        until = time.time() + left / (len(samples) - number)
+        figures = run(name, path, work, files=options.files, seed=options.seed, until=until)
+        print(figures.row(name), flush=True)
+        total.files += figures.files
+        total.refused += figures.refused
+        total.longest = max(total.longest, figures.longest)
+        total.largest = max(total.largest, figures.largest)
+        total.tracebacks += figures.tracebacks
+        shutil.rmtree(work / name)
+    print(total.row(f"{len(samples)} formats"))
+    for last in sorted({each.strip().splitlines()[-1][:150] for each in total.tracebacks}):
+        print("  " + last)
+    return int(bool(total.tracebacks) or total.longest > LONGEST or total.largest > LARGEST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
