@@ -80,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(DTYPES),
         default="keep",
         metavar="{keep,float32,bfloat16,float16}",
-        help="type of floating tensors (bf16, fp16 and fp32 are understood too); keep (default) is the highest "
-        "precision SRC holds. Integer and 0-d buffers stay exact. config.json says what it is then",
+        help="type of floating tensors (also bf16, fp16, fp32), which config.json then names; keep (default) "
+        "is the highest precision SRC holds. Integer and 0-d buffers stay exact",
     )
     parser.add_argument(
         "--config-from",

@@ -48,7 +48,7 @@ def find_companions(root: Place) -> dict[str, Place]:
 
 
 def companions_from(named: str) -> dict[str, Place]:
-    """The files of the model that a person names by its folder, its `config.json` or its hub id: name -> path.
+    """The files (name -> path) of the model that a person names: its folder, its `config.json`, its hub id.
 
     Raises:
         CheckpointError: no model's config there.
@@ -69,7 +69,7 @@ def _from_hub(name: str) -> Place:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(
-            f"--config-from {name}: no such folder, and asking the hub for it needs the package huggingface_hub"
+            f"--config-from {name}: no such folder, and asking the hub needs the package huggingface_hub"
         ) from None
     try:
         # As a string in its own cache; nothing but small files is fetched.

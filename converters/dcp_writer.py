@@ -103,7 +103,8 @@ def write_dcp(
     """Write `out/.metadata` and `out/__0_<i>.distcp`, and the companions.
 
     Args:
-        dtype: keep, float32, bfloat16 or float16 (or fp32, bf16, fp16), for floating model tensors of at least one dimension.
+        dtype: keep, float32, bfloat16 or float16 (fp32, bf16, fp16), for floating model tensors of at least
+            one dimension.
         max_shard_size: bytes of a `.distcp` file; a tensor larger than that gets a file of its own.
         optimizer: also write the optimizer's state and parameter groups.
         overwrite: replace `out` where it exists.

@@ -76,7 +76,8 @@ def write_safetensors(
     """Write `out/model.safetensors` (or numbered shards with an index) and the companions.
 
     Args:
-        dtype: keep, float32, bfloat16 or float16 (or fp32, bf16, fp16), for floating tensors of at least one dimension.
+        dtype: keep, float32, bfloat16 or float16 (fp32, bf16, fp16), for floating tensors of at least one
+            dimension.
         max_shard_size: bytes; a tensor larger than that gets a shard of its own.
         optimizer: also write `optimizer.safetensors` (`<name>.<state>`, never cast) and `optimizer.json`.
         overwrite: replace `out` where it exists.
