@@ -52,6 +52,10 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
     print(dump_yaml(config))
+    if config.came_from:
+        print("# Where it was set; all else is a default, or follows from these")
+        print(table(list(config.came_from.items())))
+        print()
     print("# What this run will do")
     print(table(rows))
     return 0

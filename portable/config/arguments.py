@@ -30,7 +30,13 @@ examples:
 """
 
 CONFIG_OPTIONS = (
-    Option("config", "text", "YAML file with settings; without it, the defaults: the quickstart.", "FILE"),
+    Option(
+        "config",
+        "paths",
+        "YAML file with settings; without it, the defaults: the quickstart. May be given more than once: the "
+        "files are merged in order, setting by setting, and the later one wins.",
+        "FILE",
+    ),
     Option("version", "switch", "Print the version and stop."),
 )
 """Options of every command that takes a config."""
@@ -39,7 +45,7 @@ TRAIN_OPTIONS = (
     CONFIG_OPTIONS[0],
     Option(
         "accelerate-config",
-        "text",
+        "path",
         "An Accelerate config file (accelerate config writes it) to take settings and the number of ranks "
         "from. What --config sets too must agree with it; flags win over both.",
         "FILE",
@@ -60,7 +66,7 @@ TRAIN_OPTIONS = (
         "gradient stops being finite: micro-batch, sample, module, parameters. Writes nothing.",
         "N",
     ),
-    Option("resume-info", "text", "Say what a checkpoint holds and what a run from it would do.", "PATH"),
+    Option("resume-info", "path", "Say what a checkpoint holds and what a run from it would do.", "PATH"),
     Option("profile", "switch", "Write a trace of a few steps into output_dir/profile, for Perfetto."),
     CONFIG_OPTIONS[1],
 )
@@ -71,7 +77,8 @@ class Invocation:
     """What one call of ``portable-train`` asks for."""
 
     config: RunConfig
-    config_file: Path | None = None
+    config_files: tuple[Path, ...] = ()
+    """The YAML files, in the order in which they were merged."""
     nproc: int | None = None
     """Local ranks to start; None: the backend's choice."""
     dry_run: bool = False
@@ -89,8 +96,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Invocation:
     Raises ``UserError`` for what cannot be understood. ``--help`` and ``--version`` print and exit.
     """
     config, given = read_command(sys.argv[1:] if argv is None else argv, TRAIN_OPTIONS, USAGE)
-    file = given.pop("config", None)
-    return Invocation(config, None if file is None else Path(file), **given)
+    files = given.pop("config", ())
+    return Invocation(config, tuple(map(Path, files)), **given)
 
 
 def read_command(
@@ -116,4 +123,5 @@ def read_command(
         accelerate.append(file := read_accelerate_config(Path(path)))
         if file.processes is not None:
             parsed.options.setdefault("nproc", file.processes)
-    return assemble(parsed.options.get("config"), parsed.overrides, accelerate), parsed.options
+    files = parsed.options.get("config", ())
+    return assemble(files, parsed.overrides, accelerate), parsed.options

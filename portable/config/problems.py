@@ -37,6 +37,8 @@ class Origin:
 class _Problem:
     origin: Origin | None
     message: str
+    told: bool = False
+    """Whether the value's own type said what is wrong: of several alternatives, that one was meant."""
 
     @property
     def line(self) -> str:
@@ -64,7 +66,7 @@ def build(
         return model.model_validate(values)
     except ValidationError as error:
         problems = [_problem(model, values, origins or {}, detail) for detail in error.errors()]
-    first = min(problems, key=lambda problem: problem.order)
+    first = min(problems, key=lambda problem: (problem.order, not problem.told))
     raise UserError(one_line(first.line))
 
 
@@ -89,7 +91,7 @@ def _problem(
         key, origin = ".".join(path[:length]), _origin(path[:length], origins)
         if key in table:
             if isinstance(cause, ValueError):
-                return _Problem(origin, f"{key} {cause}")
+                return _Problem(origin, f"{key} {cause}", told=True)
             return _Problem(origin, _wrong_value(table[key], _dig(values, path[:length]), origin))
         if key in keys.sections(model):
             inside = _names(model, key)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from portable.config.types import IDENTITY, AnyCase, Flag, Names, OneOrMany, OpenMapping, Section
+from portable.config.types import IDENTITY, AnyCase, Flag, Names, OneOrMany, OpenMapping, PathText, Section
 from portable.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
@@ -37,9 +37,8 @@ def _quickstart_model() -> dict[str, Any]:
 class ModelConfig(Section):
     """Which model is trained, and from which weights."""
 
-    name_or_path: str | None = Field(
+    name_or_path: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Hub id or local folder of a transformers model; its weights are where training starts. "
         "Leave it null to build model.config from scratch.",
         json_schema_extra=IDENTITY,
@@ -87,7 +86,7 @@ class DataConfig(Section):
     # Where the text lies and what its fields are called may differ between machines, so neither is part of
     # the run's identity: that it is the same text is held by a digest of its tokens, which checkpoints keep.
 
-    source: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+    source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
         description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), here "
         "or by URL. Null: the source text of this machine's Python standard library, which needs no "
@@ -140,9 +139,8 @@ class DataConfig(Section):
         description="Language of the texts to produce, called the same way. The saved model then begins to "
         "write in it.",
     )
-    tokenizer: str | None = Field(
+    tokenizer: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a "
         "model built from scratch, a small byte-pair encoding trained on the source, once, and cached.",
     )
@@ -179,9 +177,8 @@ class DataConfig(Section):
         description="Processes that prepare batches for each rank. 0 prepares them in the rank itself; raise "
         "it when the accelerator waits for data.",
     )
-    cache_dir: str | None = Field(
+    cache_dir: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Where tokenised data and trained tokenizers are kept between runs. Null: the user's "
         "cache folder ($XDG_CACHE_HOME, or ~/.cache).",
     )
@@ -348,8 +345,8 @@ class MemoryConfig(Section):
         description="Keep sharded parameters in host memory (cpu) or on a local disk (nvme) between uses; "
         "under FSDP that takes the optimizer's state and its step along. The last resort, and the slowest.",
     )
-    nvme_path: str | None = Field(
-        default=None, min_length=1, description="Folder on a fast local disk for what is offloaded to nvme."
+    nvme_path: PathText | None = Field(
+        default=None, description="Folder on a fast local disk for what is offloaded to nvme."
     )
 
     @property
@@ -425,7 +422,7 @@ class Fp16Config(Section):
 class DeepSpeedConfig(Section):
     """DeepSpeed's own settings, for the strategies zero1, zero2 and zero3."""
 
-    config: str | OpenMapping | None = Field(
+    config: PathText | OpenMapping | None = Field(
         default=None,
         description="A DeepSpeed JSON file, or its content as a mapping. Its auto values are filled in from "
         "this config; a value left at its default here yields to the JSON, and one set here that differs "
@@ -491,9 +488,8 @@ class XlaConfig(Section):
         "fit: regular expressions, searched for in parameter names, and a dim each, or null to keep the "
         "parameter whole. The first that is found counts.",
     )
-    compilation_cache: str = Field(
+    compilation_cache: PathText = Field(
         default="auto",
-        min_length=1,
         description="Folder that keeps compiled graphs for the next start, or none. auto: on a TPU a folder "
         "in the user's cache; on virtual devices none, as their graphs cannot be kept.",
     )
@@ -514,9 +510,8 @@ class CheckpointConfig(Section):
         description="Write while training goes on, from a copy of the state in host memory. False: wait for "
         "the disk, without that copy.",
     )
-    resume: str = Field(
+    resume: PathText = Field(
         default="auto",
-        min_length=1,
         description="auto: go on from the newest complete checkpoint in output_dir, if there is one. never: "
         "refuse a folder that holds checkpoints. Or the path or URL of a checkpoint to begin at, this "
         "program's or another's (docs/moving.md); once output_dir holds checkpoints, the run goes on from "
@@ -535,9 +530,8 @@ class CheckpointConfig(Section):
         description="Sequences that count as consumed there: where this run's own order of the data goes on. "
         "Null: what the checkpoint says itself, or its steps times train.global_batch_size.",
     )
-    staging_dir: str | None = Field(
+    staging_dir: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Where output_dir is a URL: a folder of this machine for the shards that it writes and "
         "then uploads, with room for its share of one checkpoint. Null: in the system's folder for temporary "
         "files.",

@@ -283,7 +283,7 @@ def inspect_data(
 
 
 def _cache_dir(settings: DataSettings) -> Path:
-    return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir).expanduser()
+    return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir)
 
 
 def _languages(settings: DataSettings, task: str) -> dict[str, Any]:
