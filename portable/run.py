@@ -394,6 +394,8 @@ class Prepared:
                         log_every=config.log.every_steps,
                         eval_every=config.train.eval_every or 0,
                         save_every=config.checkpoint.every_steps or 0,
+                        eval_samples=(config.train.eval_every_epochs or 0) * len(self.data.train),
+                        save_samples=(config.checkpoint.every_epochs or 0) * len(self.data.train),
                     ),
                     schedule=self.schedule,
                     plan=self.plan,

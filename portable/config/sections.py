@@ -288,6 +288,13 @@ class TrainConfig(Section):
         "schedule says otherwise. Left out, at most a tenth of train.steps.",
         json_schema_extra=IDENTITY,
     )
+    warmup_ratio: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="The warm-up as a share of all steps, rounded up, in place of train.warmup_steps.",
+        json_schema_extra=IDENTITY,
+    )
     weight_decay: float = Field(
         default=0.1,
         ge=0,
@@ -313,6 +320,12 @@ class TrainConfig(Section):
         default=100,
         ge=1,
         description="Steps between evaluations on the held-out records. Null: only at the end.",
+    )
+    eval_every_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Passes over the data between evaluations, in place of train.eval_every: 1 evaluates "
+        "after the step that ends an epoch, 0.5 in its middle as well.",
     )
     eval_batches: int | None = Field(
         default=None,
@@ -501,6 +514,12 @@ class CheckpointConfig(Section):
     every_steps: int | None = Field(
         default=100, ge=1, description="Steps between checkpoints. Null: only when the run stops."
     )
+    every_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Passes over the data between checkpoints, in place of checkpoint.every_steps: 1 saves "
+        "after the step that ends an epoch.",
+    )
     keep: int | None = Field(
         default=3, ge=1, description="Newest checkpoints to keep; older ones are deleted. Null: all."
     )
@@ -540,6 +559,11 @@ class CheckpointConfig(Section):
         default=True,
         description="At the end, write plain safetensors into <output_dir>/final for from_pretrained.",
     )
+
+    @property
+    def saves_on_the_way(self) -> bool:
+        """Whether checkpoints are written while training goes on."""
+        return self.every_steps is not None or self.every_epochs is not None
 
 
 class LogConfig(Section):

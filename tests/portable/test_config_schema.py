@@ -337,3 +337,15 @@ def test_the_config_needs_no_framework() -> None:
     code = f"import sys, portable.config; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps"),
+    [("train.eval_every_epochs", "train.eval_every"), ("checkpoint.every_epochs", "checkpoint.every_steps")],
+)
+def test_how_often_is_said_in_epochs_or_in_steps(epochs: str, steps: str) -> None:
+    config = load_config(None, {epochs: 0.5})
+    assert (config.get(epochs), config.get(steps)) == (0.5, None)
+    assert load_config(config.model_dump(by_alias=True)) == config
+    with pytest.raises(UserError, match=f"{epochs} 0.5 and {steps} 10 both say how often"):
+        load_config(None, {epochs: 0.5, steps: 10})

@@ -312,6 +312,23 @@ def test_keeps_the_newest_checkpoints(tmp_path: Path, corpus: Path) -> None:
     assert names == ["step-000007", "step-000008"]
 
 
+def test_evaluates_and_saves_by_epochs(tmp_path: Path, corpus: Path) -> None:
+    """144 samples to train on, 6 a step: an eighth of an epoch is 3 steps, a tenth 2.4."""
+    settings: dict[str, Any] = {"data__packing": False, "checkpoint__keep": None}
+    settings |= {"checkpoint__every_epochs": 0.125, "train__eval_every_epochs": 0.1}
+    settings |= {"checkpoint__every_steps": None}
+    leg(tmp_path / "whole", corpus, **settings)
+    names = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
+    assert names == ["step-000003", "step-000006", "step-000008"]
+    rows = read_metrics(tmp_path / "whole")
+    assert [row["step"] for row in rows if "eval_loss" in row] == [3, 5, 8]
+    # Stopped and gone on with, the same steps are due.
+    for until in (4, None):
+        leg(tmp_path / "legs", corpus, **settings, train__stop_after=until)
+    names = sorted(path.name for path in (tmp_path / "legs" / "checkpoints").iterdir())
+    assert names == ["step-000003", "step-000004", "step-000006", "step-000008"]
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Path, corpus: Path) -> None:
     settings: dict[str, Any] = {
         "train__learning_rate": 1e35,
