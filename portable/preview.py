@@ -39,7 +39,7 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     folder = place_of("output_dir", config.output_dir)
     check_same_run(folder, config)
     model_config = models.model_config(config.model)
-    models.check_length(model_config, config.data.seq_len)
+    models.check_length(model_config, config)
     known_classes(model_config, config.model)  # refuses what a run refuses
     data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
     model = models.build_model(model_config, config.model)

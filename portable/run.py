@@ -180,7 +180,7 @@ class Prepared:
         self.source: Place | None = None  # the checkpoint gone on from
         self.taken: Takeover | None = None  # what it holds, where another program wrote it
         self.model_config = models.model_config(config.model)
-        models.check_length(self.model_config, config.data.seq_len)
+        models.check_length(self.model_config, config)
         special_tokens = SpecialTokens(self.model_config, config.model)
         self.data = build_data(
             config.data,

@@ -118,6 +118,16 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
             "data.vocab_size is for a tokenizer trained on the source, and data.tokenizer names a finished "
             "one; remove one of the two",
         )
+    for name, only in (
+        ("text_pair_field", "sequence-classification"),
+        ("source_prefix", "seq2seq-lm"),
+        ("target_seq_len", "seq2seq-lm"),
+    ):
+        if getattr(data, name) and task != only:
+            yield ConflictError(
+                (f"data.{name}", "model.task"),
+                f"data.{name} is for model.task {only}, and this is {task}; remove it",
+            )
     if data.source is None and task in PADDED_TASKS:
         yield ConflictError(
             ("data.source", "model.task"),
@@ -144,8 +154,8 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
     ):
         yield ConflictError(
             ("train.warmup_ratio", "train.warmup_steps"),
-            f"train.warmup_ratio {train.warmup_ratio:g} and train.warmup_steps {train.warmup_steps} both give "
-            "the length of the warm-up; set one of the two",
+            f"train.warmup_ratio {train.warmup_ratio:g} and train.warmup_steps {train.warmup_steps} both "
+            "give the length of the warm-up; set one of the two",
         )
     for epochs, steps in (
         ("train.eval_every_epochs", "train.eval_every"),
@@ -154,8 +164,8 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
         if config.get(epochs) is not None and config.get(steps) is not None:
             yield ConflictError(
                 (epochs, steps),
-                f"{epochs} {config.get(epochs):g} and {steps} {config.get(steps)} both say how often; set one "
-                "of the two",
+                f"{epochs} {config.get(epochs):g} and {steps} {config.get(steps)} both say how often; set "
+                "one of the two",
             )
     # WarmupLR does nothing but warm up, so that a run may well end before it has.
     if train.steps is not None and train.warmup_steps > train.steps and train.schedule != "WarmupLR":
@@ -197,8 +207,8 @@ def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
         if getattr(train, name) and not SCHEDULES[kind].warms_up:
             yield ConflictError(
                 (f"train.{name}", "train.schedule"),
-                f"train.{name} {getattr(train, name):g} has no use with train.schedule {kind}, which does not "
-                "warm up; set it to 0",
+                f"train.{name} {getattr(train, name):g} has no use with train.schedule {kind}, which does "
+                "not warm up; set it to 0",
             )
     try:
         schedule = build_schedule(train, train.steps or 1)

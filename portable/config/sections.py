@@ -110,12 +110,23 @@ class DataConfig(Section):
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Field of a record that holds its text.",
+        description="Field of a record that holds its text. A dot goes into a field that holds fields: "
+        "translation.en. So for the fields below.",
+    )
+    text_pair_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Field that holds the second text of a pair (sequence-classification): the hypothesis to "
+        "a premise, the answer to a question. Both are cut together to data.seq_len, the longer one first.",
     )
     target_field: str = Field(
         default="target",
         min_length=1,
         description="Field that holds the text to produce (seq2seq-lm).",
+    )
+    source_prefix: str = Field(
+        default="",
+        description="What every text begins with, such as 'summarize: ' for a T5 (seq2seq-lm).",
     )
     label_field: str = Field(
         default="label",
@@ -156,6 +167,12 @@ class DataConfig(Section):
         description="Length of a training sequence in tokens. Memory for activations grows with it.",
         json_schema_extra=IDENTITY,
     )
+    target_seq_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="Length of a text to produce, in tokens (seq2seq-lm). Null: data.seq_len.",
+        json_schema_extra=IDENTITY,
+    )
     packing: Flag = Field(
         default=True,
         description="Join texts end to end into full sequences, so that no token is padding (language models "
@@ -182,6 +199,11 @@ class DataConfig(Section):
         description="Where tokenised data and trained tokenizers are kept between runs. Null: the user's "
         "cache folder ($XDG_CACHE_HOME, or ~/.cache).",
     )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, of texts and targets."""
+        return max(self.seq_len, self.target_seq_len or 0)
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -108,8 +108,9 @@ class LocalFiles(Source):
     def _told(self) -> tuple[Any, ...]:
         """What is read of the files."""
         fields = self._fields
-        told = (fields.text, fields.target, fields.label, self._max_samples)
-        return told if fields.text_split == "file" else (*told, fields.text_split)
+        told: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
+        told = told if fields.text_split == "file" else (*told, fields.text_split)
+        return (*told, fields.pair, fields.prefix) if fields.pair or fields.prefix else told
 
     @property
     def size_bytes(self) -> int | None:

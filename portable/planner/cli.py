@@ -125,7 +125,7 @@ def _built(config: RunConfig) -> Subject:
         from portable import model as models
         from portable.planner.subject import LiveSubject
     model_config = models.model_config(config.model)
-    models.check_length(model_config, config.data.seq_len)
+    models.check_length(model_config, config)
     model = models.build_model(model_config, config.model)
     return LiveSubject(model, config)
 
