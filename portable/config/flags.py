@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from converters.errors import CheckpointError
 from converters.places import expanded
 from portable.config import keys
-from portable.config.suggest import did_you_mean
+from portable.config.suggest import did_you_mean, what_to_do
 from portable.config.yaml_text import parse_value
 from portable.errors import UserError
 
@@ -181,7 +181,8 @@ class _Parser:
     def _unknown(self, name: str, flag: str) -> str:
         if name in keys.sections(self._model):
             inside = [key for key in self._table if key.startswith(f"{name}.")]
-            return f"{flag} is a section; set what is in it, as --{inside[0]}; --help {name} lists it"
+            hint = what_to_do(name) or f"; set what is in it, as --{inside[0]}; --help {name} lists it"
+            return f"{flag} is a section{hint}"
         known = [*self._table, *(option.name for option in self._options.values())]
         hint = did_you_mean(name, known, "--") or "; --help lists them"
         return f"unknown flag {flag if flag.isprintable() else repr(flag)}{hint}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from portable.config import RunConfig, difference, keys, load_config
-from portable.config.suggest import ELSEWHERE
+from portable.config.suggest import ELSEWHERE, FAMILIES, WORDS
 from portable.errors import UserError
 
 TABLE = keys.settings(RunConfig)
@@ -328,8 +329,15 @@ def test_difference_of_named_and_built_models() -> None:
 
 
 def test_names_from_other_trainers_lead_to_real_settings() -> None:
-    assert set(ELSEWHERE.values()) <= set(TABLE)
+    sentences = {text for text in [*ELSEWHERE.values(), *FAMILIES.values()] if " " in text}
+    assert {text for text in ELSEWHERE.values() if " " not in text} <= set(TABLE)
+    named = {word for text in sentences for word in re.findall(r"\b[a-z]+\.[a-z]+_[a-z_]+\b", text)}
+    assert named <= set(TABLE)
     assert not set(ELSEWHERE) & set(TABLE)
+    for key, words in WORDS.items():
+        for word, meant in words.items():
+            assert word not in TABLE[key].choices
+            assert {*re.split(r"\W+", meant)} & {*TABLE[key].choices, "", "list"}
 
 
 def test_the_config_needs_no_framework() -> None:

@@ -171,7 +171,7 @@ def test_a_model_learns_from_pairs(tmp_path: Path) -> None:
     }
     assert train_leg("cpu", load_config(None, settings)) == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
-    assert losses[-1] < 0.3 < 0.6 < losses[0]
+    assert losses[-1] < 0.1
 
 
 TRANSLATIONS = [{"translation": {"en": f"w{i % 9} w3 w4", "de": "w7 " * (1 + i % 5)}} for i in range(30)]
