@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
+from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.errors import CheckpointError
 from converters.options import DTYPES, WRITERS
 
@@ -55,7 +56,6 @@ examples:
 then:
   AutoModelForCausalLM.from_pretrained("out/")
 
-exit codes: 0 done, 2 refused (one `error:` line says why, OUT is as it was).
 """
 
 
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="portable-convert",
         description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES + exit_codes(DONE, REFUSED, BY_SIGNAL),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--verify", action="store_true", help="compare OUT with SRC before it appears")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
+    parser.add_argument("--version", action=ShowVersion, help="print the version and stop")
     return parser
 
 
@@ -114,8 +115,9 @@ def _size(text: str) -> int:
     return max(1, int(float(match[1]) * _UNITS.get(unit, 1)))
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `portable-convert`; returns the exit code: 0 done, 2 refused, 130 or 143 interrupted."""
+    """Run `portable-convert`; returns the exit code, as `converters.commands.EXIT_CODES` has it."""
     previous = None
     try:
         options = _parser().parse_args(argv)
@@ -124,9 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _convert(options)
     except CheckpointError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        return REFUSED
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _terminated(signum: int, frame: object) -> NoReturn:
     # An exception, so that the temporary folder is removed on the way out.
-    raise SystemExit(128 + signum)
+    raise SystemExit(BY_SIGNAL + signum)
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -45,7 +45,14 @@ from portable.pretrained import pretrained_weights
 from portable.profiling import Profiler
 from portable.replay import replay_step
 from portable.report import Reporter
-from portable.run_folder import CONFIG_FILE, check_same_run, checkpoints_of, earlier_config, resume_source
+from portable.run_folder import (
+    CONFIG_FILE,
+    FINAL,
+    check_same_run,
+    checkpoints_of,
+    earlier_config,
+    resume_source,
+)
 from portable.schedule import build_schedule
 from portable.shapes import shape_hints
 from portable.takeover import Takeover, refuse_resume_step, take_over
@@ -647,8 +654,8 @@ class Prepared:
         if checkpoint is not None:
             places.append(("checkpoint", str(checkpoint)))
         if complete and self.config.checkpoint.export and checkpoint is not None:
-            export(checkpoint, place / "final")
-            places.append(("model", str(place / "final")))
+            export(checkpoint, place / FINAL)
+            places.append(("model", str(place / FINAL)))
         try:
             if (picture := plot_loss(folder)) is not None:
                 places.append(("loss curve", str(place / picture.name)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.commands import exit_codes, version_line
 from portable.config import flags, help_text
 from portable.config.accelerate_yaml import read_environment
 from portable.config.flags import Option
@@ -18,7 +19,7 @@ from portable.config.schema import RunConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-USAGE = """\
+USAGE = f"""\
 usage: portable-train [--config FILE.yaml] [--backend auto|cpu|cuda|xla] [--nproc N] [--SECTION.KEY VALUE ...]
 
 Train a Hugging Face model on a CPU, on GPUs or on TPUs from one YAML file, and go on elsewhere.
@@ -27,6 +28,8 @@ examples:
   portable-train                                        the quickstart: a small Llama, nothing to download
   portable-train --config run.yaml --train.steps 1000   a file, with one setting changed
   portable-train --config run.yaml --backend xla        the same run on a TPU VM
+
+{exit_codes()}
 """
 
 CONFIG_OPTIONS = (
@@ -114,9 +117,7 @@ def read_command(
         print(help_text.render(parsed.help, RunConfig, options, usage, columns))
         raise SystemExit(0)
     if parsed.options.pop("version", False):
-        from importlib.metadata import version
-
-        print(f"portable-trainer {version('portable-trainer')}")
+        print(version_line())
         raise SystemExit(0)
     accelerate = [] if (launched := read_environment(os.environ)) is None else [launched]
     if (path := parsed.options.pop("accelerate_config", None)) is not None:

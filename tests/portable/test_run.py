@@ -21,6 +21,7 @@ from portable.config import load_config
 from portable.errors import RunError, UserError
 from portable.lock import locked
 from portable.metrics import read_metrics
+from portable.output import open_output
 from portable.run import train_leg
 from tests.runs import TINY_MODEL, configured
 
@@ -310,6 +311,23 @@ def test_keeps_the_newest_checkpoints(tmp_path: Path, corpus: Path) -> None:
     leg(tmp_path, corpus, checkpoint__every_steps=1, checkpoint__keep=2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-000007", "step-000008"]
+
+
+def test_what_a_killed_export_left_is_removed(tmp_path: Path, corpus: Path, finished: Path) -> None:
+    """By the next run in the folder, and only there; one killed between two renames gets its model back."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    model = (folder / "final" / "model.safetensors").read_bytes()
+    (folder / "final").rename(folder / ".final.old-17-abcdef")
+    for name in (".final.tmp-17-abcdef", ".final.tmp-18-abcdef", ".other.tmp-17-abcdef"):
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").write_text("half")
+    with open_output(configured(folder, corpus)).held():
+        assert (folder / "final" / "model.safetensors").read_bytes() == model
+        assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
+    shutil.copytree(folder / "final", folder / ".final.old-18-abcdef")
+    with open_output(configured(folder, corpus)).held():
+        assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
 
 
 def test_evaluates_and_saves_by_epochs(tmp_path: Path, corpus: Path) -> None:
