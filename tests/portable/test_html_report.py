@@ -210,8 +210,9 @@ def test_a_machine_is_its_ranks_and_their_devices() -> None:
 def test_more_devices_are_a_move(tmp_path: Path) -> None:
     folder = invented(tmp_path / "run", [{"step": 1, "loss": 1.0, "samples": 1, "time": 1.0}])
     history = History(folder)
-    for kind, devices in (("start", 2), ("resume", 4)):
-        history.record(kind, 0, backend="xla", strategy="full_shard", world_size=1, devices_per_rank=devices)
+    leg = {"backend": "xla", "strategy": "full_shard", "world_size": 1}
+    history.record("start", 0, **leg, devices_per_rank=2)
+    history.record("resume", 0, **leg, devices_per_rank=4)
     history.close()
     run = Run.read(folder)
     assert [event["kind"] for event in run.described()] == ["start", "move"]

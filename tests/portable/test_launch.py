@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.errors import RunError, UserError
-from portable.launch import STOP_REQUESTED, failing, launch
+from portable.launch import STOP_REQUESTED, _stopped, failing, launch
 from portable.lock import locked
 from portable.loop import stop_signals
 from portable.metrics import read_metrics
