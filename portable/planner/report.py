@@ -111,7 +111,7 @@ def columns(options: Sequence[Option], planner: Planner, best: Option | None) ->
         shown = [best, *(option for option in options if option.setting != best.setting)]
     changes = [", ".join(changed(planner, option)) for option in shown]
     stars = ["* " if option is best else "  " * (best is not None) for option in shown]
-    lines = [("  " * (best is not None) + _COLUMNS[0], *_COLUMNS[1:])]
+    lines: list[tuple[str, ...]] = [("  " * (best is not None) + _COLUMNS[0], *_COLUMNS[1:])]
     for star, option in zip(stars, shown, strict=True):
         name, *cells = _cells(option)
         lines.append((star + name, *cells))
