@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from portable.config import ModelConfig
+    from portable.config import ModelConfig, RunConfig
 
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -418,8 +418,9 @@ def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
         )
 
 
-def check_length(config: PretrainedConfig, seq_len: int) -> None:
+def check_length(config: PretrainedConfig, run: RunConfig) -> None:
     """Raise UserError for sequences longer than the model has positions."""
+    seq_len = run.data.longest
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:
@@ -428,9 +429,13 @@ def check_length(config: PretrainedConfig, seq_len: int) -> None:
     if isinstance(padding, int) and positions - padding - 1 < seq_len <= positions:
         positions -= _reserved_positions(config)
     if positions < seq_len:
+        key = "data.seq_len" if seq_len == run.data.seq_len else "data.target_seq_len"
+        if run.model.name_or_path is None:
+            remedy = "or raise model.config.max_position_embeddings"
+        else:  # what it was trained with is not ours to change
+            remedy = "or name a model with more positions in model.name_or_path"
         raise UserError(
-            f"data.seq_len: {seq_len} tokens are more than the model's {positions} positions; lower it, "
-            "or raise model.config.max_position_embeddings"
+            f"{key}: {seq_len} tokens are more than the model's {positions} positions; lower it, {remedy}"
         )
 
 

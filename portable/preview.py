@@ -46,7 +46,7 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     folder = place_of("output_dir", config.output_dir)
     check_same_run(folder, config)
     model_config = models.model_config(config.model)
-    models.check_length(model_config, config.data.seq_len)
+    models.check_length(model_config, config)
     known_classes(model_config, config.model)  # refuses what a run refuses
     data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
     special_tokens = SpecialTokens(model_config, config.model)
@@ -62,6 +62,10 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     for line in _notes(config, backend, model, special_tokens, data, plan):
         print(line, file=sys.stderr)
     print(dump_yaml(config))
+    if config.came_from:
+        print("# Where it was set; all else is a default, or follows from these")
+        print(table(list(config.came_from.items())))
+        print()
     print("# What this run will do")
     print(table(rows))
     return 0

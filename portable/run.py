@@ -45,7 +45,14 @@ from portable.pretrained import pretrained_weights
 from portable.profiling import Profiler
 from portable.replay import replay_step
 from portable.report import Reporter
-from portable.run_folder import CONFIG_FILE, check_same_run, checkpoints_of, earlier_config, resume_source
+from portable.run_folder import (
+    CONFIG_FILE,
+    FINAL,
+    check_same_run,
+    checkpoints_of,
+    earlier_config,
+    resume_source,
+)
 from portable.schedule import build_schedule
 from portable.shapes import shape_hints
 from portable.takeover import Takeover, refuse_resume_step, take_over
@@ -180,7 +187,7 @@ class Prepared:
         self.source: Place | None = None  # the checkpoint gone on from
         self.taken: Takeover | None = None  # what it holds, where another program wrote it
         self.model_config = models.model_config(config.model)
-        models.check_length(self.model_config, config.data.seq_len)
+        models.check_length(self.model_config, config)
         special_tokens = SpecialTokens(self.model_config, config.model)
         self.data = build_data(
             config.data,
@@ -388,6 +395,8 @@ class Prepared:
                         log_every=config.log.every_steps,
                         eval_every=config.train.eval_every or 0,
                         save_every=config.checkpoint.every_steps or 0,
+                        eval_samples=(config.train.eval_every_epochs or 0) * len(self.data.train),
+                        save_samples=(config.checkpoint.every_epochs or 0) * len(self.data.train),
                     ),
                     schedule=self.schedule,
                     plan=self.plan,
@@ -639,8 +648,8 @@ class Prepared:
         if checkpoint is not None:
             places.append(("checkpoint", str(checkpoint)))
         if complete and self.config.checkpoint.export and checkpoint is not None:
-            export(checkpoint, place / "final")
-            places.append(("model", str(place / "final")))
+            export(checkpoint, place / FINAL)
+            places.append(("model", str(place / FINAL)))
         try:
             if (picture := plot_loss(folder)) is not None:
                 places.append(("loss curve", str(place / picture.name)))

@@ -24,6 +24,7 @@ from portable.data.sources import Fields, Source, open_source
 from portable.data.tasks import Classification, MaskedLM, Seq2Seq
 from portable.data.tokenize import Frame, frame, token_cache_folder, tokenize
 from portable.data.tokenizer import (
+    PairFrame,
     Vocabulary,
     check_languages,
     is_trained,
@@ -66,6 +67,12 @@ class DataSettings(Protocol):
     def target_field(self) -> str: ...
     @property
     def label_field(self) -> str: ...
+    @property
+    def text_pair_field(self) -> str | None: ...
+    @property
+    def source_prefix(self) -> str: ...
+    @property
+    def target_seq_len(self) -> int | None: ...
     @property
     def text_split(self) -> TextSplit: ...
     @property
@@ -205,6 +212,7 @@ def build_data(
         source, tokenizer, vocabulary, _fields(settings, task), framed, cache, progress=progress
     )
     train, held_out = _parts(settings, task, tokens)
+    pair = None if _fields(settings, task).pair is None else _pair_frame(settings, tokenizer)
     classes: Classes | None = None
     if task == CLASSIFICATION:
         classes = number_classes(tokens.label_names, source.class_names, known_classes)
@@ -225,10 +233,18 @@ def build_data(
                 suffix=framed.suffix,
                 decoder_start_token_id=vocabulary.pad if start is None else start,
                 target_suffix=(framed.target or framed).suffix,
+                target_seq_len=settings.target_seq_len,
             )
         if classes is not None:
             return Classification(
-                tokens, part, length, vocabulary, suffix=framed.suffix, ids=classes.ids, left=pad_left
+                tokens,
+                part,
+                length,
+                vocabulary,
+                suffix=framed.suffix,
+                ids=classes.ids,
+                left=pad_left,
+                pair=pair,
             )
         if settings.packing:
             return PackedCausal(tokens, part, length)
@@ -289,7 +305,7 @@ def inspect_data(
 
 
 def _cache_dir(settings: DataSettings) -> Path:
-    return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir).expanduser()
+    return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir)
 
 
 def _languages(settings: DataSettings, task: str) -> dict[str, Any]:
@@ -299,6 +315,9 @@ def _languages(settings: DataSettings, task: str) -> dict[str, Any]:
 
 
 def _frame(settings: DataSettings, task: str, tokenizer: Any, vocabulary: Vocabulary) -> Frame:
+    if _fields(settings, task).pair is not None:
+        _pair_frame(settings, tokenizer)  # refuses what cannot be framed before anything is tokenized
+        return Frame((), ())  # put around both, once they are cut
     if task != SEQ2SEQ:
         return frame(task, vocabulary)
     check_languages(tokenizer, source=settings.source_language, target=settings.target_language)
@@ -309,12 +328,24 @@ def _target_frame(framed: Frame, task: str) -> Frame | None:
     return (framed.target or framed) if task == SEQ2SEQ else None
 
 
+def _pair_frame(settings: DataSettings, tokenizer: Any) -> PairFrame:
+    found = PairFrame.of(tokenizer)
+    if settings.seq_len < found.length + 2:
+        raise UserError(
+            f"data.seq_len: {settings.seq_len} tokens hold no pair of texts with the {found.length} special "
+            "tokens around them; raise it"
+        )
+    return found
+
+
 def _fields(settings: DataSettings, task: str) -> Fields:
     return Fields(
         text=settings.text_field,
         target=settings.target_field if task == SEQ2SEQ else None,
         label=settings.label_field if task == CLASSIFICATION else None,
         text_split=settings.text_split,
+        pair=settings.text_pair_field if task == CLASSIFICATION else None,
+        prefix=settings.source_prefix if task == SEQ2SEQ else "",
     )
 
 
@@ -358,13 +389,17 @@ def _parts(settings: DataSettings, task: str, tokens: TokenCache) -> tuple[Part,
     return split_blocks(blocks, settings.eval_fraction)
 
 
-def _cut_share(tokens: TokenCache, longest: int) -> float:
-    """The share of all tokens that lie behind the first ``longest`` of their document."""
+def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
+    """The share of all tokens that lie behind the first ``longest`` of their document, or pair of texts."""
     cut = 0
-    for offsets in tokens.offsets.values():
-        for start in range(0, len(offsets) - 1, 1 << 20):
-            lengths = np.diff(offsets[start : start + (1 << 20) + 1].astype(np.int64))
-            cut += int(np.maximum(lengths - longest, 0).sum())
+    count = tokens.documents
+    together = [["text", "pair"]] if "pair" in tokens.offsets else [[name] for name in tokens.offsets]
+    for names in together:
+        most = longest_target if names == ["target"] else longest
+        for start in range(0, count, 1 << 20):
+            stop = min(count, start + (1 << 20)) + 1
+            lengths = sum(np.diff(tokens.offsets[name][start:stop].astype(np.int64)) for name in names)
+            cut += int(np.maximum(lengths - most, 0).sum())
     return cut / max(1, tokens.total_tokens)
 
 
@@ -384,7 +419,11 @@ def _sizes(
             "tokens": tokens.total_tokens,
             "train_samples": train.num_samples,
             "eval_samples": held_out.num_samples,
-            "cut": 0.0 if _packs(settings, task) else _cut_share(tokens, settings.seq_len + (task == CAUSAL)),
+            "cut": 0.0
+            if _packs(settings, task)
+            else _cut_share(
+                tokens, settings.seq_len + (task == CAUSAL), settings.target_seq_len or settings.seq_len
+            ),
             "cached": tokens.folder,
         }
     return DataSizes(

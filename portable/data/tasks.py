@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.data.cache import TokenCache
-    from portable.data.tokenizer import Vocabulary
+    from portable.data.tokenizer import PairFrame, Vocabulary
 
 _U64 = (1 << 64) - 1
 MASKED_SHARE = 0.15
@@ -106,11 +106,13 @@ class Seq2Seq(Samples):
         suffix: Sequence[int],
         decoder_start_token_id: int,
         target_suffix: Sequence[int] | None = None,
+        target_seq_len: int | None = None,
     ) -> None:
         self.num_samples = part.num_samples
         self._cache = cache
         self._part = part
         self._length = seq_len
+        self._target_length = target_seq_len or seq_len
         self._pad = vocabulary.pad
         self._suffix = tuple(suffix)
         self._target_suffix = self._suffix if target_suffix is None else tuple(target_suffix)
@@ -118,32 +120,34 @@ class Seq2Seq(Samples):
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         numbers = [self._part(index) for _, index in places]
-        texts = self._field("text", numbers, self._suffix)
+        texts = self._field("text", numbers, self._length, self._suffix)
         inputs, mask = pad_rows(texts, self._length, self._pad)
-        targets = self._field("target", numbers, self._target_suffix)
-        labels, _ = pad_rows(targets, self._length, IGNORED)
+        targets = self._field("target", numbers, self._target_length, self._target_suffix)
+        labels, _ = pad_rows(targets, self._target_length, IGNORED)
         last = self._start == LAST_LABEL
         shifted: list[npt.NDArray[Any]] = [
             np.concatenate((row[-1:] if last else [self._start], row[:-1])) for row in targets
         ]
-        decoder, _ = pad_rows(shifted, self._length, self._pad)
+        decoder, _ = pad_rows(shifted, self._target_length, self._pad)
         return {"input_ids": inputs, "attention_mask": mask, "decoder_input_ids": decoder, "labels": labels}
 
     def documents(self, index: int) -> range:
         return self._part.document(index)
 
     def _field(
-        self, field: str, numbers: Sequence[int], suffix: Sequence[int]
+        self, field: str, numbers: Sequence[int], length: int, suffix: Sequence[int]
     ) -> list[npt.NDArray[np.int64]]:
-        return [cut(self._cache.document(field, number), self._length, suffix) for number in numbers]
+        return [cut(self._cache.document(field, number), length, suffix) for number in numbers]
 
 
 class Classification(Samples):
-    """A text and its class: ``labels`` is one id a sample, ``[batch]``.
+    """A text, or a pair of them, and its class: ``labels`` is one id a sample, ``[batch]``.
 
     Args:
-        ids: the model's id of each label of the cache; None where it is the same. left: put the padding
-        before the text, for a model that classifies at the last position, as XLNet does.
+        pair: what stands around two texts, where the cache holds pairs.
+        ids: the model's id of each label of the cache; None where it is the same.
+        left: put the padding before the text, for a model that classifies at the last position, as XLNet
+            does.
     """
 
     def __init__(
@@ -156,6 +160,7 @@ class Classification(Samples):
         suffix: Sequence[int],
         ids: Sequence[int] | None = None,
         left: bool = False,
+        pair: PairFrame | None = None,
     ) -> None:
         assert cache.labels is not None
         self.num_samples = part.num_samples
@@ -167,19 +172,53 @@ class Classification(Samples):
         self._suffix = tuple(suffix)
         self._ids = None if ids is None else np.array(ids, dtype=np.int64)
         self._left = left
+        self._pair = pair
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         assert self._cache.labels is not None
         numbers = [self._part(index) for _, index in places]
-        texts = [cut(self._cache.document("text", number), self._length, self._suffix) for number in numbers]
+        if self._pair is None:
+            texts = [cut(self._cache.document("text", at), self._length, self._suffix) for at in numbers]
+        else:
+            texts = [np.concatenate(self._parts(at, self._pair)) for at in numbers]
         inputs, mask = pad_rows(texts, self._length, self._pad)
+        arrays = {"input_ids": inputs, "attention_mask": mask}
+        if self._pair is not None and self._pair.types is not None:
+            types = [_types(self._parts(at, self._pair), self._pair.types) for at in numbers]
+            arrays["token_type_ids"], _ = pad_rows(types, self._length, self._pair.types[-1])
         if self._left:
-            for row, text in enumerate(texts):
-                inputs[row] = np.roll(inputs[row], self._length - len(text))
-                mask[row] = np.roll(mask[row], self._length - len(text))
+            for values in arrays.values():
+                for row, text in enumerate(texts):
+                    values[row] = np.roll(values[row], self._length - len(text))
         labels = self._cache.labels[numbers]
         labels = labels if self._ids is None else self._ids[labels]
-        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+        return {**arrays, "labels": labels}
+
+    def _parts(self, number: int, frame: PairFrame) -> list[npt.NDArray[np.int64]]:
+        """Before, first, between, second, after."""
+        first, second = (self._cache.document(field, number) for field in ("text", "pair"))
+        one, two = longest_first(len(first), len(second), self._length - frame.length)
+        parts = (frame.before, first[:one], frame.between, second[:two], frame.after)
+        return [np.array(part, dtype=np.int64) for part in parts]
 
     def documents(self, index: int) -> range:
         return self._part.document(index)
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts to keep, so that ``room`` holds them: the longer one gives way first.
+
+    As the tokenizers library's ``longest_first`` has it.
+    """
+    if first + second <= room:
+        return first, second
+    room = max(0, room)
+    shorter, longer = sorted((first, second))
+    shorter, longer = (shorter, room - shorter) if 2 * shorter <= room else (room // 2, room - room // 2)
+    return (shorter, longer) if first <= second else (longer, shorter)
+
+
+def _types(parts: Sequence[npt.NDArray[np.int64]], types: tuple[Any, ...]) -> npt.NDArray[np.int64]:
+    """The token types of a pair: of each part its own, or one for all of it."""
+    kinds = (np.array(kind, dtype=np.int64) for kind in types[:5])
+    return np.concatenate([np.broadcast_to(kind, len(part)) for part, kind in zip(parts, kinds, strict=True)])

@@ -13,6 +13,7 @@ import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -265,6 +266,57 @@ class Vocabulary:
             prefix=tuple(framed[:start]),
             suffix=tuple(framed[start + len(bare) :]) if bare else (),
         )
+
+
+@dataclass(frozen=True)
+class PairFrame:
+    """What a tokenizer puts around two texts: what comes before, between and after them.
+
+    Attributes:
+        types: the token types of the five parts (before, first, between, second, after) and of the padding,
+            where the tokenizer gives any: each a list of its part's, or one for all tokens of a text.
+    """
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    types: tuple[tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...], int] | None
+
+    @staticmethod
+    def of(tokenizer: Any) -> PairFrame:
+        """Find out by an example.
+
+        Raises:
+            UserError: it does not put one text behind the other.
+        """
+        first, second = "a", "b"
+        one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second))
+        typed = "token_type_ids" in tokenizer.model_input_names
+        encoded = tokenizer(first, second, return_token_type_ids=typed)
+        ids: list[int] = encoded["input_ids"]
+        start = _find(ids, one, 0)
+        following = _find(ids, two, start + len(one))
+        if not one or not two or start < 0 or following < 0:
+            raise UserError(
+                "data.text_pair_field: this tokenizer does not put two texts one behind the other; join them "
+                "into one field, and use another data.tokenizer or no pairs"
+            )
+        cuts = [0, start, start + len(one), following, following + len(two), len(ids)]
+        types = None
+        if typed:
+            parts = [tuple(encoded["token_type_ids"][a:b]) for a, b in pairwise(cuts)]
+            types = (parts[0], parts[1][0], parts[2], parts[3][0], parts[4], tokenizer.pad_token_type_id)
+        return PairFrame(tuple(ids[:start]), tuple(ids[cuts[2] : following]), tuple(ids[cuts[4] :]), types)
+
+    @property
+    def length(self) -> int:
+        """How many tokens it adds."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+
+def _find(tokens: list[int], part: list[int], start: int) -> int:
+    """Where ``part`` begins in ``tokens``, from ``start`` on; -1 where it does not."""
+    return next((at for at in range(start, len(tokens)) if tokens[at : at + len(part)] == part), -1)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
