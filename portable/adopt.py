@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,6 +18,7 @@ from portable.errors import UserError, one_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
     from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.config import ModelConfig
@@ -77,6 +80,17 @@ def classifies_at_the_end(config: PretrainedConfig) -> bool:
     return getattr(config, "summary_type", None) == "last"
 
 
+def classifies_at_end_token(config: PretrainedConfig) -> bool:
+    """Whether a classifier looks for the end token of a text, as BART and T5 do, and fails without one."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        kind: Any = AutoModelForSequenceClassification._model_mapping[type(config)]
+    except KeyError:  # code from the hub, or no classifier at all
+        return False
+    return "eos_token_id" in inspect.unwrap(kind.forward).__code__.co_names
+
+
 def adopt_labels(config: PretrainedConfig, names: Sequence[int | str]) -> None:
     """Give a classifier its classes, in the order of their ids; without names, leave it alone."""
     if not names:
@@ -122,6 +136,23 @@ class SpecialTokens:
 
         The model's own way to shift labels decides, with the config's start, or the generation config's.
         """
+        config = self._with_start(tokenizer)
+        start = _shifted_start(config)
+        if start is None:
+            start = config.decoder_start_token_id
+        return config.pad_token_id if start is None else int(start)
+
+    def label_shift(self, tokenizer: Any) -> LabelShift | None:
+        """What makes a masked language model's decoder input from labels; None without a decoder."""
+        if self.settings.task != "masked-lm" or not getattr(self.config, "is_encoder_decoder", False):
+            return None
+        config = self._with_start(tokenizer)
+        if tokenizer.pad_token_id is not None:
+            config.pad_token_id = tokenizer.pad_token_id  # as the model will have it
+        return LabelShift(config)
+
+    def _with_start(self, tokenizer: Any) -> Any:
+        """The config with the ids that labels are shifted by."""
         config = copy.deepcopy(self.config)
         if self.settings.name_or_path is None:
             _replace_defaults(config, self.settings.config or {}, tokenizer)
@@ -129,10 +160,7 @@ class SpecialTokens:
             config.decoder_start_token_id = getattr(self.generation, "decoder_start_token_id", None)
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = Vocabulary.of(tokenizer).pad
-        start = _shifted_start(config)
-        if start is None:
-            start = config.decoder_start_token_id
-        return config.pad_token_id if start is None else int(start)
+        return config
 
     def align(self, model: PreTrainedModel, tokenizer: Any, target: Frame | None = None) -> list[str]:
         """Give ``model``, its generation config and the config to save the ids that the Trainer gives them.
@@ -188,6 +216,33 @@ class SpecialTokens:
         generation.decoder_start_token_id = config.decoder_start_token_id
         if several and prefix:
             generation.forced_bos_token_id = prefix[0]
+
+
+class LabelShift:
+    """Gives the decoder its labels, shifted by the model's own way, as ``forward(labels=...)`` does.
+
+    Args:
+        config: of an encoder-decoder, with the ids that it is trained with.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._config = config
+
+    def __call__(self, labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        from transformers import AutoModelForSeq2SeqLM
+
+        model = _without_layers(AutoModelForSeq2SeqLM, self._config)
+        shifted = model.prepare_decoder_input_ids_from_labels(labels=torch.from_numpy(labels))
+        return np.asarray(shifted.numpy())
+
+
+def _without_layers(auto_class: Any, config: Any) -> Any:
+    """A model that has its config alone, which is all that it shifts labels by."""
+    kind = auto_class._model_mapping[type(config)]
+    model = object.__new__(kind)
+    nn.Module.__init__(model)
+    model.config = config
+    return model
 
 
 def _pretrained_generation(settings: ModelConfig) -> Any:
@@ -248,14 +303,11 @@ def _shifted_start(config: Any) -> int | None:
     from transformers import AutoModelForSeq2SeqLM
 
     try:
-        kind: Any = AutoModelForSeq2SeqLM._model_mapping[type(config)]
-        shift = kind.prepare_decoder_input_ids_from_labels
-        model = object.__new__(kind)
-        nn.Module.__init__(model)  # without its layers: the shift asks for its config alone
-        model.config = config
+        model = _without_layers(AutoModelForSeq2SeqLM, config)
         free = [n for n in range(8) if n not in (config.pad_token_id, config.decoder_start_token_id)][:4]
         first, second = ([*free[:2], last] for last in free[2:])
-        shifted = [shift(model, labels=torch.tensor([labels]))[0].tolist() for labels in (first, second)]
+        shift = model.prepare_decoder_input_ids_from_labels
+        shifted = [shift(labels=torch.tensor([labels]))[0].tolist() for labels in (first, second)]
     except Exception:  # whatever a model's own code wants besides
         return None
     starts = [row[0] for row in shifted]

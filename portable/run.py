@@ -15,7 +15,14 @@ from tqdm import tqdm
 
 from portable import launch
 from portable import model as models
-from portable.adopt import SpecialTokens, adopt_labels, classifies_at_the_end, known_classes, positions
+from portable.adopt import (
+    SpecialTokens,
+    adopt_labels,
+    classifies_at_end_token,
+    classifies_at_the_end,
+    known_classes,
+    positions,
+)
 from portable.agreement import agree, settings_and_versions
 from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import TrainerState, write_durably
@@ -187,6 +194,7 @@ class Prepared:
             task=config.model.task,
             seed=config.seed,
             decoder_start_token_id=special_tokens.decoder_start,
+            label_shift=special_tokens.label_shift,
             known_classes=known_classes(self.model_config, config.model),
             pad_left=classifies_at_the_end(self.model_config),
             progress=True,  # only the rank that builds the cache shows it
@@ -744,6 +752,8 @@ def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[s
     return {
         "model_tokenizer": config.model.name_or_path,
         "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
+        "ends_texts": config.model.task == "sequence-classification"
+        and classifies_at_end_token(model_config),
     }
 
 

@@ -171,6 +171,8 @@ def loss_of(model: Any, task: str, batch: Mapping[str, torch.Tensor]) -> torch.T
 
     inputs = dict(batch)
     labels = inputs.pop("labels")
+    if task == "masked-lm":
+        inputs.pop("decoder_input_ids", None)  # transformers makes its own from the labels
     if task != "causal-lm":
         return model(**inputs, labels=labels).loss  # type: ignore[no-any-return]
     ids = inputs["input_ids"]

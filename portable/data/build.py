@@ -21,7 +21,7 @@ from portable.data.samples import (
     split_documents,
 )
 from portable.data.sources import Fields, Source, open_source
-from portable.data.tasks import Classification, MaskedLM, Seq2Seq
+from portable.data.tasks import Classification, LabelShift, MaskedLM, Seq2Seq
 from portable.data.tokenize import Frame, frame, token_cache_folder, tokenize
 from portable.data.tokenizer import (
     Vocabulary,
@@ -165,7 +165,9 @@ def build_data(
     seed: int = 0,
     model_tokenizer: str | None = None,
     model_vocab_size: int | None = None,
+    ends_texts: bool = False,
     decoder_start_token_id: int | Callable[[Any], int] | None = None,
+    label_shift: Callable[[Any], LabelShift | None] | None = None,
     known_classes: KnownClasses | None = None,
     pad_left: bool = False,
     progress: bool = False,
@@ -179,8 +181,10 @@ def build_data(
         settings: the ``data`` section. task: one of ``TASKS``. seed: keys the masking of a masked language
         model. model_tokenizer: the tokenizer for ``data.tokenizer`` null, the pretrained model's; ``None``
         trains one. model_vocab_size: the size of the tokenizer to train for ``data.vocab_size`` null.
+        ends_texts: the model classifies at the end token, so that each text must have one.
         decoder_start_token_id: what a seq2seq decoder starts with, or what tells it of the tokenizer, or
-        ``LAST_LABEL``; ``None`` takes the padding token. known_classes: those that the model has already.
+        ``LAST_LABEL``; ``None`` takes the padding token. label_shift: tells of the tokenizer how a masked
+        language model's decoder gets its labels. known_classes: those that the model has already.
         pad_left: a classifier's padding stands before the text.
         progress: show progress on stderr where it takes more than a second.
 
@@ -194,8 +198,8 @@ def build_data(
         tokenizer = load_tokenizer(name, **_languages(settings, task))
     else:
         size = settings.vocab_size or model_vocab_size
-        tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED)
-    vocabulary = _vocabulary(tokenizer, task)
+        tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED, ends=ends_texts)
+    vocabulary = _vocabulary(tokenizer, task, ends_texts=ends_texts)
     framed = _frame(settings, task, tokenizer, vocabulary)
     tokens = tokenize(
         source, tokenizer, vocabulary, _fields(settings, task), framed, cache, progress=progress
@@ -208,8 +212,16 @@ def build_data(
     def samples(part: Part) -> Samples:
         length = settings.seq_len
         if task == MASKED:
-            packed = settings.packing
-            return MaskedLM(tokens, part, length, vocabulary, suffix=framed.suffix, seed=seed, packed=packed)
+            return MaskedLM(
+                tokens,
+                part,
+                length,
+                vocabulary,
+                suffix=framed.suffix,
+                seed=seed,
+                packed=settings.packing,
+                shift=None if label_shift is None else label_shift(tokenizer),
+            )
         if task == SEQ2SEQ:
             start = decoder_start_token_id
             start = start(tokenizer) if callable(start) else start
@@ -248,6 +260,7 @@ def inspect_data(
     task: str = CAUSAL,
     model_tokenizer: str | None = None,
     model_vocab_size: int | None = None,
+    ends_texts: bool = False,
 ) -> DataSizes:
     """What ``build_data`` would give, as far as that can be told without writing or downloading anything.
 
@@ -263,7 +276,7 @@ def inspect_data(
     if name is None:
         size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
         if not source.remote:
-            trained = trained_tokenizer_folder(source, size, cache, mask=task == MASKED)
+            trained = trained_tokenizer_folder(source, size, cache, mask=task == MASKED, ends=ends_texts)
             folder = str(trained) if is_trained(trained) else None
     tokens = None
     if folder is not None:
@@ -273,7 +286,7 @@ def inspect_data(
             if name is not None and Path(name).exists():
                 raise
         else:
-            vocabulary = _vocabulary(tokenizer, task)
+            vocabulary = _vocabulary(tokenizer, task, ends_texts=ends_texts)
             size = vocabulary.size
             if not source.remote:
                 framed = _frame(settings, task, tokenizer, vocabulary)
@@ -327,12 +340,18 @@ def _source(settings: DataSettings, task: str, cache: Path, *, remember: bool = 
     )
 
 
-def _vocabulary(tokenizer: Any, task: str) -> Vocabulary:
+def _vocabulary(tokenizer: Any, task: str, *, ends_texts: bool = False) -> Vocabulary:
     vocabulary = Vocabulary.of(tokenizer)
     if task == MASKED and vocabulary.mask is None:
         raise UserError(
             "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
             "tokenizer_config.json, use another tokenizer, or null to train one"
+        )
+    around = (*vocabulary.prefix, *vocabulary.suffix)
+    if ends_texts and (tokenizer.eos_token_id is None or tokenizer.eos_token_id not in around):
+        raise UserError(
+            "data.tokenizer: it puts no eos_token behind a text, where this model classifies; use the "
+            "model's own tokenizer, or null to train one that does"
         )
     return vocabulary
 

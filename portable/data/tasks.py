@@ -3,6 +3,7 @@ classification."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from portable.data.cache import TokenCache
     from portable.data.tokenizer import Vocabulary
 
+LabelShift = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 _U64 = (1 << 64) - 1
 MASKED_SHARE = 0.15
 LAST_LABEL = -1
@@ -27,6 +29,9 @@ class MaskedLM(Samples):
 
     Of the tokens that are not special, 15% are targets, at least one a sample; of these 80% become the mask
     token, 10% another token, and 10% stay. The choice is keyed by (seed, epoch, sample), whoever makes it.
+
+    Args:
+        shift: makes the decoder's input from the labels, for a model that has a decoder.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class MaskedLM(Samples):
         suffix: Sequence[int],
         seed: int,
         packed: bool,
+        shift: LabelShift | None = None,
     ) -> None:
         assert vocabulary.mask is not None
         self._mask = vocabulary.mask
@@ -50,14 +56,18 @@ class MaskedLM(Samples):
         self._suffix = tuple(suffix)
         self._seed = seed & _U64
         self._packed = packed
+        self._shift = shift
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         pairs = [self._masked(epoch, self._part(index)) for epoch, index in places]
         inputs, mask = pad_rows([hidden for hidden, _ in pairs], self._length, self._vocabulary.pad)
         labels, _ = pad_rows([targets for _, targets in pairs], self._length, IGNORED)
-        if self._packed:
-            return {"input_ids": inputs, "labels": labels}
-        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+        arrays = {"input_ids": inputs, "labels": labels}
+        if not self._packed:
+            arrays["attention_mask"] = mask
+        if self._shift is not None:
+            arrays["decoder_input_ids"] = self._shift(labels)
+        return arrays
 
     def documents(self, index: int) -> range:
         if not self._packed:

@@ -30,6 +30,7 @@ from portable.run import train_leg
 from tests.parity import opened
 from tests.portable.test_data_tokenizer import word_tokenizer
 from tests.runs import TINY_MODEL, configured
+from tests.tiny_models import tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -424,6 +425,35 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
         assert fill == [data.tokenizer.pad_token_id] == [model.config.pad_token_id]
         assert trial.run.model_config.pad_token_id == fill[0]
         assert trial.run.model_config.label2id == {"POSITIVE": 0, "NEGATIVE": 1}
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_a_text_ends_where_its_classifier_looks(kind: str, tmp_path: Path) -> None:
+    """The tokenizer trained here ends texts by itself, as the model's own does; another that does not is
+    refused."""
+    rows = [row | {"label": i % 2} for i, row in enumerate(TEXT)]
+    given = configured(
+        tmp_path / "run",
+        words(tmp_path, rows),
+        model__config=tiny_config(kind),
+        model__task="sequence-classification",
+        data__seq_len=4,
+        train__micro_batch_size=6,
+    )
+    with opened(given) as trial:
+        model = trial.run.model
+        batch = next(iter(trial.run.train_loader(0)))
+        assert (batch["input_ids"] == model.config.eos_token_id).sum(1).tolist() == [1] * 6
+        expected = model(**batch).loss
+        assert float(trial.step().loss) == pytest.approx(float(expected), rel=1e-5)
+        trial.run.write_model_files(tmp_path / "final")
+    again = AutoTokenizer.from_pretrained(tmp_path / "final")
+    bare = again("a b", add_special_tokens=False)["input_ids"]
+    assert again("a b")["input_ids"] == [*bare, again.eos_token_id]
+    word_tokenizer("", **WORDS, pad_token="<pad>").save_pretrained(tmp_path / "bare")
+    endless = given.replaced({"data.tokenizer": str(tmp_path / "bare")})
+    with pytest.raises(UserError, match=r"data\.tokenizer: it puts no eos_token behind a text"):
+        opened(endless).__enter__()
 
 
 @pytest.mark.parametrize("kind", ["m2m_100", "mbart"])
