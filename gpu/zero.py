@@ -20,7 +20,7 @@ from gpu.zero_saving import ZeroSaver
 from gpu.zero_settings import ModelSizes, settings_for
 from portable.errors import require, unsupported
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
-from portable.loss import Objective, token_loss
+from portable.loss import Objective
 from portable.model import materialize, state_tensors
 from portable.optim import set_rates
 from portable.plan import plan_batches
@@ -247,7 +247,7 @@ class ZeroEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         self._partitions.refresh()
         self._engine.eval()
-        loss = token_loss(self.model, batch)
+        loss = self._objective.evaluated(self.model, batch)
         self._engine.train()
         return loss
 

@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from portable.data import LAST_LABEL, KnownClasses
+from portable.data.classes import PROBLEMS, SINGLE
 from portable.data.tokenizer import Vocabulary
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
     from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.config import ModelConfig
-    from portable.data import Frame
+    from portable.data import Classes, Frame
+    from portable.data.classes import Problem
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _STARTS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
@@ -33,14 +33,12 @@ _STARTS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id
 def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClasses | None:
     """The classes of a model whose head is trained, or that ``model.config`` names; None where it has none.
 
-    Raises:
-        UserError: the model is no classifier of one class out of several.
+    What a regression tells in numbers counts as classes here.
     """
     if settings.task != "sequence-classification":
         return None
     place = "model.config" if settings.name_or_path is None else "model.name_or_path"
     given = settings.config or {} if settings.name_or_path is None else {}
-    count = int(config.num_labels or 0)
     names = _class_names(config)
     if settings.name_or_path is None:
         known = any(key in given for key in ("num_labels", "id2label", "label2id"))
@@ -50,18 +48,23 @@ def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClass
         built = getattr(config, "architectures", None)
         named = any(not name.startswith("LABEL_") for name in names)
         known = any(n.endswith("ForSequenceClassification") for n in built) if built else named
-    kind = getattr(config, "problem_type", None)
-    if kind in ("regression", "multi_label_classification"):
-        raise UserError(
-            f"{place}: problem_type is {kind}, and sequence-classification trains only "
-            "single_label_classification (one class a text); use a model of that kind"
-        )
-    if known and count == 1:
-        raise UserError(
-            f"{place}: the model has one output (num_labels 1), which is a regression, and "
-            "sequence-classification trains only one class out of several; use another model"
-        )
     return KnownClasses(place, tuple(names)) if known else None
+
+
+def problem_of(config: PretrainedConfig, settings: ModelConfig) -> Problem | None:
+    """What a classifier's config says that it is for; None where its labels are to say it.
+
+    Raises:
+        UserError: transformers has no such classifiers.
+    """
+    kind = getattr(config, "problem_type", None)
+    if settings.task != "sequence-classification" or kind is None:
+        return None
+    if kind not in PROBLEMS:
+        place = "model.config" if settings.name_or_path is None else "model.name_or_path"
+        raise UserError(f"{place}: problem_type is {kind!r}; it may be {', '.join(PROBLEMS)}")
+    problem: Problem = kind
+    return problem
 
 
 def _class_names(config: PretrainedConfig) -> list[str]:
@@ -91,12 +94,14 @@ def classifies_at_end_token(config: PretrainedConfig) -> bool:
     return "eos_token_id" in inspect.unwrap(kind.forward).__code__.co_names
 
 
-def adopt_labels(config: PretrainedConfig, names: Sequence[int | str]) -> None:
-    """Give a classifier its classes, in the order of their ids; without names, leave it alone."""
-    if not names:
+def adopt_labels(config: PretrainedConfig, classes: Classes | None) -> None:
+    """Give a classifier its classes, in the order of their ids, and its loss; None leaves it alone."""
+    if classes is None:
         return
-    config.id2label = {index: str(name) for index, name in enumerate(names)}
-    config.label2id = {str(name): index for index, name in enumerate(names)}
+    config.id2label = dict(enumerate(classes.names))
+    config.label2id = {name: index for index, name in enumerate(classes.names)}
+    if classes.problem != SINGLE or getattr(config, "problem_type", None) is not None:
+        config.problem_type = classes.problem
 
 
 # -- special tokens ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError
 from portable import model as models
-from portable.adopt import known_classes
+from portable.adopt import problem_of
 from portable.backend import backend_room
 from portable.config import dump_yaml
 from portable.data import inspect_data
@@ -40,7 +40,7 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     check_same_run(folder, config)
     model_config = models.model_config(config.model)
     models.check_length(model_config, config.data.seq_len)
-    known_classes(model_config, config.model)  # refuses what a run refuses
+    problem_of(model_config, config.model)  # refuses what a run refuses
     data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
     model = models.build_model(model_config, config.model)
     if data.vocab_size is not None:

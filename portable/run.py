@@ -22,12 +22,14 @@ from portable.adopt import (
     classifies_at_the_end,
     known_classes,
     positions,
+    problem_of,
 )
 from portable.agreement import agree, settings_and_versions
 from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import TrainerState, write_durably
 from portable.config import difference, dump_yaml
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data
+from portable.data.classes import SINGLE
 from portable.errors import DamagedError, RunError, ToldElsewhereError, UserError, one_line
 from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_of_all
 from portable.foreign import open_foreign, own_state
@@ -189,6 +191,7 @@ class Prepared:
         self.model_config = models.model_config(config.model)
         models.check_length(self.model_config, config.data.seq_len)
         special_tokens = SpecialTokens(self.model_config, config.model)
+        self.problem = problem_of(self.model_config, config.model)  # before the labels have a say
         self.data = build_data(
             config.data,
             task=config.model.task,
@@ -196,11 +199,12 @@ class Prepared:
             decoder_start_token_id=special_tokens.decoder_start,
             label_shift=special_tokens.label_shift,
             known_classes=known_classes(self.model_config, config.model),
+            problem=self.problem,
             pad_left=classifies_at_the_end(self.model_config),
             progress=True,  # only the rank that builds the cache shows it
             **tokenizer_hints(config, self.model_config),
         )
-        adopt_labels(self.model_config, self.data.label_names)
+        adopt_labels(self.model_config, self.data.classes)
         special_tokens.prepare(self.data.tokenizer)
         self.model = models.build_model(self.model_config, config.model)
         aligned = special_tokens.align(self.model, self.data.tokenizer, self.data.target_frame)
@@ -226,6 +230,8 @@ class Prepared:
         if self.aligned:
             changes = "; ".join(self.aligned)
             lines.append(f"note: the model takes over the tokenizer's special tokens: {changes}")
+        if self.problem is None and (learnt := self.data.classes) is not None and learnt.problem != SINGLE:
+            lines.append(f"note: by its labels, the model learns a {learnt.problem.replace('_', ' ')}")
         if (warning := self.data.sizes.warning) is not None:
             lines.append(f"warning: {warning}")
         return lines

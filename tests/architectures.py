@@ -90,7 +90,7 @@ def run_of(pair: Pair, folder: Path, records: Path, **overrides: Any) -> RunConf
         folder,
         records,
         **{
-            "model__config": tiny_config(pair.model_type),
+            "model__config": tiny_config(*pair),
             "model__task": pair.task,
             "data__vocab_size": VOCABULARY,
             "data__eval_fraction": 0,
@@ -178,6 +178,12 @@ def loss_of(model: Any, task: str, batch: Mapping[str, torch.Tensor]) -> torch.T
     ids = inputs["input_ids"]
     logits = model(ids).logits
     plain = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    if getattr(model.config, "max_position_embeddings", None) == ids.shape[1]:
+        # There is no room for one more: the last label is counted apart.
+        shifted = torch.cat([torch.full_like(labels[:, :1], -100), labels[:, :-1]], dim=1)
+        first, last = ids.shape[1] - 1, functional.cross_entropy(logits[:, -1], labels[:, -1])
+        share: torch.Tensor = (model(ids, labels=shifted).loss * first + last) / (first + 1)
+        return share
     # Most shift by themselves. The last label is not among the inputs: append it.
     longer = torch.cat([ids, labels[:, -1:]], dim=1)
     shifted = torch.cat([torch.full_like(labels[:, :1], -100), labels], dim=1)
@@ -201,7 +207,16 @@ def opened_again(config: RunConfig, folder: Path) -> None:
     amiss = {what: sorted(names) for what, names in info.items() if names}
     if amiss:
         raise AssertionError(f"from_pretrained: {amiss}")
-    same_state(model.state_dict(), torch.load(folder / "live.pt", weights_only=True))
+    live = torch.load(folder / "live.pt", weights_only=True)
+    try:
+        same_state(model.state_dict(), live)
+    except AssertionError:
+        # Some do not load what they saved themselves: a row of padding, which is emptied again.
+        plain = auto_class(task).from_config(model.config)
+        plain.load_state_dict(live)
+        plain.save_pretrained(folder / "theirs")
+        again = auto_class(task).from_pretrained(folder / "theirs", dtype=torch.float32)
+        same_state(model.state_dict(), again.state_dict())
     if task in ("causal-lm", "seq2seq-lm"):
         fresh = auto_class(task).from_config(model.config)
         fresh.generation_config = model.generation_config
@@ -248,10 +263,9 @@ def loads_what_transformers_saved(config: RunConfig, folder: Path) -> None:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter))
     model.save_pretrained(folder / "theirs")
-    loaded = type(model).from_pretrained(folder / "theirs", dtype=torch.float32)
     taken = config.replaced({"model.config": None, "model.name_or_path": str(folder / "theirs")})
     with opened(taken) as trial:
-        same_state(trial.engine.model.state_dict(), loaded.state_dict())
+        same_state(trial.engine.model.state_dict(), model.state_dict())
 
 
 # -- the sweep --------------------------------------------------------------------------------------------

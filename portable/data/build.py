@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from portable.data.cache import CacheDamagedError, TokenCache
-from portable.data.classes import Classes, KnownClasses, number_classes
+from portable.data.classes import Classes, KnownClasses, Problem, classes_of
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
@@ -144,10 +144,15 @@ class Data:
     """A digest of every token and label; equal on every machine that has the same text and tokenizer."""
     vocab_size: int
     """One more than the tokenizer's largest id: what the model's embedding must at least hold."""
-    label_names: tuple[str, ...] = ()
-    """For classification, the classes in the order of their ids."""
+    classes: Classes | None = None
+    """For classification, what is learnt of the labels."""
     target_frame: Frame | None = None
     """For seq2seq, what stands around each target."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """For classification, the classes in the order of their ids."""
+        return () if self.classes is None else self.classes.names
 
     @property
     def num_labels(self) -> int | None:
@@ -169,6 +174,7 @@ def build_data(
     decoder_start_token_id: int | Callable[[Any], int] | None = None,
     label_shift: Callable[[Any], LabelShift | None] | None = None,
     known_classes: KnownClasses | None = None,
+    problem: Problem | None = None,
     pad_left: bool = False,
     progress: bool = False,
 ) -> Data:
@@ -185,6 +191,7 @@ def build_data(
         decoder_start_token_id: what a seq2seq decoder starts with, or what tells it of the tokenizer, or
         ``LAST_LABEL``; ``None`` takes the padding token. label_shift: tells of the tokenizer how a masked
         language model's decoder gets its labels. known_classes: those that the model has already.
+        problem: ``problem_type`` of its config.
         pad_left: a classifier's padding stands before the text.
         progress: show progress on stderr where it takes more than a second.
 
@@ -207,7 +214,7 @@ def build_data(
     train, held_out = _parts(settings, task, tokens)
     classes: Classes | None = None
     if task == CLASSIFICATION:
-        classes = number_classes(tokens.label_names, source.class_names, known_classes)
+        classes = classes_of(tokens, source.class_names, known_classes, problem)
 
     def samples(part: Part) -> Samples:
         length = settings.seq_len
@@ -236,7 +243,7 @@ def build_data(
             )
         if classes is not None:
             return Classification(
-                tokens, part, length, vocabulary, suffix=framed.suffix, ids=classes.ids, left=pad_left
+                tokens, part, length, vocabulary, suffix=framed.suffix, classes=classes, left=pad_left
             )
         if settings.packing:
             return PackedCausal(tokens, part, length)
@@ -249,7 +256,7 @@ def build_data(
         sizes=_sizes(settings, task, source, name, vocabulary.size, tokens),
         fingerprint=tokens.fingerprint,
         vocab_size=vocabulary.size,
-        label_names=() if classes is None else classes.names,
+        classes=classes,
         target_frame=(framed.target or framed) if task == SEQ2SEQ else None,
     )
 

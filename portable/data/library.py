@@ -92,7 +92,9 @@ class HubDataset(Source):
     @property
     def class_names(self) -> tuple[str, ...] | None:
         feature = (getattr(self._rows(), "features", None) or {}).get(self._fields.label)
-        names = getattr(feature, "names", None)
+        if isinstance(feature, list) and len(feature) == 1:  # several classes a text
+            feature = feature[0]
+        names = getattr(getattr(feature, "feature", feature), "names", None)
         return None if names is None else tuple(map(str, names))
 
     def documents(self) -> Iterator[Document]:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from portable.data.classes import MULTI, SINGLE
 from portable.data.samples import IGNORED, Arrays, Part, Samples, cut, pad_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.data.cache import TokenCache
+    from portable.data.classes import Classes
     from portable.data.tokenizer import Vocabulary
 
 LabelShift = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
@@ -149,11 +151,15 @@ class Seq2Seq(Samples):
 
 
 class Classification(Samples):
-    """A text and its class: ``labels`` is one id a sample, ``[batch]``.
+    """A text and its labels.
+
+    These are one id a sample, int64 ``[batch]``; several classes, float32 ``[batch, classes]`` of 0 and 1;
+    or what a regression learns, float32 ``[batch]`` or ``[batch, numbers]``.
 
     Args:
-        ids: the model's id of each label of the cache; None where it is the same. left: put the padding
-        before the text, for a model that classifies at the last position, as XLNet does.
+        classes: what the labels of the cache are to the model; None where they are its ids.
+        left: put the padding before the text, for a model that classifies at the last position, as XLNet
+            does.
     """
 
     def __init__(
@@ -164,22 +170,28 @@ class Classification(Samples):
         vocabulary: Vocabulary,
         *,
         suffix: Sequence[int],
-        ids: Sequence[int] | None = None,
+        classes: Classes | None = None,
         left: bool = False,
     ) -> None:
-        assert cache.labels is not None
         self.num_samples = part.num_samples
-        self.valid_tokens = 1
+        problem = SINGLE if classes is None else classes.problem
+        self.valid_tokens = 1 if classes is None or problem == SINGLE else len(classes.names)
         self._cache = cache
         self._part = part
         self._length = seq_len
         self._pad = vocabulary.pad
         self._suffix = tuple(suffix)
-        self._ids = None if ids is None else np.array(ids, dtype=np.int64)
+        self._problem = problem
+        self._outputs = self.valid_tokens
+        # What each label of the cache becomes.
+        self._ids: npt.NDArray[Any] | None = None
+        if classes is not None and classes.numbers:
+            self._ids = np.array(classes.numbers, dtype=np.float32)
+        elif classes is not None:
+            self._ids = np.array(classes.ids, dtype=np.int64)
         self._left = left
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        assert self._cache.labels is not None
         numbers = [self._part(index) for _, index in places]
         texts = [cut(self._cache.document("text", number), self._length, self._suffix) for number in numbers]
         inputs, mask = pad_rows(texts, self._length, self._pad)
@@ -187,9 +199,23 @@ class Classification(Samples):
             for row, text in enumerate(texts):
                 inputs[row] = np.roll(inputs[row], self._length - len(text))
                 mask[row] = np.roll(mask[row], self._length - len(text))
-        labels = self._cache.labels[numbers]
-        labels = labels if self._ids is None else self._ids[labels]
-        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+        return {"input_ids": inputs, "attention_mask": mask, "labels": self._labels(numbers)}
+
+    def _labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
+        cache = self._cache
+        if cache.values is not None:
+            values = cache.values[numbers].astype(np.float32)
+            return values if self._problem == MULTI or self._outputs > 1 else values[:, 0]
+        assert cache.labels is not None
+        if cache.label_offsets is None:
+            labels = cache.labels[numbers]
+            return labels if self._ids is None else self._ids[labels]
+        assert self._ids is not None
+        several = np.zeros((len(numbers), self._outputs), dtype=np.float32)
+        for row, number in enumerate(numbers):
+            start, end = cache.label_offsets[number : number + 2].tolist()
+            several[row, self._ids[cache.labels[start:end]]] = 1
+        return several
 
     def documents(self, index: int) -> range:
         return self._part.document(index)

@@ -44,6 +44,12 @@ class Case:
     accumulation: int = 1
 
 
+def regression(settings: dict[str, Any]) -> dict[str, Any]:
+    """On three numbers."""
+    config = {**settings["model__config"], "problem_type": "regression", "num_labels": 3}
+    return {**settings, "model__config": config}
+
+
 LLAMA: dict[str, Any] = {"model__config": {**TINY_MODEL, "num_hidden_layers": 1}}
 MASKED: dict[str, Any] = {"model__task": "masked-lm", "data__packing": False}
 LABELLED: dict[str, Any] = {**MODELS["bert"], "model__task": "sequence-classification"}
@@ -55,6 +61,10 @@ CASES = {
     "masked, with mBART's decoder": Case({"model__config": tiny_config("mbart"), **MASKED}),
     "seq2seq": Case({**MODELS["t5"], "train__weight_decay": 2.0}),
     "classification": Case({**LABELLED, "train__weight_decay": 0.01}),
+    "classification by a number": Case({**LABELLED, "data__label_field": "number"}),
+    "classification by numbers": Case({**regression(LABELLED), "data__label_field": "numbers"}),
+    "classification of several kinds": Case({**LABELLED, "data__label_field": "kinds"}),
+    "classification by shares": Case({**LABELLED, "data__label_field": "numbers"}),
     "adafactor": Case({**LLAMA, "train__optimizer": "adafactor", "train__adafactor_rule": "transformers"}),
 }
 
