@@ -11,7 +11,7 @@ from torch import nn
 from converters import Tensor as StoredTensor
 from gpu import deepspeed_json, nvme, zero_optimizer, zero_runtime
 from gpu.compiling import compile_layers
-from gpu.experts import routed, zero_missing_gradients
+from gpu.experts import called_by_choice, routed, zero_missing_gradients
 from gpu.footprint import footprint
 from gpu.generation import continue_text
 from gpu.loss_scale import LossScale
@@ -107,8 +107,8 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
         "use zero1, zero3 or full_shard",
     )
     if stage == 3:
-        if experts:  # gathered together, and their missing gradients are zeros
-            deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in experts}))
+        if leaves := [*experts, *called_by_choice(model)]:  # gathered together, missing gradients are zeros
+            deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in leaves}))
         _partition(deepspeed, model, settings, machine.device, COMPUTE_DTYPES[config.precision])
     else:
         zero_missing_gradients(model)
