@@ -231,7 +231,12 @@ class Prepared:
             changes = "; ".join(self.aligned)
             lines.append(f"note: the model takes over the tokenizer's special tokens: {changes}")
         if self.problem is None and (learnt := self.data.classes) is not None and learnt.problem != SINGLE:
-            lines.append(f"note: by its labels, the model learns a {learnt.problem.replace('_', ' ')}")
+            lines.append(f"note: problem_type is {learnt.problem}, as the labels and num_labels have it")
+        if getattr(self.model_config, "disable_ngram_loss", None) is False:
+            lines.append(
+                f"note: {self.architecture} is trained on the next token alone, as with disable_ngram_loss; "
+                "transformers adds losses of the tokens after it"
+            )
         if (warning := self.data.sizes.warning) is not None:
             lines.append(f"warning: {warning}")
         return lines

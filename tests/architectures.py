@@ -324,7 +324,8 @@ INTRODUCTION = f"""# Models
 Every text model of transformers {{version}}, held against transformers itself by
 `python -m tests.architectures`. For each type and task a tiny model was trained for {STEPS} steps in fp32 on
 one rank, beside a plain loop with `forward(labels=)`; in bf16 (losses within {BF16_TOLERANCE:.0%} of those
-in fp32); on two ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e} of one rank's). What it exported was opened by `from_pretrained`, compared bit for bit, and generated text. Weights that
+in fp32); on two ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e} of one rank's). What it
+exported was opened by `from_pretrained`, compared bit for bit, and generated text. Weights that
 `save_pretrained` wrote were loaded and compared bit for bit. "yes" says that all of it held, "not tried" that
 no model of that type was as small as these are. {{looked_at}} of {{known}} pairs of a type and a task have
 been looked at.

@@ -393,6 +393,8 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(
             loss = model(**batch).loss
         assert float(trial.step().loss) == pytest.approx(float(loss), rel=1e-5)
         trial.run.write_model_files(tmp_path / "final")
+        told = [line for line in trial.run.surprises() if "problem_type" in line]
+        assert bool(told) == (problem != SINGLE and "problem_type" not in given)
     saved = AutoConfig.from_pretrained(tmp_path / "final")
     assert saved.num_labels == outputs
     assert saved.problem_type == (None if problem == SINGLE else problem)
