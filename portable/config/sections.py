@@ -131,7 +131,8 @@ class DataConfig(Section):
     label_field: str = Field(
         default="label",
         min_length=1,
-        description="Field that holds the class (sequence-classification).",
+        description="Field that holds the label (sequence-classification): a class (an integer or a string), "
+        "a list of classes, or what a regression learns, numbers with a fraction.",
     )
     text_split: Literal["file", "paragraph", "line"] = Field(
         default="file",

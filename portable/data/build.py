@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from portable.data.cache import CacheDamagedError, TokenCache
-from portable.data.classes import Classes, KnownClasses, number_classes
+from portable.data.classes import Classes, KnownClasses, Problem, classes_of
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
@@ -21,7 +21,7 @@ from portable.data.samples import (
     split_documents,
 )
 from portable.data.sources import Fields, Source, open_source
-from portable.data.tasks import Classification, MaskedLM, Seq2Seq
+from portable.data.tasks import Classification, LabelShift, MaskedLM, Seq2Seq
 from portable.data.tokenize import Frame, frame, token_cache_folder, tokenize
 from portable.data.tokenizer import (
     PairFrame,
@@ -155,10 +155,15 @@ class Data:
     """A digest of every token and label; equal on every machine that has the same text and tokenizer."""
     vocab_size: int
     """One more than the tokenizer's largest id: what the model's embedding must at least hold."""
-    label_names: tuple[str, ...] = ()
-    """For classification, the classes in the order of their ids."""
+    classes: Classes | None = None
+    """For classification, what is learnt of the labels."""
     target_frame: Frame | None = None
     """For seq2seq, what stands around each target."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """For classification, the classes in the order of their ids."""
+        return () if self.classes is None else self.classes.names
 
     @property
     def num_labels(self) -> int | None:
@@ -176,8 +181,11 @@ def build_data(
     seed: int = 0,
     model_tokenizer: str | None = None,
     model_vocab_size: int | None = None,
+    ends_texts: bool = False,
     decoder_start_token_id: int | Callable[[Any], int] | None = None,
+    label_shift: Callable[[Any], LabelShift | None] | None = None,
     known_classes: KnownClasses | None = None,
+    problem: Problem | None = None,
     pad_left: bool = False,
     progress: bool = False,
 ) -> Data:
@@ -190,8 +198,11 @@ def build_data(
         settings: the ``data`` section. task: one of ``TASKS``. seed: keys the masking of a masked language
         model. model_tokenizer: the tokenizer for ``data.tokenizer`` null, the pretrained model's; ``None``
         trains one. model_vocab_size: the size of the tokenizer to train for ``data.vocab_size`` null.
+        ends_texts: the model classifies at the end token, so that each text must have one.
         decoder_start_token_id: what a seq2seq decoder starts with, or what tells it of the tokenizer, or
-        ``LAST_LABEL``; ``None`` takes the padding token. known_classes: those that the model has already.
+        ``LAST_LABEL``; ``None`` takes the padding token. label_shift: tells of the tokenizer how a masked
+        language model's decoder gets its labels. known_classes: those that the model has already.
+        problem: ``problem_type`` of its config.
         pad_left: a classifier's padding stands before the text.
         progress: show progress on stderr where it takes more than a second.
 
@@ -205,8 +216,8 @@ def build_data(
         tokenizer = load_tokenizer(name, **_languages(settings, task))
     else:
         size = settings.vocab_size or model_vocab_size
-        tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED)
-    vocabulary = _vocabulary(tokenizer, task)
+        tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED, ends=ends_texts)
+    vocabulary = _vocabulary(tokenizer, task, ends_texts=ends_texts)
     framed = _frame(settings, task, tokenizer, vocabulary)
     tokens = tokenize(
         source, tokenizer, vocabulary, _fields(settings, task), framed, cache, progress=progress
@@ -215,13 +226,21 @@ def build_data(
     pair = None if _fields(settings, task).pair is None else _pair_frame(settings, tokenizer)
     classes: Classes | None = None
     if task == CLASSIFICATION:
-        classes = number_classes(tokens.label_names, source.class_names, known_classes)
+        classes = classes_of(tokens, source.class_names, known_classes, problem)
 
     def samples(part: Part) -> Samples:
         length = settings.seq_len
         if task == MASKED:
-            packed = settings.packing
-            return MaskedLM(tokens, part, length, vocabulary, suffix=framed.suffix, seed=seed, packed=packed)
+            return MaskedLM(
+                tokens,
+                part,
+                length,
+                vocabulary,
+                suffix=framed.suffix,
+                seed=seed,
+                packed=settings.packing,
+                shift=None if label_shift is None else label_shift(tokenizer),
+            )
         if task == SEQ2SEQ:
             start = decoder_start_token_id
             start = start(tokenizer) if callable(start) else start
@@ -242,7 +261,7 @@ def build_data(
                 length,
                 vocabulary,
                 suffix=framed.suffix,
-                ids=classes.ids,
+                classes=classes,
                 left=pad_left,
                 pair=pair,
             )
@@ -257,7 +276,7 @@ def build_data(
         sizes=_sizes(settings, task, source, name, vocabulary.size, tokens),
         fingerprint=tokens.fingerprint,
         vocab_size=vocabulary.size,
-        label_names=() if classes is None else classes.names,
+        classes=classes,
         target_frame=_target_frame(framed, task),
     )
 
@@ -268,6 +287,7 @@ def inspect_data(
     task: str = CAUSAL,
     model_tokenizer: str | None = None,
     model_vocab_size: int | None = None,
+    ends_texts: bool = False,
 ) -> DataSizes:
     """What ``build_data`` would give, as far as that can be told without writing or downloading anything.
 
@@ -284,7 +304,7 @@ def inspect_data(
     if name is None:
         size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
         if not source.remote:
-            trained = trained_tokenizer_folder(source, size, cache, mask=task == MASKED)
+            trained = trained_tokenizer_folder(source, size, cache, mask=task == MASKED, ends=ends_texts)
             folder = str(trained) if is_trained(trained) else None
     tokens = None
     if folder is not None:
@@ -294,7 +314,7 @@ def inspect_data(
             if name is not None and Path(name).exists():
                 raise
         else:
-            vocabulary = _vocabulary(tokenizer, task)
+            vocabulary = _vocabulary(tokenizer, task, ends_texts=ends_texts)
             size = vocabulary.size
             framed = _frame(settings, task, tokenizer, vocabulary)
             opened = {"opened": tokenizer, "target_frame": _target_frame(framed, task)}
@@ -368,12 +388,18 @@ def _source(settings: DataSettings, task: str, cache: Path, *, remember: bool = 
     )
 
 
-def _vocabulary(tokenizer: Any, task: str) -> Vocabulary:
+def _vocabulary(tokenizer: Any, task: str, *, ends_texts: bool = False) -> Vocabulary:
     vocabulary = Vocabulary.of(tokenizer)
     if task == MASKED and vocabulary.mask is None:
         raise UserError(
             "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
             "tokenizer_config.json, use another tokenizer, or null to train one"
+        )
+    around = (*vocabulary.prefix, *vocabulary.suffix)
+    if ends_texts and (tokenizer.eos_token_id is None or tokenizer.eos_token_id not in around):
+        raise UserError(
+            "data.tokenizer: it puts no eos_token behind a text, where this model classifies; use the "
+            "model's own tokenizer, or null to train one that does"
         )
     return vocabulary
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 TextSplit = Literal["file", "paragraph", "line"]
+Label = int | float | str | tuple[int | float | str, ...]
+"""A class, several, a number, or several."""
 PIECE_CHARS = 1 << 20  # a longer text is read and tokenized in pieces, so that one huge file fits in memory
 
 
@@ -24,7 +27,7 @@ class Document:
 
     text: str
     target: str | None = None
-    label: int | str | None = None
+    label: Label | None = None
     ends: bool = True
     pair: str | None = None
 
@@ -108,12 +111,22 @@ def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
     return value if value.isascii() else value.encode(errors="replace").decode()
 
 
-def _label_of(row: Mapping[str, Any], name: str, where: str) -> int | str:
+def _label_of(row: Mapping[str, Any], name: str, where: str) -> Label:
     value = _value_of(row, "label_field", name, where)
-    if not isinstance(value, int | str):
+    if isinstance(value, list | tuple):
+        # Booleans say of each class whether it is the text's: they are numbers, not classes.
+        return tuple(
+            float(item) if isinstance(item, bool) else _one_label(item, name, where) for item in value
+        )
+    return _one_label(value, name, where)
+
+
+def _one_label(value: Any, name: str, where: str) -> int | float | str:
+    if not isinstance(value, int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
+        shown = value if isinstance(value, float) else _kind(value)
         raise UserError(
-            f"data.label_field: {where}: {name!r} is {_kind(value)}, not an integer or a string; "
-            "name a column of classes"
+            f"data.label_field: {where}: {name!r} is {shown}, neither a class (an integer or a string) nor a "
+            "number, nor a list of these; name a column of labels"
         )
     return int(value) if isinstance(value, bool) else value
 

@@ -96,7 +96,9 @@ class HubDataset(Source):
         feature = features.get(self._fields.label)
         for part in () if feature is not None else (self._fields.label or "").split("."):
             features = feature = features.get(part) if isinstance(features, Mapping) else None
-        names = getattr(feature, "names", None)
+        if isinstance(feature, list) and len(feature) == 1:  # several classes a text
+            feature = feature[0]
+        names = getattr(getattr(feature, "feature", feature), "names", None)
         return None if names is None else tuple(map(str, names))
 
     def documents(self) -> Iterator[Document]:

@@ -3,19 +3,23 @@ classification."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from portable.data.classes import MULTI, SINGLE
 from portable.data.samples import IGNORED, Arrays, Part, Samples, cut, pad_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.data.cache import TokenCache
+    from portable.data.classes import Classes
     from portable.data.tokenizer import PairFrame, Vocabulary
 
+LabelShift = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 _U64 = (1 << 64) - 1
 MASKED_SHARE = 0.15
 LAST_LABEL = -1
@@ -27,6 +31,9 @@ class MaskedLM(Samples):
 
     Of the tokens that are not special, 15% are targets, at least one a sample; of these 80% become the mask
     token, 10% another token, and 10% stay. The choice is keyed by (seed, epoch, sample), whoever makes it.
+
+    Args:
+        shift: makes the decoder's input from the labels, for a model that has a decoder.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class MaskedLM(Samples):
         suffix: Sequence[int],
         seed: int,
         packed: bool,
+        shift: LabelShift | None = None,
     ) -> None:
         assert vocabulary.mask is not None
         self._mask = vocabulary.mask
@@ -50,14 +58,18 @@ class MaskedLM(Samples):
         self._suffix = tuple(suffix)
         self._seed = seed & _U64
         self._packed = packed
+        self._shift = shift
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         pairs = [self._masked(epoch, self._part(index)) for epoch, index in places]
         inputs, mask = pad_rows([hidden for hidden, _ in pairs], self._length, self._vocabulary.pad)
         labels, _ = pad_rows([targets for _, targets in pairs], self._length, IGNORED)
-        if self._packed:
-            return {"input_ids": inputs, "labels": labels}
-        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+        arrays = {"input_ids": inputs, "labels": labels}
+        if not self._packed:
+            arrays["attention_mask"] = mask
+        if self._shift is not None:
+            arrays["decoder_input_ids"] = self._shift(labels)
+        return arrays
 
     def documents(self, index: int) -> range:
         if not self._packed:
@@ -141,11 +153,14 @@ class Seq2Seq(Samples):
 
 
 class Classification(Samples):
-    """A text, or a pair of them, and its class: ``labels`` is one id a sample, ``[batch]``.
+    """A text, or a pair of them, and its labels.
+
+    These are one id a sample, int64 ``[batch]``; several classes, float32 ``[batch, classes]`` of 0 and 1;
+    or what a regression learns, float32 ``[batch]`` or ``[batch, numbers]``.
 
     Args:
         pair: what stands around two texts, where the cache holds pairs.
-        ids: the model's id of each label of the cache; None where it is the same.
+        classes: what the labels of the cache are to the model; None where they are its ids.
         left: put the padding before the text, for a model that classifies at the last position, as XLNet
             does.
     """
@@ -158,24 +173,30 @@ class Classification(Samples):
         vocabulary: Vocabulary,
         *,
         suffix: Sequence[int],
-        ids: Sequence[int] | None = None,
+        classes: Classes | None = None,
         left: bool = False,
         pair: PairFrame | None = None,
     ) -> None:
-        assert cache.labels is not None
         self.num_samples = part.num_samples
-        self.valid_tokens = 1
+        problem = SINGLE if classes is None else classes.problem
+        self.valid_tokens = 1 if classes is None or problem == SINGLE else len(classes.names)
         self._cache = cache
         self._part = part
         self._length = seq_len
         self._pad = vocabulary.pad
         self._suffix = tuple(suffix)
-        self._ids = None if ids is None else np.array(ids, dtype=np.int64)
+        self._problem = problem
+        self._outputs = self.valid_tokens
+        # What each label of the cache becomes.
+        self._ids: npt.NDArray[Any] | None = None
+        if classes is not None and classes.numbers:
+            self._ids = np.array(classes.numbers, dtype=np.float32)
+        elif classes is not None:
+            self._ids = np.array(classes.ids, dtype=np.int64)
         self._left = left
         self._pair = pair
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        assert self._cache.labels is not None
         numbers = [self._part(index) for _, index in places]
         if self._pair is None:
             texts = [cut(self._cache.document("text", at), self._length, self._suffix) for at in numbers]
@@ -190,9 +211,7 @@ class Classification(Samples):
             for values in arrays.values():
                 for row, text in enumerate(texts):
                     values[row] = np.roll(values[row], self._length - len(text))
-        labels = self._cache.labels[numbers]
-        labels = labels if self._ids is None else self._ids[labels]
-        return {**arrays, "labels": labels}
+        return {**arrays, "labels": self._labels(numbers)}
 
     def _parts(self, number: int, frame: PairFrame) -> list[npt.NDArray[np.int64]]:
         """Before, first, between, second, after."""
@@ -200,6 +219,22 @@ class Classification(Samples):
         one, two = longest_first(len(first), len(second), self._length - frame.length)
         parts = (frame.before, first[:one], frame.between, second[:two], frame.after)
         return [np.array(part, dtype=np.int64) for part in parts]
+
+    def _labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
+        cache = self._cache
+        if cache.values is not None:
+            values = cache.values[numbers].astype(np.float32)
+            return values if self._problem == MULTI or self._outputs > 1 else values[:, 0]
+        assert cache.labels is not None
+        if cache.label_offsets is None:
+            labels = cache.labels[numbers]
+            return labels if self._ids is None else self._ids[labels]
+        assert self._ids is not None
+        several = np.zeros((len(numbers), self._outputs), dtype=np.float32)
+        for row, number in enumerate(numbers):
+            start, end = cache.label_offsets[number : number + 2].tolist()
+            several[row, self._ids[cache.labels[start:end]]] = 1
+        return several
 
     def documents(self, index: int) -> range:
         return self._part.document(index)

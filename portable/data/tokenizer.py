@@ -129,9 +129,11 @@ def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
     return size
 
 
-def trained_tokenizer_folder(source: Source, vocab_size: int, cache: Path, *, mask: bool = False) -> Path:
+def trained_tokenizer_folder(
+    source: Source, vocab_size: int, cache: Path, *, mask: bool = False, ends: bool = False
+) -> Path:
     """Where the tokenizer trained on ``source`` lies, or would."""
-    told = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}"
+    told = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}{' ends' if ends else ''}"
     return cache / "tokenizers" / hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
@@ -139,20 +141,23 @@ def is_trained(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file() and (folder / "tokenizer_config.json").is_file()
 
 
-def train_tokenizer(source: Source, vocab_size: int | None, cache: Path, *, mask: bool = False) -> Any:
+def train_tokenizer(
+    source: Source, vocab_size: int | None, cache: Path, *, mask: bool = False, ends: bool = False
+) -> Any:
     """Train a byte-level BPE on the head of ``source``, or load the one trained before.
 
     ``vocab_size`` counts the special tokens (end, padding and, with ``mask``, the mask); a small source may
-    give fewer. Any number of processes may call this at once: one trains, the others wait for it.
+    give fewer. With ``ends`` it puts the end token behind each text. Any number of processes may call this at
+    once: one trains, the others wait for it.
     """
     size = trained_vocab_size(vocab_size, mask=mask)
-    folder = trained_tokenizer_folder(source, size, cache, mask=mask)
+    folder = trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends)
     if tokenizer := _open(folder):
         return tokenizer
     with locked_folder(folder) as draft:
         if tokenizer := _open(folder):
             return tokenizer
-        _train(source, size, mask).save_pretrained(draft.path)
+        _train(source, size, mask, ends).save_pretrained(draft.path)
         draft.commit()
     return load_tokenizer(str(folder))
 
@@ -166,8 +171,8 @@ def _open(folder: Path) -> Any:
         return None
 
 
-def _train(source: Source, vocab_size: int, mask: bool) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def _train(source: Source, vocab_size: int, mask: bool, ends: bool) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = [END, PAD, *([MASK] if mask else [])]
@@ -182,6 +187,12 @@ def _train(source: Source, vocab_size: int, mask: bool) -> Any:
     )
     with parallel_tokenizers():
         bpe.train_from_iterator(_head(source), trainer)
+    if ends:
+        bpe.post_processor = processors.TemplateProcessing(
+            single=f"$A {END}",
+            pair=f"$A {END} $B {END}",
+            special_tokens=[(END, bpe.token_to_id(END))],
+        )
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
         tokenizer_object=bpe,
         eos_token=END,

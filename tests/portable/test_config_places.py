@@ -17,10 +17,12 @@ NO_PLACES = {
     "data.config_name",
     "data.label_field",
     "data.source_language",
+    "data.source_prefix",
     "data.split",
     "data.target_field",
     "data.target_language",
     "data.text_field",
+    "data.text_pair_field",
     "log.sample_prompt",
 }
 
