@@ -176,6 +176,9 @@ class TorchEngine:
         """What the metrics record besides."""
         return self._scaling.figures()
 
+    def let_go(self) -> None:
+        self._sharded.let_go()
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()

@@ -251,6 +251,9 @@ class ZeroEngine:
         """What the metrics record besides."""
         return self._scaling.figures()
 
+    def let_go(self) -> None:
+        pass  # zero_runtime.stop takes DeepSpeed's engine apart
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         self._partitions.refresh()
