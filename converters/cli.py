@@ -10,7 +10,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
-from converters.console import OutputError, complain, say
+from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
+from converters.console import complain, say
 from converters.errors import CheckpointError, printable
 from converters.options import DTYPES, EXPANSION, WRITERS
 
@@ -50,6 +51,7 @@ examples:
   portable-convert runs/quickstart out/ --tag step-000100  a certain step
   portable-convert s3://bucket/run s3://bucket/model       from and to an object store, without a disk
   portable-convert ckpt/ out/ --dtype bfloat16             half the size, for inference
+  portable-convert zero/ out/ --config-from org/model      config and tokenizer of the model it began as
   portable-convert ckpt/ out/ --optimizer                  the optimizer's moments too
   portable-convert ckpt/ out/ --to dcp --optimizer         for torch.distributed.checkpoint
   portable-convert ckpt/ out/ --dry-run                    what would be written; writes nothing
@@ -58,7 +60,6 @@ examples:
 then:
   AutoModelForCausalLM.from_pretrained("out/")
 
-exit codes: 0 done, 2 refused (one `error:` line says why, OUT is as it was).
 """
 
 
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="portable-convert",
         description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES + exit_codes(DONE, REFUSED, BY_SIGNAL),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -82,8 +83,14 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=list(DTYPES),
         default="keep",
-        help="type of floating tensors; keep (default) is the highest precision SRC holds. Integer and 0-d "
-        "buffers stay exact",
+        metavar="{keep,float32,bfloat16,float16}",
+        help="type of floating tensors (also bf16, fp16, fp32), which config.json then names; keep (default) "
+        "is the highest precision SRC holds. Integer and 0-d buffers stay exact",
+    )
+    parser.add_argument(
+        "--config-from",
+        metavar="FOLDER_OR_ID",
+        help="take config.json and the tokenizer from this model's folder or hub id, for a SRC that has none",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -106,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "there repeat the same bytes",
     )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
+    parser.add_argument("--version", action=ShowVersion, help="print the version and stop")
     return parser
 
 
@@ -117,8 +125,9 @@ def _size(text: str) -> int:
     return max(1, int(float(match[1]) * _UNITS.get(unit, 1)))
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `portable-convert`; returns the exit code: 0 done, 2 refused, 130 or 143 interrupted."""
+    """Run `portable-convert`; returns the exit code, as `converters.commands.EXIT_CODES` has it."""
     previous = None
     try:
         options = _parser().parse_args(argv)
@@ -127,17 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _convert(options)
     except CheckpointError as error:
         complain(f"error: {printable(error)}")
-        return 1 if isinstance(error, OutputError) else 2
-    except KeyboardInterrupt:
-        return 130
-    except MemoryError:
-        complain("error: out of memory; nothing was written")
-        return 1
-    except RuntimeError as error:
-        if "start new thread" not in str(error):
-            raise
-        complain("error: no thread could be started; nothing was written")
-        return 1
+        return REFUSED
+    except RecursionError:
+        complain(f"error: {printable(options.src)}: nested too deeply")
+        return REFUSED
     finally:
         if previous is not None:
             signal.alarm(0)
@@ -149,11 +151,12 @@ def _terminated(signum: int, frame: object) -> NoReturn:
     # system ends the process all the same, and the next conversion removes the folder.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_PATIENCE)
-    raise SystemExit(128 + signum)
+    raise SystemExit(BY_SIGNAL + signum)
 
 
 def _convert(options: argparse.Namespace) -> int:
     # Imported here, so that help and a mistyped option answer at once.
+    from converters.companions import companions_from
     from converters.opening import open_checkpoint
     from converters.output import check_output
     from converters.places import place
@@ -169,15 +172,18 @@ def _convert(options: argparse.Namespace) -> int:
     if not options.dry_run:
         check_output(out, [source], overwrite=options.overwrite)
     checkpoint = open_checkpoint(source, options.tag)
+    if options.config_from is not None:
+        checkpoint.take_companions(companions_from(options.config_from))
     chosen = {
         "dtype": options.dtype,
         "max_shard_size": options.max_shard_size,
         "optimizer": options.optimizer,
     }
     if options.dry_run:
-        planned = make_plan(checkpoint, **chosen)
-        check_expansion(checkpoint, planned, allowed=options.expand)
-        say(_describe(checkpoint, planned, out))
+        plan = make_plan(checkpoint, **chosen)
+        check_expansion(checkpoint, plan, allowed=options.expand)
+        say(_describe(checkpoint, plan, out))
+        _note_config(plan, source, options)
         return 0
     plan = write(
         checkpoint,
@@ -193,7 +199,18 @@ def _convert(options: argparse.Namespace) -> int:
         checked = ", compared with the source" if options.verify else ""
         told = f"{out}: {count} tensors, {_bytes(plan.nbytes)} in {len(plan.files)} file(s){checked}"
         say(printable(told))
+    _note_config(plan, source, options)
     return 0
+
+
+def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None:
+    """Say what `from_pretrained` will miss, before somebody finds out by it."""
+    if options.to == "safetensors" and not options.quiet and "config.json" not in plan.names:
+        print(
+            f"note: {source} holds no config.json, so from_pretrained cannot load {options.out} as it is; "
+            "--config-from FOLDER_OR_ID takes it from the model that was trained",
+            file=sys.stderr,
+        )
 
 
 def _describe(checkpoint: Checkpoint, plan: Plan, out: Place) -> str:

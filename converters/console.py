@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
-class OutputError(CheckpointError):
-    """Standard output takes no more: the disk that it goes to is full."""
+class OutputError(Exception):
+    """Standard output takes no more: the disk that it goes to is full. `converters.commands` tells it."""
 
 
 def say(text: str) -> None:
-    """Print `text`, all of it, now. A reader who has gone (`| head`) has read what they wanted.
+    """Print `text`, all of it, now.
 
     Raises:
+        BrokenPipeError: the reader has gone (`| head`).
         OutputError: it cannot be written for any other reason.
     """
-    try:
+    with _told():
         print(text)
-        if sys.stdout is not None:
+    flush()
+
+
+def flush() -> None:
+    """Have everything written that was printed; raises what `say` does."""
+    if sys.stdout is not None:  # it is where standard output was closed from the start
+        with _told():
             sys.stdout.flush()
-    except BrokenPipeError:
-        _discard()
-    except OSError as error:
-        _discard()
-        raise OutputError(f"standard output: {error.strerror or error}") from None
 
 
 def complain(line: str) -> None:
@@ -36,11 +40,17 @@ def complain(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _discard() -> None:
-    """Let the interpreter, which flushes standard output at its end, do so in vain and in silence."""
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turn a failure to write into an `OutputError`."""
     try:
-        descriptor = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(descriptor, sys.stdout.fileno())
-        os.close(descriptor)
-    except (OSError, ValueError):  # it is no file
-        pass
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # The interpreter flushes standard output once more at its end: then in vain, and in silence.
+        with suppress(OSError, ValueError):
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(descriptor, sys.stdout.fileno())
+            os.close(descriptor)
+        raise OutputError(f"standard output: {error.strerror or error}") from None

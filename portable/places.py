@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.errors import CheckpointError
 from converters.places import Place, place
 from converters.remote_errors import RemoteError, RetriesUsedUpError
 from portable.errors import RunError, UserError
@@ -32,7 +33,12 @@ def place_of(key: str, text: str) -> Place:
         UserError: a URL that cannot be used: a protocol whose package is not installed, credentials in it ...
     """
     with storage_errors(key):
-        return place(text)
+        try:
+            return place(text)
+        except RemoteError:
+            raise
+        except CheckpointError as error:
+            raise UserError(f"{key}: {error}") from error
 
 
 def default_cache_dir() -> Path:

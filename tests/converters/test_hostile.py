@@ -22,6 +22,7 @@ from converters import exchange as exchange_module
 from converters.cli import main
 from converters.exchange import exchange
 from converters.guarded import read_small
+from converters.naming import plain_names
 from converters.output import check_output, new_folder
 from converters.places import place
 from converters.storage import Memory
@@ -176,6 +177,22 @@ def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of shards, of parameters in a pickle, and of those that an optimizer's groups list."""
+    source = model(tmp_path / "in")
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "\ud800"}}))
+    assert "is no text" in said(capsys, source, tmp_path / "out")
+    index.unlink()
+    with pytest.raises(CheckpointError, match="is no text"):
+        plain_names({("a", 1): 0, "b": 1}, where="f")  # type: ignore[dict-item]
+    safetensors.torch.save_file({"a.exp_avg": torch.zeros(6)}, source / "optimizer.safetensors")
+    for groups in ([{"params": None}], [{"params": "a"}], [{"params": ["a"], "lr": "\ud800"}]):
+        (source / "optimizer.json").write_text(json.dumps({"param_groups": groups}))
+        said(capsys, source, tmp_path / "out", "--optimizer")
+    assert not (tmp_path / "out").exists()
+
+
 def test_names_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil = "a\x1b[2J\x1b]0;title\x07\nerror: your disk is full"
     source = model(tmp_path / "in", **{evil: torch.zeros(3)})
@@ -222,7 +239,7 @@ def test_a_slash_too_few_is_no_folder(url: str, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(("redirect", "code", "error"), [("> /dev/full", 1, "error: standard output: "),
-                                                         ("| true", 0, ""), (">&-", 0, "")])  # fmt: skip
+                                                         ("| true", 141, ""), (">&-", 0, "")])  # fmt: skip
 def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path: Path) -> None:
     source = model(tmp_path / "in")
     command = f"set -o pipefail; {sys.executable} -m converters.cli {source} {tmp_path / 'out'} {redirect}"
