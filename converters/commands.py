@@ -58,8 +58,8 @@ class ShowVersion(argparse.Action):
 
 
 def command(main: Main) -> Callable[..., int]:
-    """Make `main` end without a traceback on Ctrl-C, and where its reader has gone (`... | head`), or standard
-    output, memory or threads have run out."""
+    """Make `main` end without a traceback on Ctrl-C, and where its reader has gone (`... | head`) or
+    standard output, memory or threads have run out."""
 
     @wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:

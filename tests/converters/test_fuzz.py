@@ -36,7 +36,7 @@ def test_fuzz(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["torch-one-file", "torch-sharded", "safetensors-shards", "report"])
 def test_a_sample_of_what_runs_at_scale(name: str, tmp_path: Path) -> None:
-    """`python -m tests.converters.fuzz` gives thousands of files of each format; these few keep it working."""
+    """`python -m tests.converters.fuzz` takes thousands of files a format; these few keep it working."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux, to measure memory")
     folder = tmp_path / "made" / name

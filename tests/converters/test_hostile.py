@@ -253,7 +253,7 @@ def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path:
 
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(MemoryError(), "out of memory"), (RuntimeError("can't start new thread"), "no thread")],
+    [(MemoryError(), "out of memory"), (RuntimeError("can't start new thread"), "no more threads")],
 )
 def test_memory_and_threads_run_out(
     error: Exception,

@@ -24,6 +24,8 @@ from portable.run import train_leg
 from tests.runs import configured
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.object_store import ObjectStore
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -245,9 +247,12 @@ def test_damage_is_passed_over_and_told(
 def test_what_is_no_file_of_the_run_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outside = tmp_path / "metrics.jsonl"
     outside.write_bytes(ROW)
-    for number, make in enumerate(
-        (os.mkfifo, lambda path: path.symlink_to(outside), lambda path: path.mkdir())
-    ):
+    makes: tuple[Callable[[Path], object], ...] = (
+        os.mkfifo,
+        lambda path: path.symlink_to(outside),
+        Path.mkdir,
+    )
+    for number, make in enumerate(makes):
         folder = tmp_path / f"run{number}"
         folder.mkdir()
         make(folder / "metrics.jsonl")
