@@ -34,8 +34,12 @@ def place(named: str | Place) -> Place:
     # With a slash too few it would be a folder here, made under the name of the key that stands in it.
     if _ALMOST_URL.match(named) and not _there(named):
         scheme, _, rest = named.partition(":")
-        told = redact(f"{scheme}://{rest.lstrip('/')}")
-        raise RemoteError(f"{told}: is neither a path nor a URL as it was written; write it with two slashes")
+        key = rest.lstrip("/")
+        slashes = rest[: len(rest) - len(key)]
+        told = redact(f"{scheme}://{key}").replace(
+            "://", f":{slashes}", 1
+        )  # as it was written, but for secrets
+        raise RemoteError(f"{told}: is neither a path nor a URL; write a URL with two slashes (s3://...)")
     return Path(named)
 
 
