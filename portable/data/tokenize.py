@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -94,8 +95,9 @@ def tokenize(
     with locked_folder(folder) as draft:
         try:
             return TokenCache.open(folder)
-        except CacheDamagedError:
-            pass
+        except CacheDamagedError as error:
+            if folder.exists():
+                print(f"warning: data.cache_dir: {error}; tokenizing again", file=sys.stderr)
         names = ["text", *(["target"] if fields.target is not None else [])]
         writer = TokenWriter(draft.path, names, vocabulary.size, labels=fields.label is not None)
         with closing(writer), parallel_tokenizers():
@@ -109,7 +111,7 @@ def tokenize(
                 disable=not progress,
             )
             with bar:
-                for batch in _batches(source.documents()):
+                for batch in _batches(source.documents_of_key()):
                     written += _write(batch, tokenizer, framed, writer)
                     bar.update(sum(_size(document) for document in batch))
             if not written:
