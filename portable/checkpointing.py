@@ -1,11 +1,12 @@
 """Checkpoints: when they are complete, which one is the last, how many are kept.
 
 A checkpoint is ``<run>/checkpoints/step-000100/``: the shards in the strategy's native format, the model's
-config and tokenizer, and ``trainer_state.json``.
+config and tokenizer, ``trainer_state.json``, and a manifest of them all (:mod:`converters.manifest`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
+from converters.manifest import MANIFEST
 from converters.remote import RemotePath
 from portable.background import in_background
 from portable.errors import DamagedError, RunError, UserError, one_line
@@ -24,13 +27,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
+    from converters.manifest import Entries
     from portable.backend import Backend, SaveHandle
     from portable.places import Place
 
 P = TypeVar("P", Path, RemotePath)
 """The kind of place where checkpoints are kept."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: without a manifest."""
+_WITH_MANIFEST = 2
 STATE_FILE = "trainer_state.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PARTIAL_SUFFIX = ".partial"
@@ -93,7 +99,10 @@ class TrainerState:
                 raise UserError(
                     f"{path}: format version {version} is newer than this program ({FORMAT_VERSION})"
                 )
-            return cls(**values)._checked()
+            state = cls(**values)._checked()
+            if (named := step_of(folder.name)) is not None and named != state.step:
+                raise ValueError(f"step is {state.step}")
+            return state
         except FileNotFoundError as error:
             raise UserError(f"{path}: missing; is {folder} a checkpoint of this program?") from error
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -110,6 +119,35 @@ class TrainerState:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}")
         return self
+
+    def check_files(self, folder: Place) -> str | None:
+        """Hold every file of the checkpoint in ``folder``, whose state this is, against its manifest.
+
+        Returns:
+            a warning, where an older version of this program wrote the checkpoint, without a manifest.
+
+        Raises:
+            DamagedError: if one is missing, or not as it was written.
+        """
+        try:
+            manifest = check_manifest(folder)
+        except CheckpointError as error:
+            raise DamagedError(f"{one_line(error)}; use an older checkpoint") from error
+        if manifest is None:
+            if self.format_version >= _WITH_MANIFEST:
+                raise DamagedError(f"{folder / MANIFEST}: missing; use an older checkpoint")
+            return (
+                f"{folder}: an older version of this program wrote it, without a manifest of its files; only "
+                "its shards are checked"
+            )
+        if manifest.get("step") != self.step or manifest.get("run") != self.run_digest:
+            raise DamagedError(f"{folder / MANIFEST}: of another checkpoint; use an older checkpoint")
+        return None
+
+    @property
+    def run_digest(self) -> str:
+        """A digest of ``run``."""
+        return hashlib.blake2b(json.dumps(self.run, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
     def skipped_steps(self) -> int:
@@ -164,7 +202,14 @@ class Checkpoints(ABC, Generic[P]):
         """An empty folder for this rank's files of ``final``; there on all ranks after a barrier."""
 
     @abstractmethod
-    def _complete(self, handle: SaveHandle, written: Path, final: P, add_files: Callable[[], None]) -> None:
+    def _complete(
+        self,
+        handle: SaveHandle,
+        written: Path,
+        final: P,
+        add_files: Callable[[], None],
+        manifest: Callable[[Entries], str],
+    ) -> None:
         """Wait for the shards and make the checkpoint complete; every rank, in a thread of its own.
 
         Args:
@@ -172,6 +217,7 @@ class Checkpoints(ABC, Generic[P]):
             written: this rank's folder.
             final: where they are to be.
             add_files: puts the small files that go along into ``written``; for rank 0.
+            manifest: the text of the manifest of the files of all ranks; for rank 0.
         """
 
     @abstractmethod
@@ -223,9 +269,12 @@ class Checkpoints(ABC, Generic[P]):
             add_files(written)
             state.write(written)
 
+        def manifest(entries: Entries) -> str:
+            return manifest_text(entries, step=state.step, run=state.run_digest)
+
         # What comes after the shards takes its time, too: syncing or sending, removing an older checkpoint.
         def complete() -> None:
-            self._complete(handle, written, final, add)
+            self._complete(handle, written, final, add, manifest)
             if self._rank == 0:
                 self._prune()
 
@@ -302,12 +351,18 @@ class CheckpointFolder(Checkpoints[Path]):
         return partial
 
     def _complete(
-        self, handle: SaveHandle, written: Path, final: Path, add_files: Callable[[], None]
+        self,
+        handle: SaveHandle,
+        written: Path,
+        final: Path,
+        add_files: Callable[[], None],
+        manifest: Callable[[Entries], str],
     ) -> None:
         """On rank 0, have everything on disk, then give it its name."""
         handle.wait()
         if self._rank == 0:
             add_files()
+            (written / MANIFEST).write_text(manifest(manifest_entries(written)), "utf-8")
             sync_tree(written)
             self._remove(final)  # the same step again, after a resume from an earlier one
             written.rename(final)

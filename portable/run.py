@@ -530,6 +530,10 @@ class Prepared:
                     return Progress(self.taken.step, self.taken.samples)
                 checkpoint = open_checkpoint(source)
                 state = TrainerState.read(checkpoint.root)
+                if self.backend.rank == 0:  # what one rank finds, all are told
+                    warning = state.check_files(checkpoint.root)
+                    if warning is not None:
+                        print(f"warning: {warning}", file=sys.stderr)
                 if changed := difference(state.run, self.config.fingerprint()):
                     raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
                 if state.data != self.data.fingerprint:
@@ -751,9 +755,13 @@ def surprises(backend: Backend, config: RunConfig, aligned: list[str], data: Dat
 
 
 def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
-    """What ``data.tokenizer: null`` stands for: the pretrained model's, or one of the right size."""
+    """What the model's settings say of the tokenizer.
+
+    Of ``data.tokenizer: null``, what it stands for: the pretrained model's, or one of the right size.
+    """
     return {
         "model_tokenizer": config.model.name_or_path,
+        "trust_remote_code": config.model.trust_remote_code,
         "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
     }
 
@@ -808,10 +816,11 @@ def plan_for(config: RunConfig, backend: Backend, ranks: int) -> BatchPlan:
 
 def export(checkpoint: Place, folder: Place) -> None:
     """Write ``checkpoint`` as plain safetensors with config and tokenizer into ``folder``."""
-    from converters import CheckpointError, open_checkpoint, write_safetensors
+    from converters import CheckpointError, check_manifest, open_checkpoint, write_safetensors
 
     try:
         with storage_errors("checkpoint.export"):
+            check_manifest(checkpoint)
             write_safetensors(open_checkpoint(checkpoint), folder, overwrite=True)
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: {error}") from error

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from converters import open_checkpoint, write_dcp, write_safetensors
+from converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
+from converters.manifest import MANIFEST
 from portable import checkpointing
 from portable.checkpointing import CheckpointFolder, TrainerState
 from portable.errors import RunError
@@ -90,6 +91,9 @@ def test_all_is_synced_before_the_name(
     partial = final.with_name(f".{final.name}.partial")
     files = [path for path in final.rglob("*") if path.is_file()]
     assert len(files) > 6
+    manifest = check_manifest(final)
+    assert manifest is not None
+    assert {*manifest["files"], MANIFEST} == {path.relative_to(final).as_posix() for path in files}
     for path in [*files, *(path for path in final.rglob("*") if path.is_dir()), final]:
         then = str(partial / path.relative_to(final))
         if path.name == checkpointing.STATE_FILE:  # written under another name, then replaced
@@ -219,7 +223,7 @@ def test_half_a_checkpoint_never_passes_for_one(
         save(checkpoints, 2)
     found = CheckpointFolder(tmp_path, keep=1).complete()
     assert [step for step, _ in found] == [2]
-    assert all(len(list(folder.iterdir())) == 21 for _, folder in found)
+    assert all(len(list(folder.iterdir())) == 22 for _, folder in found)
     checkpoints.remove_partial()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002"]
 
