@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import uuid
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable import watchdog
+from portable.bound import die_with_parent, spawned_bound
 from portable.errors import RUN_ERROR, USER_ERROR, RunError, ToldElsewhereError, UserError, one_line
 from portable.metrics import human_count
 from portable.oom import killed_since, oom_kills
@@ -117,8 +116,10 @@ def launch(
             logging.getLogger(chatty).setLevel(logging.CRITICAL)
         kills_before = oom_kills()
         agent = ThreadPoolExecutor(1)
-        running = agent.submit(elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid())
-        with _signals_passed_on(Path(scratch)) as requests:
+        with spawned_bound(), _signals_passed_on(Path(scratch)) as requests:
+            running = agent.submit(
+                elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid()
+            )
             try:
                 while not wait([running], timeout=1).done:
                     _end_ranks_that_do_not_answer(Path(scratch))
@@ -288,25 +289,3 @@ def _why_killed(for_memory: bool | None, advice: str) -> str:
         ", though the kernel counts no kill for memory since the start: by a person, or by what guards "
         f"memory or time here (a batch system, systemd-oomd). If it was for memory{advice}"
     )
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the system kill this process when its parent ends, however it ends.
-
-    Args:
-        parent: the parent's process id as it was known before; if it is already gone, this ends at once.
-    """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        pr_set_pdeathsig = 1
-        libc.prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
-    else:
-        threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
-    if parent is not None and os.getppid() != parent:
-        os._exit(RUN_ERROR)
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)

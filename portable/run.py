@@ -650,8 +650,8 @@ class Prepared:
                 places.append(("loss curve", str(place / picture.name)))
                 write_report([folder], folder / REPORT_FILE)
                 places.append(("report", str(place / REPORT_FILE)))
-        except (OSError, UserError) as error:  # the run is complete without its pictures
-            reporter.say(f"warning: the run's pictures could not be drawn: {error}")
+        except Exception as error:  # the run is complete without its pictures, whatever a person's row says
+            reporter.say(f"warning: the run's pictures could not be drawn: {one_line(error)}")
         if profiler is not None:
             trace = str(place / profiler.path.relative_to(folder).as_posix())
             places.append(("profile", trace if profiler.written else "too few steps for one"))

@@ -16,6 +16,7 @@ from portable.data.order import locate
 from portable.data.samples import IGNORED, Batch, Samples
 from portable.errors import RunError, UserError
 
+_BOUND = "portable.bound_worker"
 _AHEAD = 4  # micro-batches that wait ready
 
 
@@ -178,7 +179,15 @@ class BatchIterator(Iterator[Batch]):
 def _worker_batches(
     dataset: Samples, places: Iterable[list[tuple[int, int]]], num_workers: int, pin_memory: bool
 ) -> Iterator[Batch]:
-    methods = multiprocessing.get_all_start_methods()
+    # A plain fork would copy the locks that threads of NCCL, gloo or the accelerator happen to hold.
+    server = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if server else "spawn")
+    # The system counts the thread that began a process as its parent, and another may end before the run.
+    if server and threading.current_thread() is threading.main_thread():
+        from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
+
+        others = [name for name in _forkserver._preload_modules if name != _BOUND]
+        context.set_forkserver_preload([_BOUND, *others])
     return map(
         _raised,
         DataLoader(
@@ -188,8 +197,7 @@ def _worker_batches(
             num_workers=num_workers,
             pin_memory=pin_memory and torch.accelerator.is_available(),
             generator=torch.Generator(),  # else it draws from the global one, which dropout needs undisturbed
-            # A plain fork would copy the locks that threads of NCCL, gloo or the accelerator happen to hold.
-            multiprocessing_context="forkserver" if "forkserver" in methods else "spawn",
+            multiprocessing_context=context,
         ),
     )
 

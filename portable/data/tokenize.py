@@ -13,7 +13,7 @@ from tqdm import tqdm
 from portable.data.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, locked_folder
 from portable.data.documents import PIECE_CHARS, Document, Fields, Source
 from portable.data.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
-from portable.errors import UserError
+from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,7 +120,10 @@ def tokenize(
                 )
             writer.finish(suffix=list(framed.suffix), source=source.name)
         draft.commit()
-    return TokenCache.open(folder)
+    try:
+        return TokenCache.open(folder)
+    except CacheDamagedError as error:
+        raise RunError(f"data.cache_dir: {error}, a moment ago; name a folder on another disk") from error
 
 
 def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWriter) -> int:

@@ -260,7 +260,8 @@ def test_a_disk_that_is_full_is_one_line(
 
     monkeypatch.setattr(metrics, "METRICS_FILE", "full")
     (folder / "full").symlink_to("/dev/full")
-    monkeypatch.setattr(metrics, "read_metrics", lambda _: [])
-    monkeypatch.setattr(Path, "read_bytes", lambda _: b"\n")
+    monkeypatch.setattr(metrics, "read_rows", lambda _: ([], 0))
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"\n" if path.name == "full" else read(path))
     with pytest.raises(RunError, match=r"cannot be written to: No space left.*free some.*step-000004"):
         train_leg("cpu", configured(folder, corpus))

@@ -21,8 +21,10 @@ from portable import run
 from portable.checkpointing import CheckpointFolder, TrainerState
 from portable.config import load_config
 from portable.errors import DamagedError, RunError, UserError
+from portable.html_report import write_report
 from portable.lock import locked
 from portable.metrics import read_metrics
+from portable.plot import plot_loss
 from portable.run import train_leg
 from tests.runs import TINY_MODEL, configured
 
@@ -433,6 +435,27 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert (folder / "checkpoints" / "step-000005.damaged").is_dir()
     resumed = [row["step"] for row in read_metrics(folder) if "loss" in row]
     assert resumed == [1, 2, 3, 4, 5, 6, 7, 8], "the steps after the damage are on record once"
+
+
+def test_logs_never_stop_a_run(
+    finished: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    shutil.rmtree(folder / "checkpoints" / "step-000008")
+    path = folder / "metrics.jsonl"
+    good = path.read_bytes()
+    bad = [b'{"step": 2, "loss": "\xff"}', b"[" * 100_000, b'{"step": true}', b"5"]
+    nan = b'{"step": 3, "loss": NaN, "learning_rate": 1e-3}'
+    path.write_bytes(good + b"\n".join([*bad, nan]) + b"\n")
+    with (folder / "events.jsonl").open("ab") as events:
+        events.write(b'{"event": "save", "step": 4}\n{"event": "save", "step": 4, "time": "noon"}\n\xff\n')
+    assert leg(folder, corpus) == 0
+    assert "metrics.jsonl: 4 rows cannot be read" in capsys.readouterr().err
+    write_report([folder], folder / "report.html")
+    assert plot_loss(folder) is not None
+    assert losses(folder).keys() == losses(finished).keys()
+    assert weights(folder) == weights(finished)
 
 
 def _flip_in_samples(checkpoint: Path) -> None:
