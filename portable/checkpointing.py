@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
+from converters.exchange import exchange
 from converters.manifest import MANIFEST
 from converters.remote import RemotePath
 from portable.background import in_background
@@ -332,15 +334,19 @@ class CheckpointFolder(Checkpoints[Path]):
 
     def _set_aside(self, folder: Path) -> Path:
         """Rename it."""
-        aside = folder.with_name(f"{folder.name}{_DAMAGED_SUFFIX}")
-        self._remove(aside)
+        aside = unused_name(folder.with_name(f"{folder.name}{_DAMAGED_SUFFIX}"))
         folder.rename(aside)
         sync_folder(self.path)
         return aside
 
     def remove_partial(self) -> None:
-        for entry in self.path.glob(f".*{_PARTIAL_SUFFIX}") if self.path.is_dir() else ():
-            shutil.rmtree(entry, ignore_errors=True)
+        for entry in sorted(self.path.iterdir()) if self.path.is_dir() else ():
+            if entry.name.startswith(".") and entry.name.endswith(_PARTIAL_SUFFIX):
+                shutil.rmtree(entry, ignore_errors=True)
+            elif step_of(entry.name) is not None and not (entry / STATE_FILE).is_file():
+                print(
+                    f"warning: {entry}: holds no {STATE_FILE}, so it counts as no checkpoint", file=sys.stderr
+                )
 
     def _open(self, final: Path) -> Path:
         partial = self.path / f".{final.name}{_PARTIAL_SUFFIX}"
@@ -364,9 +370,23 @@ class CheckpointFolder(Checkpoints[Path]):
             add_files()
             (written / MANIFEST).write_text(manifest(manifest_entries(written)), "utf-8")
             sync_tree(written)
-            self._remove(final)  # the same step again, after a resume from an earlier one
-            written.rename(final)
+            self._put(written, final)
             sync_folder(self.path)
+
+    def _put(self, written: Path, final: Path) -> None:
+        """Give a checkpoint its name. One of the same step, from before a resume, is there until then."""
+        if os.path.lexists(final) and not (final / STATE_FILE).is_file():
+            aside = unused_name(final.with_name(f"{final.name}.kept"))
+            final.rename(aside)
+            print(
+                f"warning: {final}: held no {STATE_FILE}, so it was no checkpoint; kept as {aside}",
+                file=sys.stderr,
+            )
+        if os.path.lexists(final) and exchange(written, final):
+            shutil.rmtree(written, ignore_errors=True)
+            return
+        self._remove(final)
+        written.rename(final)
 
     def _remove(self, folder: Path) -> None:
         """Take its name first: half a checkpoint must not pass for one."""
@@ -375,6 +395,15 @@ class CheckpointFolder(Checkpoints[Path]):
         with suppress(FileNotFoundError):
             folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def unused_name(path: Path) -> Path:
+    """``path``, or the first of ``path-2``, ``path-3`` ... that there is not."""
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
 
 
 def step_of(name: str) -> int | None:

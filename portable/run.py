@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from portable.checkpointing import TrainerState, write_durably
 from portable.config import difference, dump_yaml
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data
 from portable.errors import DamagedError, RunError, ToldElsewhereError, UserError, one_line
+from portable.exporting import export, recover_export
 from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_of_all
 from portable.foreign import open_foreign, own_state
 from portable.hosts import leave_word, refuse_together, word_left
@@ -53,7 +55,6 @@ from portable.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from transformers import PretrainedConfig
 
@@ -348,6 +349,8 @@ class Prepared:
         self.progress = progress
         if backend.rank == 0:
             checkpoints.remove_partial()
+            if isinstance(output.place, Path):
+                recover_export(output.place / "final")
             write_durably(folder / CONFIG_FILE, dump_yaml(config))
             output.publish()
         profiler = Profiler(folder / "profile", backend.rank) if profile else None
@@ -812,18 +815,6 @@ def plan_for(config: RunConfig, backend: Backend, ranks: int) -> BatchPlan:
     if config.train.micro_batch_size == "auto":  # to be found once the ranks run; one sequence always divides
         config = config.replaced({"train.micro_batch_size": 1})
     return plan_batches(config, world_size=world_size, rank=0, devices_per_rank=backend.devices_per_rank)
-
-
-def export(checkpoint: Place, folder: Place) -> None:
-    """Write ``checkpoint`` as plain safetensors with config and tokenizer into ``folder``."""
-    from converters import CheckpointError, check_manifest, open_checkpoint, write_safetensors
-
-    try:
-        with storage_errors("checkpoint.export"):
-            check_manifest(checkpoint)
-            write_safetensors(open_checkpoint(checkpoint), folder, overwrite=True)
-    except CheckpointError as error:
-        raise UserError(f"checkpoint.export: {error}") from error
 
 
 def ranks_in_words(world_size: int, devices_per_rank: int) -> str:

@@ -184,9 +184,10 @@ def _worker_batches(
     context = multiprocessing.get_context("forkserver" if server else "spawn")
     # The system counts the thread that began a process as its parent, and another may end before the run.
     if server and threading.current_thread() is threading.main_thread():
-        from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
+        from multiprocessing.forkserver import _forkserver
 
-        others = [name for name in _forkserver._preload_modules if name != _BOUND]
+        before: list[str] = getattr(_forkserver, "_preload_modules", ["__main__"])
+        others = [name for name in before if name != _BOUND]
         context.set_forkserver_preload([_BOUND, *others])
     return map(
         _raised,
