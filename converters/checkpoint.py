@@ -120,6 +120,11 @@ class Checkpoint:
         """
         return {} if self._counters is None else dict(self._counters())
 
+    def take_companions(self, files: Mapping[str, Place]) -> None:
+        """Let `files` (name -> path) go before what was found beside the shards; before anything is read."""
+        self.companions = {**self.companions, **files}
+        self._resolved = None
+
     def _resolve(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         if self._resolved is None:
             tensors, aliases = resolve_ties(

@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
+from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.errors import CheckpointError
 from converters.options import DTYPES, WRITERS
 
@@ -46,6 +47,7 @@ examples:
   portable-convert runs/quickstart out/ --tag step-000100  a certain step
   portable-convert s3://bucket/run s3://bucket/model       from and to an object store, without a disk
   portable-convert ckpt/ out/ --dtype bfloat16             half the size, for inference
+  portable-convert zero/ out/ --config-from org/model      config and tokenizer of the model it began as
   portable-convert ckpt/ out/ --optimizer                  the optimizer's moments too
   portable-convert ckpt/ out/ --to dcp --optimizer         for torch.distributed.checkpoint
   portable-convert ckpt/ out/ --dry-run                    what would be written; writes nothing
@@ -54,7 +56,6 @@ examples:
 then:
   AutoModelForCausalLM.from_pretrained("out/")
 
-exit codes: 0 done, 2 refused (one `error:` line says why, OUT is as it was).
 """
 
 
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="portable-convert",
         description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES + exit_codes(DONE, REFUSED, BY_SIGNAL),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -78,8 +79,14 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=list(DTYPES),
         default="keep",
-        help="type of floating tensors; keep (default) is the highest precision SRC holds. Integer and 0-d "
-        "buffers stay exact",
+        metavar="{keep,float32,bfloat16,float16}",
+        help="type of floating tensors (also bf16, fp16, fp32), which config.json then names; keep (default) "
+        "is the highest precision SRC holds. Integer and 0-d buffers stay exact",
+    )
+    parser.add_argument(
+        "--config-from",
+        metavar="FOLDER_OR_ID",
+        help="take config.json and the tokenizer from this model's folder or hub id, for a SRC that has none",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -96,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--verify", action="store_true", help="compare OUT with SRC before it appears")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
+    parser.add_argument("--version", action=ShowVersion, help="print the version and stop")
     return parser
 
 
@@ -107,8 +115,9 @@ def _size(text: str) -> int:
     return max(1, int(float(match[1]) * _UNITS.get(unit, 1)))
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `portable-convert`; returns the exit code: 0 done, 2 refused, 130 or 143 interrupted."""
+    """Run `portable-convert`; returns the exit code, as `converters.commands.EXIT_CODES` has it."""
     previous = None
     try:
         options = _parser().parse_args(argv)
@@ -117,9 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _convert(options)
     except CheckpointError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        return REFUSED
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
@@ -127,11 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _terminated(signum: int, frame: object) -> NoReturn:
     # An exception, so that the temporary folder is removed on the way out.
-    raise SystemExit(128 + signum)
+    raise SystemExit(BY_SIGNAL + signum)
 
 
 def _convert(options: argparse.Namespace) -> int:
     # Imported here, so that help and a mistyped option answer at once.
+    from converters.companions import companions_from
     from converters.opening import open_checkpoint
     from converters.output import check_output
     from converters.places import place
@@ -146,13 +154,17 @@ def _convert(options: argparse.Namespace) -> int:
     if not options.dry_run:
         check_output(out, [source], overwrite=options.overwrite)
     checkpoint = open_checkpoint(source, options.tag)
+    if options.config_from is not None:
+        checkpoint.take_companions(companions_from(options.config_from))
     chosen = {
         "dtype": options.dtype,
         "max_shard_size": options.max_shard_size,
         "optimizer": options.optimizer,
     }
     if options.dry_run:
-        print(_describe(checkpoint, make_plan(checkpoint, **chosen), out))
+        plan = make_plan(checkpoint, **chosen)
+        print(_describe(checkpoint, plan, out))
+        _note_config(plan, source, options)
         return 0
     plan = write(
         checkpoint,
@@ -166,7 +178,18 @@ def _convert(options: argparse.Namespace) -> int:
         count = sum(len(file.entries) for file in plan.files)
         checked = ", compared with the source" if options.verify else ""
         print(f"{out}: {count} tensors, {_bytes(plan.nbytes)} in {len(plan.files)} file(s){checked}")
+    _note_config(plan, source, options)
     return 0
+
+
+def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None:
+    """Say what `from_pretrained` will miss, before somebody finds out by it."""
+    if options.to == "safetensors" and not options.quiet and "config.json" not in plan.names:
+        print(
+            f"note: {source} holds no config.json, so from_pretrained cannot load {options.out} as it is; "
+            "--config-from FOLDER_OR_ID takes it from the model that was trained",
+            file=sys.stderr,
+        )
 
 
 def _describe(checkpoint: Checkpoint, plan: Plan, out: Place) -> str:

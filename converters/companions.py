@@ -6,16 +6,25 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from converters.dtypes import CASTABLE, TO_TORCH
+from converters.errors import CheckpointError
+from converters.places import place
 from converters.remote_errors import AccessDeniedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from converters.places import Place
+    from converters.writing import Entry
 
 _NAMES = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.model|preprocessor_config\.json"
     r"|processor_config\.json"
 )
+_HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+_HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # the second is what transformers before 4.56 reads
 _SUBFOLDERS = ("model", "hf", "tokenizer")
 _RUN_CHECKPOINTS = "checkpoints"
 # Nothing a tokenizer needs is larger; a `.model` that is belongs to something else.
@@ -35,9 +44,47 @@ def find_companions(root: Place) -> dict[str, Place]:
         upwards.append(folder.parent.parent)
     elif folder.parent.parent.name == _RUN_CHECKPOINTS:
         upwards += [folder.parent.parent, folder.parent.parent.parent]
+    return _companions_in(upwards)
+
+
+def companions_from(named: str) -> dict[str, Place]:
+    """The files (name -> path) of the model that a person names: its folder, its `config.json`, its hub id.
+
+    Raises:
+        CheckpointError: no model's config there.
+    """
+    folder = place(named)
+    if folder.is_file():
+        folder = folder.parent
+    elif not folder.exists() and _HUB_ID.fullmatch(named):
+        folder = _from_hub(named)
+    found = _companions_in([folder])
+    if "config.json" not in found:
+        raise CheckpointError(f"--config-from {named}: holds no config.json of a model")
+    return found
+
+
+def _from_hub(name: str) -> Place:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise CheckpointError(
+            f"--config-from {name}: no such folder, and asking the hub needs the package huggingface_hub"
+        ) from None
+    try:
+        # As a string in its own cache; nothing but small files is fetched.
+        return place(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # its own, and those of whatever it connects by
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(
+            f"--config-from {name}: neither a folder here nor to be had from the hub ({why[:200]})"
+        ) from None
+
+
+def _companions_in(folders: Iterable[Place]) -> dict[str, Place]:
     found: dict[str, Place] = {}
-    for place in upwards:
-        for where in (place, *(place / name for name in _SUBFOLDERS)):
+    for folder in folders:
+        for where in (folder, *(folder / name for name in _SUBFOLDERS)):
             try:
                 entries: list[Place] = list(where.iterdir())
             except (OSError, AccessDeniedError):  # credentials often reach no higher than the checkpoint
@@ -46,6 +93,43 @@ def find_companions(root: Place) -> dict[str, Place]:
                 if entry.name not in found and _NAMES.fullmatch(entry.name) and _usable(entry):
                     found[entry.name] = entry
     return found
+
+
+def with_dtype(
+    companions: Mapping[str, Place], entries: Iterable[Entry]
+) -> tuple[dict[str, bytes], dict[str, Place]]:
+    """The companions, with a `config.json` that names the type that the tensors have.
+
+    `from_pretrained` loads in the type that the config names, whatever the weights are in. A config of
+    quantised weights means another type by it, and stays as it is.
+
+    Returns:
+        What has to be written anew (name -> content), and what is copied as it is (name -> path).
+    """
+    copied = dict(companions)
+    path = copied.get("config.json")
+    config = None if path is None else json.loads(path.read_text("utf-8"))
+    if not isinstance(config, dict) or "quantization_config" in config:
+        return {}, copied
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        if entry.dtype in CASTABLE and entry.tensor.shape:
+            sizes[TO_TORCH[entry.dtype]] = sizes.get(TO_TORCH[entry.dtype], 0) + entry.nbytes
+    told = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
+    # Of several types, the one that the config names is as good as any.
+    if not sizes or told.removeprefix("torch.") in sizes:
+        return {}, copied
+    _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
+    del copied["config.json"]
+    return {"config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}, copied
+
+
+def _set_dtype(config: dict[str, Any], name: str) -> None:
+    present = [key for key in _DTYPE_KEYS if key in config]
+    config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], name))
+    for key, part in config.items():
+        if key.endswith("_config") and isinstance(part, dict) and not part.keys().isdisjoint(_DTYPE_KEYS):
+            _set_dtype(part, name)
 
 
 def trainer_metadata(folder: Place) -> dict[str, Any]:

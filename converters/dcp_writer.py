@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from converters.companions import with_dtype
 from converters.dtypes import TO_TORCH
 from converters.errors import CheckpointError
 from converters.formats.dcp import read_tensors
@@ -53,7 +54,8 @@ def plan_dcp(
         paths[key] = path
         entries.append(Entry(key, entry.dtype, entry.tensor))
 
-    for entry in model_entries(checkpoint, dtype):
+    model = model_entries(checkpoint, dtype)
+    for entry in model:
         add(("model", entry.name), entry)
     values: dict[Key, Any] = {}
     if optimizer:
@@ -82,8 +84,9 @@ def plan_dcp(
             parts += made
             at += length
         files.append(PlannedFile(name, tuple(parts)))
-    documents = {".metadata": pickle(_metadata(entries, paths, places))}
-    return Plan(tuple(files), documents, checkpoint.companions, read_tensors)
+    mended, companions = with_dtype(checkpoint.companions, model)
+    documents = {".metadata": pickle(_metadata(entries, paths, places)), **mended}
+    return Plan(tuple(files), documents, companions, read_tensors)
 
 
 def write_dcp(
@@ -100,7 +103,8 @@ def write_dcp(
     """Write `out/.metadata` and `out/__0_<i>.distcp`, and the companions.
 
     Args:
-        dtype: keep, float32, bfloat16 or float16, for floating model tensors of at least one dimension.
+        dtype: keep, float32, bfloat16 or float16 (fp32, bf16, fp16), for floating model tensors of at least
+            one dimension.
         max_shard_size: bytes of a `.distcp` file; a tensor larger than that gets a file of its own.
         optimizer: also write the optimizer's state and parameter groups.
         overwrite: replace `out` where it exists.

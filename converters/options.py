@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 # --dtype -> the element type under its safetensors name; None keeps each tensor's own.
-DTYPES: dict[str, str | None] = {"keep": None, "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+DTYPES: dict[str, str | None] = {
+    "keep": None,
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "fp32": "F32",
+    "bf16": "BF16",
+    "fp16": "F16",
+}
 # --to -> a module `<name>_writer` with `plan_<name>` and `write_<name>`.
 WRITERS = ("safetensors", "dcp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from converters.places import Place
     from converters.storage import FileSpan
+
+
+_TEMPORARY, _OLD = ".tmp-", ".old-"
 
 
 class OutPiece(Protocol):
@@ -173,7 +177,7 @@ def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
         CheckpointError: no space, no permission, or any other failure to write.
     """
     created = _make_parents(target.parent)
-    temporary = target.parent / f".{target.name}.tmp-{os.getpid()}-{os.urandom(3).hex()}"
+    temporary = target.parent / f".{target.name}{_TEMPORARY}{os.getpid()}-{os.urandom(3).hex()}"
     try:
         free = shutil.disk_usage(target.parent).free
         if needed > free:
@@ -192,6 +196,20 @@ def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
                 folder.rmdir()
             except OSError:
                 break
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what writers of `target` left behind that were killed; for whoever knows that none is at work.
+
+    One killed in the moment between two renames leaves `target` under another name: it gets its own back.
+    """
+    for old in target.parent.glob(f".{glob.escape(target.name)}{_OLD}*"):
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+    for temporary in target.parent.glob(f".{glob.escape(target.name)}{_TEMPORARY}*"):
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -223,7 +241,7 @@ def _swap(temporary: Path, target: Path, *, overwrite: bool) -> None:
     elif not overwrite:
         raise CheckpointError(f"{target}: appeared while it was being written; nothing was replaced")
     else:
-        old = target.parent / f".{target.name}.old-{os.getpid()}-{os.urandom(3).hex()}"
+        old = target.parent / f".{target.name}{_OLD}{os.getpid()}-{os.urandom(3).hex()}"
         target.rename(old)
         try:
             temporary.rename(target)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from converters.companions import with_dtype
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
 from converters.formats.safetensors import GROUPS, MAX_HEADER, OPTIMIZER, read_file
@@ -34,7 +35,7 @@ def plan_safetensors(
     """What `write_safetensors` would write, without writing it. Arguments and errors are the same."""
     entries = model_entries(checkpoint, dtype)
     runs = shards(entries, max_shard_size)
-    documents: dict[str, bytes] = {}
+    documents, companions = with_dtype(checkpoint.companions, entries)
     if len(runs) == 1:
         files = [_file("model.safetensors", runs[0])]
     else:
@@ -58,7 +59,7 @@ def plan_safetensors(
             found.update(read_file(written.file(name))[0])
         return found
 
-    return Plan(tuple(files), documents, checkpoint.companions, reopen)
+    return Plan(tuple(files), documents, companions, reopen)
 
 
 def write_safetensors(
@@ -75,7 +76,8 @@ def write_safetensors(
     """Write `out/model.safetensors` (or numbered shards with an index) and the companions.
 
     Args:
-        dtype: keep, float32, bfloat16 or float16, for floating tensors of at least one dimension.
+        dtype: keep, float32, bfloat16 or float16 (fp32, bf16, fp16), for floating tensors of at least one
+            dimension.
         max_shard_size: bytes; a tensor larger than that gets a shard of its own.
         optimizer: also write `optimizer.safetensors` (`<name>.<state>`, never cast) and `optimizer.json`.
         overwrite: replace `out` where it exists.

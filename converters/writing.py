@@ -95,6 +95,11 @@ class Plan:
     reopen: Callable[[Place], Mapping[str, Tensor]]
 
     @property
+    def names(self) -> set[str]:
+        """Of every file that will be there."""
+        return {*(file.name for file in self.files), *self.documents, *self.companions}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the files that hold tensors."""
         return sum(file.nbytes for file in self.files)

@@ -128,9 +128,9 @@ class TorchBackend:
         if self._matmul_before is not None:
             torch.set_float32_matmul_precision(self._matmul_before)
             self._matmul_before = None
-        # Before the group goes: DDP would hold the last reference to it, and as it is dropped wait for gloo's
-        # threads with Python's lock in hand, which they may want for what the last collective left them.
-        self._engine = None
+        if self._engine is not None:
+            self._engine.let_go()
+            self._engine = None
         zero_runtime.stop()
         if dist.is_initialized():
             dist.destroy_process_group()

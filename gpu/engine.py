@@ -21,7 +21,7 @@ from gpu.sharding import shard
 from portable.chunked_loss import chunked_head
 from portable.errors import unsupported
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
-from portable.loss import Objective, token_loss
+from portable.loss import Objective
 from portable.model import embeddings, state_tensors
 from portable.optim import build_optimizer, decaying, set_rates
 from portable.quirks import no_look_at_values
@@ -176,12 +176,15 @@ class TorchEngine:
         """What the metrics record besides."""
         return self._scaling.figures()
 
+    def let_go(self) -> None:
+        self._sharded.let_go()
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
         self._captured.begin_pass()
         with self._sharded.autocast(), no_look_at_values():
-            loss = token_loss(self._sharded.forward, batch, self._head)
+            loss = self._objective.evaluated(self._sharded.forward, batch)
         self.model.train()
         return loss
 

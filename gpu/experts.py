@@ -23,6 +23,20 @@ def routed(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def called_by_choice(model: nn.Module) -> list[nn.Module]:
+    """Modules that keep all experts in one tensor, and have modules without parameters inside.
+
+    These may be called once for each expert that a token chose, so in another order on another rank.
+    """
+    return [
+        module
+        for module in model.modules()
+        if any(p.dim() == 3 for p in module.parameters(recurse=False))
+        and next(module.children(), None) is not None
+        and not any(True for child in module.children() for _ in child.parameters())
+    ]
+
+
 def zero_missing_gradients(model: nn.Module) -> None:
     """Give parameters of :func:`routed` modules a gradient in each pass, of zeros where they took no part.
 

@@ -43,7 +43,7 @@ def _remedies(config: RunConfig) -> Iterator[str]:
         yield "memory.offload_optimizer and memory.offload_params nvme, with memory.nvme_path on a local disk"
     if not on_gpu:
         yield "memory.activation_checkpointing full, or train.micro_batch_size lower"
-    if config.checkpoint.async_ and config.checkpoint.every_steps:
+    if config.checkpoint.async_ and config.checkpoint.saves_on_the_way:
         yield "checkpoint.async false, since a copy of a checkpoint waits in host memory while it is written"
     if not in_memory and on_gpu:
         yield "data.num_workers lower"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from gpu import zero_runtime
 from gpu.strategies import Machine, engine_room
-from portable.planner.devices import KEPT_FOR_COLLECTIVES, SHARE_KEPT_FREE
+from portable.planner.devices import KEPT_FOR_COLLECTIVES, SHARE_NOT_SEARCHED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,7 +119,7 @@ def _room(machine: Machine) -> Iterator[None]:
 @contextmanager
 def _room_on_gpu(machine: Machine) -> Iterator[None]:
     free, total = torch.cuda.mem_get_info(machine.device)
-    kept = total * SHARE_KEPT_FREE + (KEPT_FOR_COLLECTIVES if machine.world_size > 1 else 0)
+    kept = total * SHARE_NOT_SEARCHED + (KEPT_FOR_COLLECTIVES if machine.world_size > 1 else 0)
     usable = free + torch.cuda.memory_reserved(machine.device) - kept
     torch.cuda.set_per_process_memory_fraction(max(usable, 0.0) / total, machine.device)
     try:

@@ -77,6 +77,16 @@ class ShardedModel:
             return self.forward.no_sync()
         return nullcontext()
 
+    def let_go(self) -> None:
+        """Take DDP's hold of the process group from it.
+
+        Whoever drops the last hold of a group waits for gloo's threads. DDP's reducer does so with Python's
+        lock in hand, which the threads may want for what the last collective left them: a deadlock.
+        """
+        if isinstance(self.forward, DistributedDataParallel):
+            for name in ("logger", "reducer", "process_group"):
+                setattr(self.forward, name, None)
+
 
 def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
     """Ranks that share one copy of the state: all of them, or those of a group under the hybrid strategies.

@@ -45,6 +45,9 @@ class CountingEngine(Engine, Protocol):
     def figures(self) -> dict[str, float]:
         """What the metrics record besides, by name."""
 
+    def let_go(self) -> None:
+        """Keep nothing of the process group, which is about to go; the engine takes no step after this."""
+
 
 class EngineRoom(Protocol):
     """What a module with an engine in it offers."""

@@ -11,7 +11,7 @@ from torch import nn
 from converters import Tensor as StoredTensor
 from gpu import deepspeed_json, nvme, zero_optimizer, zero_runtime
 from gpu.compiling import compile_layers
-from gpu.experts import routed, zero_missing_gradients
+from gpu.experts import called_by_choice, routed, zero_missing_gradients
 from gpu.footprint import footprint
 from gpu.generation import continue_text
 from gpu.loss_scale import LossScale
@@ -20,7 +20,7 @@ from gpu.zero_saving import ZeroSaver
 from gpu.zero_settings import ModelSizes, settings_for
 from portable.errors import require, unsupported
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
-from portable.loss import Objective, token_loss
+from portable.loss import Objective
 from portable.model import materialize, state_tensors
 from portable.optim import set_rates
 from portable.plan import plan_batches
@@ -115,8 +115,8 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
         "use zero1, zero3 or full_shard",
     )
     if stage == 3:
-        if experts:  # gathered together, and their missing gradients are zeros
-            deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in experts}))
+        if leaves := [*experts, *called_by_choice(model)]:  # gathered together, missing gradients are zeros
+            deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in leaves}))
         _partition(deepspeed, model, settings, machine.device, COMPUTE_DTYPES[config.precision])
     else:
         zero_missing_gradients(model)
@@ -251,11 +251,14 @@ class ZeroEngine:
         """What the metrics record besides."""
         return self._scaling.figures()
 
+    def let_go(self) -> None:
+        pass  # zero_runtime.stop takes DeepSpeed's engine apart
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         self._partitions.refresh()
         self._engine.eval()
-        loss = token_loss(self.model, batch)
+        loss = self._objective.evaluated(self.model, batch)
         self._engine.train()
         return loss
 

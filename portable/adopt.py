@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from portable.data import LAST_LABEL, KnownClasses
+from portable.data.classes import PROBLEMS, SINGLE
 from portable.data.tokenizer import Vocabulary
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    import numpy.typing as npt
     from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.config import ModelConfig
-    from portable.data import Frame
+    from portable.data import Classes, Frame
+    from portable.data.classes import Problem
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _STARTS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
@@ -30,14 +33,12 @@ _STARTS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id
 def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClasses | None:
     """The classes of a model whose head is trained, or that ``model.config`` names; None where it has none.
 
-    Raises:
-        UserError: the model is no classifier of one class out of several.
+    What a regression tells in numbers counts as classes here.
     """
     if settings.task != "sequence-classification":
         return None
     place = "model.config" if settings.name_or_path is None else "model.name_or_path"
     given = settings.config or {} if settings.name_or_path is None else {}
-    count = int(config.num_labels or 0)
     names = _class_names(config)
     if settings.name_or_path is None:
         known = any(key in given for key in ("num_labels", "id2label", "label2id"))
@@ -47,18 +48,23 @@ def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClass
         built = getattr(config, "architectures", None)
         named = any(not name.startswith("LABEL_") for name in names)
         known = any(n.endswith("ForSequenceClassification") for n in built) if built else named
-    kind = getattr(config, "problem_type", None)
-    if kind in ("regression", "multi_label_classification"):
-        raise UserError(
-            f"{place}: problem_type is {kind}, and sequence-classification trains only "
-            "single_label_classification (one class a text); use a model of that kind"
-        )
-    if known and count == 1:
-        raise UserError(
-            f"{place}: the model has one output (num_labels 1), which is a regression, and "
-            "sequence-classification trains only one class out of several; use another model"
-        )
     return KnownClasses(place, tuple(names)) if known else None
+
+
+def problem_of(config: PretrainedConfig, settings: ModelConfig) -> Problem | None:
+    """What a classifier's config says that it is for; None where its labels are to say it.
+
+    Raises:
+        UserError: transformers has no such classifiers.
+    """
+    kind = getattr(config, "problem_type", None)
+    if settings.task != "sequence-classification" or kind is None:
+        return None
+    if kind not in PROBLEMS:
+        place = "model.config" if settings.name_or_path is None else "model.name_or_path"
+        raise UserError(f"{place}: problem_type is {kind!r}; it may be {', '.join(PROBLEMS)}")
+    problem: Problem = kind
+    return problem
 
 
 def _class_names(config: PretrainedConfig) -> list[str]:
@@ -77,12 +83,25 @@ def classifies_at_the_end(config: PretrainedConfig) -> bool:
     return getattr(config, "summary_type", None) == "last"
 
 
-def adopt_labels(config: PretrainedConfig, names: Sequence[int | str]) -> None:
-    """Give a classifier its classes, in the order of their ids; without names, leave it alone."""
-    if not names:
+def classifies_at_end_token(config: PretrainedConfig) -> bool:
+    """Whether a classifier looks for the end token of a text, as BART and T5 do, and fails without one."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        kind: Any = AutoModelForSequenceClassification._model_mapping[type(config)]
+    except KeyError:  # code from the hub, or no classifier at all
+        return False
+    return "eos_token_id" in inspect.unwrap(kind.forward).__code__.co_names
+
+
+def adopt_labels(config: PretrainedConfig, classes: Classes | None) -> None:
+    """Give a classifier its classes, in the order of their ids, and its loss; None leaves it alone."""
+    if classes is None:
         return
-    config.id2label = {index: str(name) for index, name in enumerate(names)}
-    config.label2id = {str(name): index for index, name in enumerate(names)}
+    config.id2label = dict(enumerate(classes.names))
+    config.label2id = {name: index for index, name in enumerate(classes.names)}
+    if classes.problem != SINGLE or getattr(config, "problem_type", None) is not None:
+        config.problem_type = classes.problem
 
 
 # -- special tokens ------------------------------------------------------------------------------------------
@@ -122,6 +141,23 @@ class SpecialTokens:
 
         The model's own way to shift labels decides, with the config's start, or the generation config's.
         """
+        config = self._with_start(tokenizer)
+        start = _shifted_start(config)
+        if start is None:
+            start = config.decoder_start_token_id
+        return config.pad_token_id if start is None else int(start)
+
+    def label_shift(self, tokenizer: Any) -> LabelShift | None:
+        """What makes a masked language model's decoder input from labels; None without a decoder."""
+        if self.settings.task != "masked-lm" or not getattr(self.config, "is_encoder_decoder", False):
+            return None
+        config = self._with_start(tokenizer)
+        if tokenizer.pad_token_id is not None:
+            config.pad_token_id = tokenizer.pad_token_id  # as the model will have it
+        return LabelShift(config)
+
+    def _with_start(self, tokenizer: Any) -> Any:
+        """The config with the ids that labels are shifted by."""
         config = copy.deepcopy(self.config)
         if self.settings.name_or_path is None:
             _replace_defaults(config, self.settings.config or {}, tokenizer)
@@ -129,10 +165,7 @@ class SpecialTokens:
             config.decoder_start_token_id = getattr(self.generation, "decoder_start_token_id", None)
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = Vocabulary.of(tokenizer).pad
-        start = _shifted_start(config)
-        if start is None:
-            start = config.decoder_start_token_id
-        return config.pad_token_id if start is None else int(start)
+        return config
 
     def align(self, model: PreTrainedModel, tokenizer: Any, target: Frame | None = None) -> list[str]:
         """Give ``model``, its generation config and the config to save the ids that the Trainer gives them.
@@ -188,6 +221,33 @@ class SpecialTokens:
         generation.decoder_start_token_id = config.decoder_start_token_id
         if several and prefix:
             generation.forced_bos_token_id = prefix[0]
+
+
+class LabelShift:
+    """Gives the decoder its labels, shifted by the model's own way, as ``forward(labels=...)`` does.
+
+    Args:
+        config: of an encoder-decoder, with the ids that it is trained with.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._config = config
+
+    def __call__(self, labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        from transformers import AutoModelForSeq2SeqLM
+
+        model = _without_layers(AutoModelForSeq2SeqLM, self._config)
+        shifted = model.prepare_decoder_input_ids_from_labels(labels=torch.from_numpy(labels))
+        return np.asarray(shifted.numpy())
+
+
+def _without_layers(auto_class: Any, config: Any) -> Any:
+    """A model that has its config alone, which is all that it shifts labels by."""
+    kind = auto_class._model_mapping[type(config)]
+    model = object.__new__(kind)
+    nn.Module.__init__(model)
+    model.config = config
+    return model
 
 
 def _pretrained_generation(settings: ModelConfig) -> Any:
@@ -248,14 +308,11 @@ def _shifted_start(config: Any) -> int | None:
     from transformers import AutoModelForSeq2SeqLM
 
     try:
-        kind: Any = AutoModelForSeq2SeqLM._model_mapping[type(config)]
-        shift = kind.prepare_decoder_input_ids_from_labels
-        model = object.__new__(kind)
-        nn.Module.__init__(model)  # without its layers: the shift asks for its config alone
-        model.config = config
+        model = _without_layers(AutoModelForSeq2SeqLM, config)
         free = [n for n in range(8) if n not in (config.pad_token_id, config.decoder_start_token_id)][:4]
         first, second = ([*free[:2], last] for last in free[2:])
-        shifted = [shift(model, labels=torch.tensor([labels]))[0].tolist() for labels in (first, second)]
+        shift = model.prepare_decoder_input_ids_from_labels
+        shifted = [shift(labels=torch.tensor([labels]))[0].tolist() for labels in (first, second)]
     except Exception:  # whatever a model's own code wants besides
         return None
     starts = [row[0] for row in shifted]

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 """Keyword arguments of the model's ``forward``, int64 ``[micro_batch, seq_len]``, plus ``labels`` that are
-aligned with the logits (already shifted) and hold -100 where nothing is to be predicted."""
+aligned with the logits (already shifted) and hold -100 where nothing is to be predicted; a classifier's may
+be float32, and NaN there."""
 
 
 class SaveHandle(Protocol):

@@ -7,8 +7,9 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from converters.commands import FAILED, REFUSED, command
 from portable.bound import die_with_parent
-from portable.errors import RunError, ToldElsewhereError, UserError, one_line
+from portable.errors import RunError, StoppedError, ToldElsewhereError, UserError, one_line
 from portable.quiet import loading
 
 if TYPE_CHECKING:
@@ -17,12 +18,9 @@ if TYPE_CHECKING:
     from portable.config import Invocation
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-train`` and return its exit code.
-
-    0: done, or ``train.stop_after`` reached; 2: refused input; 75: stopped by SIGTERM or SIGINT with a
-    checkpoint saved; 1: anything else (130 when interrupted outside the training loop).
-    """
+    """Run ``portable-train`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
     try:
         from portable.config import parse_args
         from portable.slurm import rank_variables
@@ -31,15 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(parse_args(_without_local_rank(sys.argv[1:] if argv is None else argv)))
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
+        return REFUSED
     except ToldElsewhereError as error:
         return error.exit_code
     except RunError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
+        return error.exit_code if isinstance(error, StoppedError) else FAILED
 
 
 def _without_local_rank(argv: Sequence[str]) -> list[str]:
@@ -54,8 +49,10 @@ def run(invocation: Invocation) -> int:
     with loading():
         from portable import launch
         from portable.backend import backend_room, resolve_backend
+        from portable.places import place_of
         from portable.preview import describe_checkpoint, dry_run
         from portable.run import check_output_folder, train_leg
+        from portable.run_folder import checkpoints_of
 
     config = invocation.config
     if os.environ.get("RANK", "0") == "0":
@@ -96,6 +93,7 @@ def run(invocation: Invocation) -> int:
         leg,
         ranks=ranks,
         memory_advice=room.memory_advice(resolved),
+        saved=lambda: checkpoints_of(place_of("output_dir", resolved.output_dir)).latest(),
     )
 
 

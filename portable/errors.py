@@ -41,6 +41,14 @@ class RunError(Exception):
     """A run that cannot go on, through nothing that its input shows. One ``error: ...`` line, exit code 1."""
 
 
+class StoppedError(RunError):
+    """A signal ended the run at once; ``exit_code`` is 128 and its number, as where a shell tells of one."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ``UserError(message)`` unless ``condition`` holds."""
     if not condition:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from converters.commands import DONE, FAILED, REFUSED, ShowVersion, command, exit_codes
 from portable.checkpointing import write_durably
+from portable.config.flags import path_given
 from portable.errors import RunError, UserError, one_line
 from portable.history import read_events
 from portable.metrics import METRICS_FILE, human_bytes, human_time, read_metrics
@@ -164,15 +166,15 @@ class Run:
     def described(self) -> list[dict[str, Any]]:
         """The events with what to call them, and where they lie on each axis."""
         told: list[dict[str, Any]] = []
-        machine: dict[str, Any] | None = None
+        machine: str | None = None
         for event in self.events:
             kind, text = str(event["event"]), str(event["event"])
             if kind in ("start", "resume"):
-                now = {name: event.get(name) for name in ("backend", "strategy", "world_size")}
+                now = _machine(event)
                 text = _in_words(event)
                 if machine is not None and now != machine:
                     kind = "move"
-                    text += " (was " + ", ".join(str(value) for value in machine.values()) + ")"
+                    text += f" (was {machine})"
                 machine = now
             elif kind == "save":
                 text = f"saved {event.get('checkpoint', 'a checkpoint')}"
@@ -289,13 +291,17 @@ def thinned(points: list[Point]) -> list[Point]:
     return kept
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-report``: exit code 0, or 2 for refused input, or 1 for a store that does not answer."""
+    """Run ``portable-report``; the exit code is as :data:`converters.commands.EXIT_CODES` has it."""
     parser = argparse.ArgumentParser(
         prog="portable-report",
         description="Write one self-contained HTML page on a run, or on several beside each other: loss, "
         "learning rate, gradient norm, throughput, memory, MFU, events, settings.",
+        epilog=exit_codes(DONE, FAILED, REFUSED),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=ShowVersion, help="print the version and stop")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, or its URL")
     parser.add_argument(
         "--out",
@@ -307,14 +313,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folders = [place_of("RUN", run) for run in arguments.runs]
         beside = folders[0] if len(folders) == 1 and isinstance(folders[0], Path) else Path()
-        out = Path(arguments.out) if arguments.out else beside / REPORT_FILE
+        out = Path(path_given("--out", arguments.out)) if arguments.out else beside / REPORT_FILE
         with storage_errors("RUN"):
             write_report(folders, out)
     except (UserError, RunError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+        return REFUSED if isinstance(error, UserError) else FAILED
     print(out)
-    return 0
+    return DONE
 
 
 def _settings(path: Place) -> dict[str, Any]:
@@ -339,14 +345,16 @@ def _plain(value: Any) -> str:
 
 def _machine(leg: dict[str, Any]) -> str:
     ranks = leg.get("world_size")
-    return f"{leg.get('backend')}, {leg.get('strategy')}, {ranks} rank{'' if ranks == 1 else 's'}"
+    told = f"{leg.get('backend')}, {leg.get('strategy')}, {ranks} rank{'' if ranks == 1 else 's'}"
+    devices = leg.get("devices_per_rank")
+    return told if devices in (None, 1) else f"{told} of {devices} devices"
 
 
 def _in_words(leg: dict[str, Any]) -> str:
     text = f"{'started' if leg['event'] == 'start' else 'resumed'} on {_machine(leg)}"
-    for name in ("devices_per_rank", "device", "precision"):
-        if leg.get(name) not in (None, 1, leg.get("backend")):
-            text += f", {leg[name]}" + (" devices each" if name == "devices_per_rank" else "")
+    for name in ("device", "precision"):
+        if leg.get(name) not in (None, leg.get("backend")):
+            text += f", {leg[name]}"
     return text + (f", from {leg['source']}" if leg.get("source") else "")
 
 

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from portable import watchdog
 from portable.bound import die_with_parent, spawned_bound
-from portable.errors import RUN_ERROR, USER_ERROR, RunError, ToldElsewhereError, UserError, one_line
+from portable.errors import (
+    RUN_ERROR,
+    USER_ERROR,
+    RunError,
+    StoppedError,
+    ToldElsewhereError,
+    UserError,
+    one_line,
+)
 from portable.metrics import human_count
 from portable.oom import killed_since, oom_kills
 
@@ -29,11 +37,6 @@ if TYPE_CHECKING:
 STOP_REQUESTED = "stop-requested"
 _scratch: Path | None = None
 """Where this process, a rank that :func:`launch` started, leaves word for the launcher."""
-_STOPPED_EARLY = "stopped by a signal before the first step; nothing was saved"
-_STOPPED_TWICE = (
-    "stopped at once by a second signal, without another save; run the same command to go on from the last "
-    "complete checkpoint"
-)
 _failed_at: float | None = None
 """When this rank began to fail."""
 POLL = 0.1  # seconds between two looks at the ranks
@@ -71,7 +74,12 @@ class RankFailure:
 
 
 def launch(
-    function: Callable[..., int], arguments: tuple[Any, ...], *, ranks: int, memory_advice: str = ""
+    function: Callable[..., int],
+    arguments: tuple[Any, ...],
+    *,
+    ranks: int,
+    memory_advice: str = "",
+    saved: Callable[[], object | None] = lambda: None,
 ) -> int:
     """Run ``function(*arguments)`` in ``ranks`` local processes under torch's elastic agent.
 
@@ -82,6 +90,7 @@ def launch(
         ranks: how many.
         memory_advice: what to change where host memory runs out, for the message on a rank that the system
             killed.
+        saved: looks for the checkpoint that a run which is stopped now can go on from.
 
     Returns:
         the exit code, which is the same on all ranks.
@@ -127,12 +136,24 @@ def launch(
             except ChildFailedError as error:
                 rank, failure = error.get_first_failure()
                 if failure.exitcode == -signal.SIGTERM and requests:
-                    raise RunError(_STOPPED_TWICE if len(requests) > 1 else _STOPPED_EARLY) from None
+                    raise _stopped(requests, saved()) from None
                 first = _first_failure(Path(scratch), rank, failure.exitcode)
                 sys.stderr.write(first.traceback)
                 for_memory = killed_since(kills_before, oom_kills())
                 raise _as_exception(first, for_memory, memory_advice) from None
         return max(int(code) for code in codes.values())
+
+
+def _stopped(requests: list[int], saved: object | None) -> StoppedError:
+    """What to tell of a run that signals ended in the middle of a step, or before the first."""
+    message = "stopped by a signal before the first step"
+    if len(requests) > 1:
+        message = "stopped at once by a second signal, without another save"
+    if saved is None:
+        message += "; there is no checkpoint yet, so the same command begins anew"
+    else:
+        message += f"; the same command goes on from {saved}"
+    return StoppedError(message, requests[0])
 
 
 @contextmanager

@@ -53,12 +53,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When to do what, in optimizer steps; 0 means never."""
+    """When to do what, in optimizer steps; 0 means never.
+
+    Attributes:
+        eval_samples: evaluate after a step that comes to another multiple of so many samples; 0 means never.
+        save_samples: the same of saving.
+    """
 
     until: int
     log_every: int
     eval_every: int
     save_every: int
+    eval_samples: float = 0.0
+    save_samples: float = 0.0
 
 
 class Events:
@@ -153,7 +160,9 @@ def train(
 
     def eval_is_due() -> bool:
         return eval_batches is not None and (
-            progress.step == cadence.until or _due(progress.step, cadence.eval_every)
+            progress.step == cadence.until
+            or _due(progress.step, cadence.eval_every)
+            or _passed(progress, plan, cadence.eval_samples)
         )
 
     def run_eval() -> None:
@@ -183,6 +192,7 @@ def train(
             last = stopping or progress.step == cadence.until
             log_due = last or _due(progress.step, cadence.log_every)
             save_due = last or _due(progress.step, cadence.save_every)
+            save_due = save_due or _passed(progress, plan, cadence.save_samples)
             if log_due or save_due:
                 _look_for_skipped(engine, plan, start, progress, events)
             if log_due:
@@ -238,6 +248,15 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _passed(progress: Progress, plan: BatchPlan, every: float) -> bool:
+    """Whether the latest step has come to another multiple of ``every`` samples, or over it."""
+    if every <= 0:
+        return False
+    before = progress.samples - plan.global_batch_size
+    # A third of an epoch times three is an epoch, in spite of rounding.
+    return math.floor(progress.samples / every + 1e-9) > math.floor(before / every + 1e-9)
 
 
 def _look_for_skipped(

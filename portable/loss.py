@@ -1,15 +1,17 @@
-"""The loss of every task: cross-entropy summed over the positions that have a label, and what a model adds.
+"""The loss of every task: summed over what has a label, and what a model adds.
 
-A step minimises the mean cross-entropy over all labels of the global batch, plus what a model's own
-``forward(labels=...)`` adds to it: the auxiliary loss that balances a mixture's experts, a z-loss.
-transformers defines what is added for one forward pass. Over a global batch it is the mean over the
-sequences: each micro-batch's, weighted by its share of them. So it is exactly transformers' where the global
-batch is one micro-batch, and does not grow with the number of micro-batches or ranks.
+A step minimises the mean cross-entropy over all labels of the global batch, or what a classifier of another
+``problem_type`` has in its place, plus what a model's own ``forward(labels=...)`` adds to it: the auxiliary
+loss that balances a mixture's experts, a z-loss. transformers defines what is added for one forward pass.
+Over a global batch it is the mean over the sequences: each micro-batch's, weighted by its share of them. So
+it is exactly transformers' where the global batch is one micro-batch, and does not grow with the number of
+micro-batches or ranks.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,7 @@ class Objective:
         self.of_routers = self._terms.of_routers
         self._sequences = global_batch_size
         self._head = head
+        self._criterion = _CRITERIA.get(getattr(model.config, "problem_type", None), _cross_entropy)
 
     def __call__(self, model: nn.Module, batch: Batch, valid: Tensor) -> Tensor:
         """Run ``model``, which may be wrapped now, on a micro-batch of the global batch.
@@ -53,10 +56,14 @@ class Objective:
             an fp32 scalar on the device; the sum over all micro-batches of all ranks is what is minimised.
         """
         labels = batch["labels"]
-        loss, output = _passed(model, batch, self._head, self._terms)
+        loss, output = _passed(model, batch, self._head, self._terms, self._criterion)
         loss = loss / valid.clamp(min=1)
         # Where ranks are one program, a batch is as long as that of all of them together.
         return self._terms.added(loss, output, share=labels.shape[0] / self._sequences)
+
+    def evaluated(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The summed loss of a micro-batch, without what the model adds, which is for training."""
+        return _passed(model, batch, self._head, None, self._criterion)[0]
 
 
 class OwnTerms:
@@ -127,13 +134,17 @@ def token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) 
         the summed loss, an fp32 scalar on the device. The cross-entropy alone: what a model adds is for
         training.
     """
-    return _passed(model, batch, head, None)[0]
+    return _passed(model, batch, head, None, _cross_entropy)[0]
 
 
 def _passed(
-    model: nn.Module, batch: Batch, head: ChunkedHead | None, terms: OwnTerms | None
+    model: nn.Module,
+    batch: Batch,
+    head: ChunkedHead | None,
+    terms: OwnTerms | None,
+    criterion: Criterion,
 ) -> tuple[Tensor, Any]:
-    """The summed cross-entropy of a forward pass, and what the model returned."""
+    """The summed loss of a forward pass, and what the model returned."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
     in_parts = head is not None and head.pays(labels)
@@ -146,17 +157,44 @@ def _passed(
     if in_parts:
         assert output.logits.shape == (*labels.shape, 1)
         return output.logits.sum(), output
-    loss = functional.cross_entropy(
-        output.logits.reshape(-1, output.logits.shape[-1]).float(),
+    # A config may keep the problem_type of a classifier that it once described.
+    criterion = criterion if labels.is_floating_point() else _cross_entropy
+    return criterion(output.logits, labels), output
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),
         ignore_index=IGNORED,
         reduction="sum",
     )
-    return loss, output
+
+
+def _squared_error(logits: Tensor, labels: Tensor) -> Tensor:
+    values = logits.float().reshape(labels.shape)
+    return functional.mse_loss(values, torch.where(labels.isnan(), values.detach(), labels), reduction="sum")
+
+
+def _binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    counts = ~labels.isnan()
+    return functional.binary_cross_entropy_with_logits(
+        logits.float(), torch.where(counts, labels, 0), weight=counts.float(), reduction="sum"
+    )
+
+
+Criterion = Callable[["Tensor", "Tensor"], "Tensor"]
+_CRITERIA: dict[str | None, Criterion] = {
+    "regression": _squared_error,
+    "multi_label_classification": _binary_cross_entropy,
+}
+
+
+_LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binary_cross_entropy_with_logits)
 
 
 class _CrossEntropyIs(TorchFunctionMode):
-    """Within this context a cross-entropy is ``value``, and costs nothing."""
+    """Within this context a cross-entropy, or another loss of labels, is ``value``, and costs nothing."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -165,11 +203,13 @@ class _CrossEntropyIs(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is functional.cross_entropy:
+        if func in _LOSSES:
             return self._value
         return func(*args, **(kwargs or {}))
 
 
 def count_valid(labels: Tensor) -> int:
-    """Positions that have a label; ``labels`` are on the host."""
+    """How many labels count; ``labels`` are on the host. Of numbers, all that are not NaN do."""
+    if labels.is_floating_point():
+        return int(torch.count_nonzero(~labels.isnan()))
     return int(torch.count_nonzero(labels != IGNORED))

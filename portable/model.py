@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from portable.config import ModelConfig
+    from portable.config import ModelConfig, RunConfig
 
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -53,6 +53,8 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         except ValueError as error:
             near = _nearest(model_type, _model_types())
             raise UserError(f"model.config.model_type: transformers knows no {model_type!r}{near}") from error
+        except Exception as error:  # its defaults contradict each other
+            raise UserError(f"model.config: {model_type}: {one_line(error)}") from error
         for key in given:
             # transformers keeps any keyword it is given, so that a misspelt one would change nothing.
             if not (_has_setting(known, key) or _means_nothing(key, given[key]) or _is_of_generation(key)):
@@ -73,6 +75,16 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
         except Exception as error:  # sizes that contradict each other have an error class of their own
             raise UserError(f"model.name_or_path: {one_line(error)}") from error
+    place = "model.config" if settings.name_or_path is None else "model.name_or_path"
+    try:
+        config.get_text_config()
+    except ValueError as error:  # it describes several models of text
+        raise UserError(f"{place}: {one_line(error)}") from error
+    if settings.task == "seq2seq-lm" and not getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"model.task: seq2seq-lm needs an encoder and a decoder, and {config.model_type} is not such a "
+            "model; use causal-lm"
+        )
     without_quantization(config)  # the weights are floats once they are loaded, and when they are saved
     return config
 
@@ -218,12 +230,14 @@ def _check_forward(model: PreTrainedModel, place: str) -> None:
 
 
 def called_past_hooks(model: nn.Module) -> set[str]:
-    """Names of layers whose ``forward`` is called directly, so that nothing that hooks into them is told.
+    """Names of layers that work without telling what hooks into them.
 
-    As far as a pass on the meta device shows it; empty where none can be made.
+    Their ``forward`` is called directly, as far as a pass on the meta device shows it; or, as in Reformer, a
+    function with a backward pass of its own calls them, and asks them for their gradients directly.
     """
     kinds = list(layer_kinds(model).values())
     silent = set(range(len(kinds)))
+    reversible = {name for name, layer in transformer_layers(model) if hasattr(layer, "backward_pass")}
 
     def watch(trial: nn.Module) -> None:
         for number, (_, layer) in enumerate(transformer_layers(trial)):
@@ -232,8 +246,8 @@ def called_past_hooks(model: nn.Module) -> set[str]:
     try:
         trial_forward(shortened(model, {names[0] for names in kinds}), watch)
     except Exception:
-        return set()
-    return {name for number in silent for name in kinds[number]}
+        return reversible
+    return reversible | {name for number in silent for name in kinds[number]}
 
 
 def every_parameter_counts(model: nn.Module) -> bool:
@@ -418,8 +432,9 @@ def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
         )
 
 
-def check_length(config: PretrainedConfig, seq_len: int) -> None:
+def check_length(config: PretrainedConfig, run: RunConfig) -> None:
     """Raise UserError for sequences longer than the model has positions."""
+    seq_len = run.data.longest
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:
@@ -428,9 +443,13 @@ def check_length(config: PretrainedConfig, seq_len: int) -> None:
     if isinstance(padding, int) and positions - padding - 1 < seq_len <= positions:
         positions -= _reserved_positions(config)
     if positions < seq_len:
+        key = "data.seq_len" if seq_len == run.data.seq_len else "data.target_seq_len"
+        if run.model.name_or_path is None:
+            remedy = "or raise model.config.max_position_embeddings"
+        else:  # what it was trained with is not ours to change
+            remedy = "or name a model with more positions in model.name_or_path"
         raise UserError(
-            f"data.seq_len: {seq_len} tokens are more than the model's {positions} positions; lower it, "
-            "or raise model.config.max_position_embeddings"
+            f"{key}: {seq_len} tokens are more than the model's {positions} positions; lower it, {remedy}"
         )
 
 

@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from converters.output import remove_leftovers
 from converters.remote import RemotePath
 from portable.checkpointing import CheckpointFolder
 from portable.errors import UserError
 from portable.lock import locked
 from portable.places import place_of
-from portable.run_folder import CONFIG_FILE
+from portable.run_folder import CONFIG_FILE, FINAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,6 +98,7 @@ class LocalOutput(Output):
     def held(self) -> Iterator[None]:
         new = not self.work.exists()
         with locked(self.work):
+            remove_leftovers(self.work / FINAL)
             try:
                 yield
             except UserError:

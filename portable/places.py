@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.errors import CheckpointError
 from converters.places import Place, place
 from converters.remote_errors import RemoteError, RetriesUsedUpError
 from portable.errors import RunError, UserError
@@ -35,7 +36,12 @@ def place_of(key: str, text: str) -> Place:
         UserError: a URL that cannot be used: a protocol whose package is not installed, credentials in it ...
     """
     with storage_errors(key):
-        named = place(text)
+        try:
+            named = place(text)
+        except RemoteError:
+            raise
+        except CheckpointError as error:
+            raise UserError(f"{key}: {error}") from error
     if isinstance(named, Path) and _ALMOST_URL.match(text):
         raise UserError(f"{key}: {text} is neither a path nor a URL; write a URL with two slashes (s3://...)")
     return named

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError
 from portable import model as models
-from portable.adopt import SpecialTokens, known_classes
+from portable.adopt import SpecialTokens, problem_of
 from portable.backend import backend_room
 from portable.config import dump_yaml
 from portable.data import inspect_data
@@ -46,8 +46,8 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     folder = place_of("output_dir", config.output_dir)
     check_same_run(folder, config)
     model_config = models.model_config(config.model)
-    models.check_length(model_config, config.data.seq_len)
-    known_classes(model_config, config.model)  # refuses what a run refuses
+    models.check_length(model_config, config)
+    problem_of(model_config, config.model)  # refuses what a run refuses
     data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
     special_tokens = SpecialTokens(model_config, config.model)
     model = models.build_model(model_config, config.model)
@@ -62,6 +62,10 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     for line in _notes(config, backend, model, special_tokens, data, plan):
         print(line, file=sys.stderr)
     print(dump_yaml(config))
+    if config.came_from:
+        print("# Where it was set; all else is a default, or follows from these")
+        print(table(list(config.came_from.items())))
+        print()
     print("# What this run will do")
     print(table(rows))
     return 0
@@ -90,7 +94,7 @@ def _notes(
         multiple=backend.shape_multiple(config.precision),
         precision=config.precision,
     )
-    return [*surprises(backend, config, aligned, data), *weights, *hints]
+    return [*surprises(backend, config, model.config, aligned, data), *weights, *hints]
 
 
 def _plan_rows(

@@ -48,7 +48,7 @@ class RemoteOutput(Output):
         self.rank = rank
         base = Path(staging or f"{tempfile.gettempdir()}/portable-{os.getuid()}")
         digest = hashlib.sha256(str(place).encode()).hexdigest()[:16]
-        self._staging = base.expanduser().absolute() / digest / f"rank-{rank}"
+        self._staging = base.absolute() / digest / f"rank-{rank}"
         # The last names of the URL, by which trackers and pictures call the run.
         self.work = self._staging / "run" / place.parent.name / place.name
         self._shards = self._staging / "shards"

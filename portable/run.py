@@ -16,12 +16,21 @@ from tqdm import tqdm
 
 from portable import launch
 from portable import model as models
-from portable.adopt import SpecialTokens, adopt_labels, classifies_at_the_end, known_classes, positions
+from portable.adopt import (
+    SpecialTokens,
+    adopt_labels,
+    classifies_at_end_token,
+    classifies_at_the_end,
+    known_classes,
+    positions,
+    problem_of,
+)
 from portable.agreement import agree, settings_and_versions
 from portable.backend import Backend, Engine, backend_room
 from portable.checkpointing import TrainerState, write_durably
 from portable.config import difference, dump_yaml
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data
+from portable.data.classes import SINGLE
 from portable.errors import DamagedError, RunError, ToldElsewhereError, UserError, one_line
 from portable.exporting import export, recover_export
 from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_of_all
@@ -47,7 +56,14 @@ from portable.pretrained import pretrained_weights
 from portable.profiling import Profiler
 from portable.replay import replay_step
 from portable.report import Reporter
-from portable.run_folder import CONFIG_FILE, check_same_run, checkpoints_of, earlier_config, resume_source
+from portable.run_folder import (
+    CONFIG_FILE,
+    FINAL,
+    check_same_run,
+    checkpoints_of,
+    earlier_config,
+    resume_source,
+)
 from portable.schedule import build_schedule
 from portable.shapes import shape_hints
 from portable.takeover import Takeover, refuse_resume_step, take_over
@@ -181,19 +197,22 @@ class Prepared:
         self.source: Place | None = None  # the checkpoint gone on from
         self.taken: Takeover | None = None  # what it holds, where another program wrote it
         self.model_config = models.model_config(config.model)
-        models.check_length(self.model_config, config.data.seq_len)
+        models.check_length(self.model_config, config)
         special_tokens = SpecialTokens(self.model_config, config.model)
+        self.problem = problem_of(self.model_config, config.model)  # before the labels have a say
         self.data = build_data(
             config.data,
             task=config.model.task,
             seed=config.seed,
             decoder_start_token_id=special_tokens.decoder_start,
+            label_shift=special_tokens.label_shift,
             known_classes=known_classes(self.model_config, config.model),
+            problem=self.problem,
             pad_left=classifies_at_the_end(self.model_config),
             progress=True,  # only the rank that builds the cache shows it
             **tokenizer_hints(config, self.model_config),
         )
-        adopt_labels(self.model_config, self.data.label_names)
+        adopt_labels(self.model_config, self.data.classes)
         special_tokens.prepare(self.data.tokenizer)
         self.model = models.build_model(self.model_config, config.model)
         aligned = special_tokens.align(self.model, self.data.tokenizer, self.data.target_frame)
@@ -215,7 +234,10 @@ class Prepared:
 
     def surprises(self) -> list[str]:
         """What of the settings, of the model's and of the data may surprise a person."""
-        return surprises(self.backend, self.config, self.aligned, self.data.sizes)
+        lines = surprises(self.backend, self.config, self.model_config, self.aligned, self.data.sizes)
+        if self.problem is None and (learnt := self.data.classes) is not None and learnt.problem != SINGLE:
+            lines.append(f"note: problem_type is {learnt.problem}, as the labels and num_labels have it")
+        return lines
 
     # -- batches -----------------------------------------------------------------------------------------
 
@@ -391,6 +413,8 @@ class Prepared:
                         log_every=config.log.every_steps,
                         eval_every=config.train.eval_every or 0,
                         save_every=config.checkpoint.every_steps or 0,
+                        eval_samples=(config.train.eval_every_epochs or 0) * len(self.data.train),
+                        save_samples=(config.checkpoint.every_epochs or 0) * len(self.data.train),
                     ),
                     schedule=self.schedule,
                     plan=self.plan,
@@ -646,8 +670,8 @@ class Prepared:
         if checkpoint is not None:
             places.append(("checkpoint", str(checkpoint)))
         if complete and self.config.checkpoint.export and checkpoint is not None:
-            export(checkpoint, place / "final")
-            places.append(("model", str(place / "final")))
+            export(checkpoint, place / FINAL)
+            places.append(("model", str(place / FINAL)))
         try:
             if (picture := plot_loss(folder)) is not None:
                 places.append(("loss curve", str(place / picture.name)))
@@ -740,18 +764,26 @@ class Prepared:
         return "\n".join([start, table(rows), *taken, *hints])
 
 
-def surprises(backend: Backend, config: RunConfig, aligned: list[str], data: DataSizes) -> list[str]:
+def surprises(
+    backend: Backend, config: RunConfig, model_config: PretrainedConfig, aligned: list[str], data: DataSizes
+) -> list[str]:
     """The lines that tell a person, before the first step, of what may surprise them.
 
     Args:
         backend: of the run.
         config: of the run, resolved.
+        model_config: of its model.
         aligned: the model's special tokens that the tokenizer's have replaced.
         data: how much there is.
     """
     lines = [f"note: {note}" for note in backend.notes(config)]
     if aligned:
         lines.append(f"note: the model takes over the tokenizer's special tokens: {'; '.join(aligned)}")
+    if getattr(model_config, "disable_ngram_loss", None) is False:
+        lines.append(
+            "note: the model is trained on the next token alone, as with disable_ngram_loss; "
+            "transformers adds losses of the tokens after it"
+        )
     if data.warning is not None:
         lines.append(f"warning: {data.warning}")
     return lines
@@ -766,6 +798,8 @@ def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[s
         "model_tokenizer": config.model.name_or_path,
         "trust_remote_code": config.model.trust_remote_code,
         "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
+        "ends_texts": config.model.task == "sequence-classification"
+        and classifies_at_end_token(model_config),
     }
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from portable.places import Place
 
 CONFIG_FILE = "config.yaml"
+FINAL = "final"
+"""Folder of the exported model."""
 
 
 def check_same_run(folder: Place, config: RunConfig) -> None:

@@ -248,7 +248,7 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
     values: dict[str, Any] = {
         "peak": settings.learning_rate,
         "minimum": settings.learning_rate * settings.min_learning_rate_ratio,
-        "warmup_steps": settings.warmup_steps,
+        "warmup_steps": warmup_steps(settings, total_steps),
         "total_steps": total_steps,
         **settings.schedule_params,
     }
@@ -260,6 +260,13 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
         if first["type"] == "missing":
             raise ValueError(f"train.schedule {settings.schedule} needs {key}") from error
         raise ValueError(f"{key}: {first['msg']}") from error
+
+
+def warmup_steps(settings: TrainConfig, total_steps: int) -> int:
+    """How many of ``total_steps`` warm up; of a ratio as many as the Trainer makes of it."""
+    if settings.warmup_ratio is None:
+        return settings.warmup_steps
+    return math.ceil(total_steps * settings.warmup_ratio)
 
 
 def own_params(kind: str) -> tuple[str, ...]:

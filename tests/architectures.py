@@ -90,7 +90,7 @@ def run_of(pair: Pair, folder: Path, records: Path, **overrides: Any) -> RunConf
         folder,
         records,
         **{
-            "model__config": tiny_config(pair.model_type),
+            "model__config": tiny_config(*pair),
             "model__task": pair.task,
             "data__vocab_size": VOCABULARY,
             "data__eval_fraction": 0,
@@ -171,11 +171,19 @@ def loss_of(model: Any, task: str, batch: Mapping[str, torch.Tensor]) -> torch.T
 
     inputs = dict(batch)
     labels = inputs.pop("labels")
+    if task == "masked-lm":
+        inputs.pop("decoder_input_ids", None)  # transformers makes its own from the labels
     if task != "causal-lm":
         return model(**inputs, labels=labels).loss  # type: ignore[no-any-return]
     ids = inputs["input_ids"]
     logits = model(ids).logits
     plain = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    if getattr(model.config, "max_position_embeddings", None) == ids.shape[1]:
+        # There is no room for one more: the last label is counted apart.
+        shifted = torch.cat([torch.full_like(labels[:, :1], -100), labels[:, :-1]], dim=1)
+        first, last = ids.shape[1] - 1, functional.cross_entropy(logits[:, -1], labels[:, -1])
+        share: torch.Tensor = (model(ids, labels=shifted).loss * first + last) / (first + 1)
+        return share
     # Most shift by themselves. The last label is not among the inputs: append it.
     longer = torch.cat([ids, labels[:, -1:]], dim=1)
     shifted = torch.cat([torch.full_like(labels[:, :1], -100), labels], dim=1)
@@ -199,7 +207,16 @@ def opened_again(config: RunConfig, folder: Path) -> None:
     amiss = {what: sorted(names) for what, names in info.items() if names}
     if amiss:
         raise AssertionError(f"from_pretrained: {amiss}")
-    same_state(model.state_dict(), torch.load(folder / "live.pt", weights_only=True))
+    live = torch.load(folder / "live.pt", weights_only=True)
+    try:
+        same_state(model.state_dict(), live)
+    except AssertionError:
+        # Some do not load what they saved themselves: a row of padding, which is emptied again.
+        plain = auto_class(task).from_config(model.config)
+        plain.load_state_dict(live)
+        plain.save_pretrained(folder / "theirs")
+        again = auto_class(task).from_pretrained(folder / "theirs", dtype=torch.float32)
+        same_state(model.state_dict(), again.state_dict())
     if task in ("causal-lm", "seq2seq-lm"):
         fresh = auto_class(task).from_config(model.config)
         fresh.generation_config = model.generation_config
@@ -246,10 +263,9 @@ def loads_what_transformers_saved(config: RunConfig, folder: Path) -> None:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter))
     model.save_pretrained(folder / "theirs")
-    loaded = type(model).from_pretrained(folder / "theirs", dtype=torch.float32)
     taken = config.replaced({"model.config": None, "model.name_or_path": str(folder / "theirs")})
     with opened(taken) as trial:
-        same_state(trial.engine.model.state_dict(), loaded.state_dict())
+        same_state(trial.engine.model.state_dict(), model.state_dict())
 
 
 # -- the sweep --------------------------------------------------------------------------------------------
@@ -307,11 +323,16 @@ INTRODUCTION = f"""# Models
 
 Every text model of transformers {{version}}, held against transformers itself by
 `python -m tests.architectures`. For each type and task a tiny model was trained for {STEPS} steps in fp32 on
-one rank, beside a plain loop with `forward(labels=)`; in bf16; on two ranks with `full_shard` and `zero3`.
-What it exported was opened by `from_pretrained`, compared bit for bit, and generated text. Weights that
-`save_pretrained` wrote were loaded and compared bit for bit. "yes" says that all of it held, "not tried" that
-no model of that type was as small as these are. {{looked_at}} of {{known}} pairs of a type and a task have
-been looked at.
+one rank, beside a plain loop with `forward(labels=)`; in bf16 (losses within {BF16_TOLERANCE:.0%} of those
+in fp32); on two ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e} of one rank's). What it
+exported was opened by `from_pretrained`, compared bit for bit, and generated text. Weights that
+`save_pretrained` wrote were loaded and compared bit for bit. "yes" says that all of it held, "refused" that
+the type is no model of the task, whatever transformers lists, "not tried" that no model of that type was as
+small as these are. {{looked_at}} of {{known}} pairs of a type and a task have been looked at.
+
+Of what did not hold, transformers itself fails alike in some: `deberta` and `xmod` under bf16 autocast, `git`
+with labels and no picture, and its auto class does not open what it saved of `emu3` and `mllama` (the class
+that `config.json` names does). ProphetNet is trained here on the next token alone, and told so.
 
 """
 
@@ -329,7 +350,18 @@ def page(everything: Mapping[str, Findings]) -> str:
             notes.setdefault(line, []).append(f"{model_type} {task}")
         alone = found.get("one rank", "")
         not_built = "UserError: model" in alone or "UserError: data.tokenizer" in alone
-        cell = "yes" if not amiss else "not tried" if not_built else "no" if alone else "in part"
+        refused = "UserError: model.task" in alone
+        cell = (
+            "yes"
+            if not amiss
+            else "refused"
+            if refused
+            else "not tried"
+            if not_built
+            else "no"
+            if alone
+            else "in part"
+        )
         rows.setdefault(model_type, {})[task] = cell
     lines = [f"| type | {' | '.join(TASKS)} |", f"| --- |{' --- |' * len(TASKS)}"]
     lines += [

@@ -7,8 +7,10 @@ groups, whose threads wake a hundred times a second.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import traceback
@@ -58,6 +60,7 @@ def serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     # Half of the time of a short run: looking for garbage among all that was imported, and a picture.
     run.gc, run.plot_loss = Mock(), Mock(return_value=None)  # type: ignore[attr-defined]
+    faulthandler.register(signal.SIGUSR1)
     while True:
         try:
             task = connection.recv()
@@ -117,6 +120,11 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                for rank in waiting.values():  # says where it is
+                    pid = self._ranks[rank][1].pid
+                    assert pid is not None
+                    os.kill(pid, signal.SIGUSR1)
+                time.sleep(1)
                 self.close()
                 missing = ", ".join(str(rank) for rank in waiting.values())
                 raise RankError(failure or f"no answer from rank {missing} of {world_size} in {timeout} s")

@@ -38,11 +38,18 @@ def write_corpus(folder: Path) -> Path:
 
 
 def write_labelled(folder: Path, texts: int) -> Path:
-    """Short texts of two classes, of different lengths."""
+    """Short texts of two classes, of different lengths, with labels of other kinds besides."""
     words = SENTENCE.split()
     path = folder / "labelled.jsonl"
     lines = [
-        {"text": " ".join(words[i % 2 : 2 + i % 11]), "label": ("no", "yes")[i % 2]} for i in range(texts)
+        {
+            "text": " ".join(words[i % 2 : 2 + i % 11]),
+            "label": ("no", "yes")[i % 2],
+            "number": (3, 3.5)[i % 2],
+            "numbers": [(0.5, 1.0)[i % 2], (1.0, 0.0)[i % 11 < 5], 0.25],
+            "kinds": [*(["yes"] if i % 2 else []), *(["long"] if i % 11 > 5 else [])],
+        }
+        for i in range(texts)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

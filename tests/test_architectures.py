@@ -20,6 +20,9 @@ CHOSEN = [
     Pair("ibert", "masked-lm"),  # buffers made after parameters
     Pair("squeezebert", "masked-lm"),  # layers that are called past their hooks
     Pair("mbart", "seq2seq-lm"),
+    Pair("mbart", "masked-lm"),  # its decoder reads its labels
+    Pair("reformer", "masked-lm"),  # layers that are asked for gradients, past their hooks
+    Pair("longcat_flash", "causal-lm"),  # experts that are called as often as tokens choose them
 ]
 
 

@@ -28,6 +28,9 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 """Names of sizes, as many as transformers has for a thing, and what each becomes where it is larger."""
 
+_ROPE_BY_LAYER = {
+    kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
 _LINEAR = {
     "linear_key_head_dim": 8,
@@ -35,27 +38,46 @@ _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-_MLA = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+_MLA = (
+    "axk2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "minicpm3",
+    "youtu",
+)
+_LINEAR_HEADS = {"num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4}
 OVERRIDES: dict[str, dict[str, Any]] = {
     **{name: {"num_key_value_heads": 4} for name in _MLA},
+    "axk1": {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
+    "bailing_hybrid": {**_LINEAR_HEADS, "num_expert_group": 1, "topk_group": 1},
+    "cohere_compass_text": {"rope_parameters": _ROPE_BY_LAYER},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "esmc": {"num_key_value_heads": 4, "vocab_size": VOCABULARY},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16},
+    "kimi_linear": _LINEAR_HEADS,
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8, "visual_embed": False},
+    "led": {"attention_window": 8},
+    "lilt": {"hidden_size": 48},
     "bamba": _MAMBA,
     "blt": {"encoder_hash_byte_group_vocab": 32},
     "mobilebert": {"embedding_size": 16},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1},
-    "esmc": {"num_key_value_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": _MAMBA,
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
-    "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32},
+    "longcat_flash": {"num_key_value_heads": 4, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 8},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
     "mluke": {"entity_vocab_size": 16, "entity_emb_size": 8},
+    "mistral4": {"num_key_value_heads": 4, "head_dim": 16},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "neomme": {"head_dim": 16},
     "qwen3_next": _LINEAR,
@@ -63,17 +85,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _LINEAR,
     "reformer": {
         "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [8, 8],
+        "axial_pos_shape": [4, 8],  # as long as the samples, and all there may be
+        "max_position_embeddings": 32,
         "attn_layers": ["local", "lsh"],
         "num_buckets": 2,
-        "is_decoder": True,
     },
     "perceiver": {
         "num_latents": 8,
         "d_latents": 32,
         "num_self_attends_per_block": 1,
         "num_self_attention_heads": 4,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32,  # of which a masked language model has as many logits
     },
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 6, "layer_types": ["mamba", "hybrid"] * 3},
     "zamba2": {
         "num_hidden_layers": 4,
@@ -88,16 +113,22 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
 }
-"""What the rules below do not reach."""
+"""What the rules do not reach, also for a config inside another."""
 
 
-def tiny_config(model_type: str) -> dict[str, Any]:
-    """Settings for ``model.config``: the defaults of a type, made small, without dropout."""
+def tiny_config(model_type: str, task: str | None = None) -> dict[str, Any]:
+    """Settings for ``model.config``: the defaults of a type, made small, without dropout.
+
+    Args:
+        model_type: of transformers.
+        task: for which they are, where that makes a difference.
+    """
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(model_type)
     settings = {"model_type": model_type, **_small(default)}
-    settings.update(OVERRIDES.get(model_type, {}))
+    if model_type == "reformer" and task == "causal-lm":
+        settings["is_decoder"] = True
     return settings
 
 
@@ -119,4 +150,4 @@ def _small(config: Any) -> dict[str, Any]:
                 changed[key] = size
             elif key.endswith("_token_id") and value >= VOCABULARY:
                 changed[key] = 1
-    return changed
+    return {**changed, **OVERRIDES.get(config.model_type, {})}

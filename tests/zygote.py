@@ -104,7 +104,7 @@ class Zygote:
 
 
 def stands_for(pid: int) -> int:
-    """The fork that runs the program ``pid`` of :attr:`Zygote.folder`; ``pid`` itself where it is another's."""
+    """The fork that runs the program ``pid`` of :attr:`Zygote.folder`; else ``pid`` itself."""
     name = Path(f"/proc/{pid}/comm").read_text().strip()
     return int(name.removeprefix(MARK)) if name.startswith(MARK) else pid
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from portable.errors import require
 from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
-from portable.loss import Objective, token_loss
+from portable.loss import Objective
 from portable.model import replace_tensors, state_tensors, transformer_layers
 from portable.resume import stored_state
 from tpu.checks import GATHERED_ONCE, recomputed
@@ -239,7 +239,7 @@ class XlaEngine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
-        loss = self._computing(partial(token_loss, self.model, batch))
+        loss = self._computing(partial(self._objective.evaluated, self.model, batch))
         self.model.train()
         self.graphs.run("evaluation", [loss])
         return loss

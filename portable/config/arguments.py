@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.commands import exit_codes, version_line
 from portable.config import flags, help_text
 from portable.config.accelerate_yaml import read_environment
 from portable.config.flags import Option
@@ -18,7 +19,7 @@ from portable.config.schema import RunConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-USAGE = """\
+USAGE = f"""\
 usage: portable-train [--config FILE.yaml] [--backend auto|cpu|cuda|xla] [--nproc N] [--SECTION.KEY VALUE ...]
 
 Train a Hugging Face model on a CPU, on GPUs or on TPUs from one YAML file, and go on elsewhere.
@@ -27,10 +28,18 @@ examples:
   portable-train                                        the quickstart: a small Llama, nothing to download
   portable-train --config run.yaml --train.steps 1000   a file, with one setting changed
   portable-train --config run.yaml --backend xla        the same run on a TPU VM
+
+{exit_codes()}
 """
 
 CONFIG_OPTIONS = (
-    Option("config", "text", "YAML file with settings; without it, the defaults: the quickstart.", "FILE"),
+    Option(
+        "config",
+        "paths",
+        "YAML file with settings; without it, the defaults: the quickstart. May be given more than once: the "
+        "files are merged in order, setting by setting, and the later one wins.",
+        "FILE",
+    ),
     Option("version", "switch", "Print the version and stop."),
 )
 """Options of every command that takes a config."""
@@ -39,7 +48,7 @@ TRAIN_OPTIONS = (
     CONFIG_OPTIONS[0],
     Option(
         "accelerate-config",
-        "text",
+        "path",
         "An Accelerate config file (accelerate config writes it) to take settings and the number of ranks "
         "from. What --config sets too must agree with it; flags win over both.",
         "FILE",
@@ -60,7 +69,7 @@ TRAIN_OPTIONS = (
         "gradient stops being finite: micro-batch, sample, module, parameters. Writes nothing.",
         "N",
     ),
-    Option("resume-info", "text", "Say what a checkpoint holds and what a run from it would do.", "PATH"),
+    Option("resume-info", "path", "Say what a checkpoint holds and what a run from it would do.", "PATH"),
     Option("profile", "switch", "Write a trace of a few steps into output_dir/profile, for Perfetto."),
     CONFIG_OPTIONS[1],
 )
@@ -71,7 +80,8 @@ class Invocation:
     """What one call of ``portable-train`` asks for."""
 
     config: RunConfig
-    config_file: Path | None = None
+    config_files: tuple[Path, ...] = ()
+    """The YAML files, in the order in which they were merged."""
     nproc: int | None = None
     """Local ranks to start; None: the backend's choice."""
     dry_run: bool = False
@@ -93,9 +103,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Invocation:
     Raises ``UserError`` for what cannot be understood. ``--help`` and ``--version`` print and exit.
     """
     config, given = read_command(sys.argv[1:] if argv is None else argv, TRAIN_OPTIONS, USAGE)
-    file = given.pop("config", None)
+    files = given.pop("config", ())
     notes = tuple(given.pop("notes"))
-    return Invocation(config, None if file is None else Path(file), notes=notes, **given)
+    return Invocation(config, tuple(map(Path, files)), notes=notes, **given)
 
 
 def read_command(
@@ -113,9 +123,7 @@ def read_command(
         print(help_text.render(parsed.help, RunConfig, options, usage, columns))
         raise SystemExit(0)
     if parsed.options.pop("version", False):
-        from importlib.metadata import version
-
-        print(f"portable-trainer {version('portable-trainer')}")
+        print(version_line())
         raise SystemExit(0)
     accelerate = [] if (launched := read_environment(os.environ)) is None else [launched]
     if (path := parsed.options.pop("accelerate_config", None)) is not None:
@@ -125,4 +133,5 @@ def read_command(
         if file.gpu_ids is not None:
             parsed.options["gpu_ids"] = file.gpu_ids
     parsed.options["notes"] = [note for settings in accelerate for note in settings.notes]
-    return assemble(parsed.options.get("config"), parsed.overrides, accelerate), parsed.options
+    files = parsed.options.get("config", ())
+    return assemble(files, parsed.overrides, accelerate), parsed.options

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from converters.errors import CheckpointError
+from converters.places import expanded
 from portable.config import keys
-from portable.config.suggest import did_you_mean
+from portable.config.suggest import did_you_mean, what_to_do
 from portable.config.yaml_text import parse_value
 from portable.errors import UserError
 
@@ -25,7 +27,8 @@ class Option:
 
     name: str
     """As in ``--dry-run``, without the dashes in front."""
-    kind: Literal["text", "count", "switch"]
+    kind: Literal["text", "count", "switch", "path", "paths"]
+    """paths: may be given more than once, and is the list of what was."""
     help: str
     metavar: str = ""
 
@@ -106,6 +109,10 @@ class _Parser:
                 if not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= 10**8):
                     raise UserError(f"{flag} must be integer >= 1, got {value!r}")
                 value = int(value)
+            elif option.kind in ("path", "paths"):
+                value = path_given(flag, value)
+        if option.kind == "paths":
+            value = [*self._parsed.options.get(option.attribute, ()), value]
         self._parsed.options[option.attribute] = value
 
     def _setting(self, name: str, flag: str, inline: str | None) -> None:
@@ -174,10 +181,23 @@ class _Parser:
     def _unknown(self, name: str, flag: str) -> str:
         if name in keys.sections(self._model):
             inside = [key for key in self._table if key.startswith(f"{name}.")]
-            return f"{flag} is a section; set what is in it, as --{inside[0]}; --help {name} lists it"
+            hint = what_to_do(name) or f"; set what is in it, as --{inside[0]}; --help {name} lists it"
+            return f"{flag} is a section{hint}"
         known = [*self._table, *(option.name for option in self._options.values())]
         hint = did_you_mean(name, known, "--") or "; --help lists them"
         return f"unknown flag {flag if flag.isprintable() else repr(flag)}{hint}"
+
+
+def path_given(flag: str, text: str) -> str:
+    """``text`` with ``~`` and ``${VAR}`` resolved: the shell leaves those of ``--flag=~/x`` alone.
+
+    Raises:
+        UserError: an environment variable or a user that is not there.
+    """
+    try:
+        return expanded(text)
+    except CheckpointError as error:
+        raise UserError(f"{flag} {error}") from error
 
 
 def read(setting: keys.Setting, text: str) -> Any:

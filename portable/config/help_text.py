@@ -37,8 +37,8 @@ def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage:
     note = (
         "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a truth "
         "value may stand alone (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is "
-        "null; keys inside a mapping go after another dot (--model.config.hidden_size 512). Marked *: two "
-        "legs of one run must agree on it."
+        "null; keys inside a mapping go after another dot (--model.config.hidden_size 512); in paths, ~ and "
+        "${VAR} are what they are in a shell. Marked *: two legs of one run must agree on it."
     )
     parts += ["", *textwrap.wrap(note, width), ""]
     parts += [_section(name, about.get(name, ""), table, width) for name in ["", *about]]

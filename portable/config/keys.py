@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import annotated_types
 from pydantic import BaseModel
 
+from portable.config.types import NamesPlace
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -62,6 +64,11 @@ class Setting:
     def choices(self) -> tuple[str, ...]:
         """The words it may be, or its items may be, where it is a choice among words."""
         return tuple(dict.fromkeys(_literals(self.field.annotation)))
+
+    @property
+    def names_place(self) -> bool:
+        """Whether its text may be a path."""
+        return _names_place(self.field.annotation, tuple(self.field.metadata))
 
     def takes(self, kind: type) -> bool:
         """Whether one of its alternatives is ``kind``: ``bool``, ``str``, ``dict``, ``tuple``..."""
@@ -166,6 +173,14 @@ def _literals(annotation: Any) -> Iterator[str]:
             yield from (value for value in get_args(kind) if isinstance(value, str))
         elif get_origin(kind) is tuple:
             yield from _literals(get_args(kind)[0])
+
+
+def _names_place(annotation: Any, metadata: tuple[Any, ...]) -> bool:
+    return any(
+        any(isinstance(mark, NamesPlace) for mark in own)
+        or (get_origin(kind) is tuple and _names_place(get_args(kind)[0], ()))
+        for kind, own in _members(annotation, metadata)
+    )
 
 
 def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:

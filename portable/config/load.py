@@ -5,21 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.remote import RemotePath
 from portable.config import accelerate_yaml, flags, keys, yaml_text
 from portable.config.problems import Origin, build, shown, unknown_key
 from portable.config.schema import RunConfig
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from converters.remote import RemotePath
     from portable.config.accelerate_yaml import AccelerateSettings
 
 _MOST_BYTES = 1 << 20
-_AFTER_THE_FILE = sys.maxsize // 2
+_AFTER_THE_FILES = sys.maxsize // 2
+
+Keys = tuple[str, ...]
+Source = str | Path | RemotePath | Mapping[str, Any]
+"""A YAML file, or what one would hold."""
 
 
 @dataclass
@@ -27,16 +31,38 @@ class _Draft:
     """What was given so far, nested as in the file, with the origin of every key."""
 
     values: dict[str, Any]
-    origins: dict[tuple[str, ...], Origin]
+    origins: dict[Keys, Origin]
+    covered: dict[Keys, list[Origin]] = field(default_factory=dict)
+    """Where something else was given for a key before, and does not count."""
+
+    def cover(self, path: Keys) -> None:
+        """Note that what was given at ``path``, and inside it, gives way."""
+        for inner in [inner for inner in self.origins if inner[: len(path)] == path]:
+            origin = self.origins.pop(inner)
+            if inner == path:
+                self.covered.setdefault(path, []).append(origin)
+
+    def told(self) -> dict[str, str]:
+        """Of every setting that was given, where."""
+        lines = {}
+        for path, origin in self.origins.items():
+            value: Any = self.values
+            for part in path:
+                value = value.get(part) if isinstance(value, dict) else {}
+            if not isinstance(value, dict) or (not value and len(path) > 1):
+                over = [earlier.text for earlier in reversed(self.covered.get(path, ()))]
+                lines[".".join(path)] = origin.text + (f" (over {', '.join(over)})" if over else "")
+        return lines
 
 
 def load_config(
-    source: str | Path | RemotePath | Mapping[str, Any] | None = None,
+    source: Source | Sequence[Source] | None = None,
     overrides: Mapping[str, Any] | Sequence[str] = (),
 ) -> RunConfig:
     """Build the config of a run.
 
-    ``source`` is a YAML file or a nested mapping; None stands for the quickstart. ``overrides`` win over it:
+    ``source`` is a YAML file or a nested mapping, or several, merged in order; None stands for the
+    quickstart. ``overrides`` win over it:
     a mapping from dotted keys to values, or flags as on the command line (``["--train.steps", "20"]``).
     Raises ``UserError``, one line that names the key, where it was written and what is allowed there.
     """
@@ -44,34 +70,39 @@ def load_config(
         given = [flags.Override(tuple(key.split(".")), value, None) for key, value in overrides.items()]
     else:
         given = flags.parse(list(overrides), RunConfig, ()).overrides
+    if source is None:
+        return assemble((), given)
+    if isinstance(source, str | Path | RemotePath | Mapping):
+        return assemble([source], given)
     return assemble(source, given)
 
 
 def assemble(
-    source: str | Path | RemotePath | Mapping[str, Any] | None,
+    sources: Sequence[Source],
     overrides: Sequence[flags.Override],
     accelerate: Sequence[AccelerateSettings] = (),
 ) -> RunConfig:
     """``load_config`` with its overrides already taken apart, and with what Accelerate adds.
 
-    Raises ``UserError`` also where ``source`` and one of ``accelerate`` disagree.
+    Raises ``UserError`` also where ``sources`` and one of ``accelerate`` disagree.
     """
     draft = _Draft({}, {})
-    if isinstance(source, Mapping):
-        draft.values = _copied(source)
-    elif source is not None:
-        draft = _read(Path(source) if isinstance(source, str) else source)
-    for section in keys.sections(RunConfig):
-        # ``fsdp:`` with nothing after it is an empty section.
-        if section in draft.values and draft.values[section] is None:
-            draft.values[section] = {}
+    for number, source in enumerate(sources):
+        later = _draft(source, number * _MOST_BYTES)
+        for section in keys.sections(RunConfig):
+            # ``fsdp:`` with nothing after it is an empty section.
+            if section in later.values and later.values[section] is None:
+                later.values[section] = {}
+        _merge(draft, later)
     for settings in accelerate:
         for key, value in settings.values.items():
             _add(draft, tuple(key.split(".")), value, settings.origins[key])
     for index, override in enumerate(overrides):
-        origin = override.flag and Origin(override.flag, _AFTER_THE_FILE + index, flag=True)
+        origin = override.flag and Origin(override.flag, _AFTER_THE_FILES + index, flag=True)
         _apply(draft, override, origin or None)
-    return build(RunConfig, draft.values, draft.origins)
+    config = build(RunConfig, draft.values, draft.origins)
+    config.came_from.update(draft.told())
+    return config
 
 
 def read_accelerate_config(path: Path) -> AccelerateSettings:
@@ -79,7 +110,34 @@ def read_accelerate_config(path: Path) -> AccelerateSettings:
     return accelerate_yaml.read(_parse(path), str(path))
 
 
-def _add(draft: _Draft, path: tuple[str, ...], value: Any, origin: Origin) -> None:
+def _merge(draft: _Draft, later: _Draft, path: Keys = ()) -> None:
+    """Put what ``later`` gives at ``path`` over what is there: mappings key by key, all else as a whole."""
+    there, given = _inside(draft.values, path), _inside(later.values, path)
+    for name, value in given.items():
+        inner = (*path, name)
+        if name in there:
+            if isinstance(value, dict) and isinstance(there[name], dict) and not _another(there[name], value):
+                _merge(draft, later, inner)
+                continue
+            draft.cover(inner)
+        there[name] = value
+        found = {key: origin for key, origin in later.origins.items() if key[: len(inner)] == inner}
+        draft.origins.update(found)
+
+
+def _another(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether these are the configs of two models, of which no mixture makes sense."""
+    kinds = {config["model_type"] for config in (one, other) if isinstance(config.get("model_type"), str)}
+    return len(kinds) > 1
+
+
+def _inside(values: dict[str, Any], path: Keys) -> dict[str, Any]:
+    for name in path:
+        values = values[name]
+    return values
+
+
+def _add(draft: _Draft, path: Keys, value: Any, origin: Origin) -> None:
     """Put in a value that must not contradict one that is there."""
     target = draft.values
     for part in path[:-1]:
@@ -95,13 +153,21 @@ def _add(draft: _Draft, path: tuple[str, ...], value: Any, origin: Origin) -> No
     draft.origins.setdefault(path, origin)
 
 
-def _read(path: Path | RemotePath) -> _Draft:
+def _draft(source: Source, first_line: int) -> _Draft:
+    if isinstance(source, Mapping):
+        return _Draft(_copied(source), {})
+    if isinstance(source, str):
+        source = Path(flags.path_given("--config", source))
+    return _read(source, first_line)
+
+
+def _read(path: Path | RemotePath, first_line: int) -> _Draft:
     document = _parse(path)
     if document.value is None:
         raise UserError(f"{path}: the config is empty; leave --config out for the defaults")
     if not isinstance(document.value, dict):
         raise UserError(f"{path}: a config must be a mapping of settings, such as train: {{steps: 100}}")
-    origins = {key: Origin(f"{path}:{line}", line) for key, line in document.lines.items()}
+    origins = {key: Origin(f"{path}:{line}", first_line + line) for key, line in document.lines.items()}
     return _Draft(document.value, origins)
 
 
@@ -146,5 +212,6 @@ def _apply(draft: _Draft, override: flags.Override, origin: Origin | None) -> No
                 raise UserError(one_line(where + unknown_key(RunConfig, name)))
             raise UserError(f"{where}{name} cannot be set inside {around}, which is not a mapping here")
     target[path[-1]] = value
+    draft.cover(path)
     if origin:
         draft.origins[path] = origin

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from portable.config import keys
 from portable.config.rules import ConflictError
-from portable.config.suggest import did_you_mean
+from portable.config.suggest import did_you_mean, did_you_mean_word, what_to_do
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class Origin:
 class _Problem:
     origin: Origin | None
     message: str
+    told: bool = False
+    """Whether the value's own type said what is wrong: of several alternatives, that one was meant."""
 
     @property
     def line(self) -> str:
@@ -64,7 +66,7 @@ def build(
         return model.model_validate(values)
     except ValidationError as error:
         problems = [_problem(model, values, origins or {}, detail) for detail in error.errors()]
-    first = min(problems, key=lambda problem: problem.order)
+    first = min(problems, key=lambda problem: (problem.order, not problem.told))
     raise UserError(one_line(first.line))
 
 
@@ -89,12 +91,15 @@ def _problem(
         key, origin = ".".join(path[:length]), _origin(path[:length], origins)
         if key in table:
             if isinstance(cause, ValueError):
-                return _Problem(origin, f"{key} {cause}")
+                return _Problem(origin, f"{key} {cause}", told=True)
             return _Problem(origin, _wrong_value(table[key], _dig(values, path[:length]), origin))
         if key in keys.sections(model):
             inside = _names(model, key)
-            got = shown(_dig(values, path[:length]))
-            return _Problem(origin, f"{key} must be a mapping of {inside}, got {got}")
+            given = _dig(values, path[:length])
+            message = f"{key} must be a mapping of {inside}, got {shown(given)}"
+            if isinstance(given, str) and f"{key}.config" in table:
+                message += f"; write {key}: {{config: {shown(given)}}}"
+            return _Problem(origin, message + what_to_do(key))
     return _Problem(None, f"{'.'.join(path)}: {detail['msg']}")
 
 
@@ -103,7 +108,7 @@ def _wrong_value(setting: keys.Setting, value: object, origin: Origin | None) ->
     words = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
     for word in words:
         if isinstance(word, str) and setting.choices and word not in setting.choices:
-            return message + did_you_mean(word, setting.choices)
+            return message + did_you_mean_word(setting.key, word, setting.choices)
     if isinstance(value, bool | int | float) and setting.takes(str) and not (origin and origin.flag):
         return message + "; text that looks like something else goes in quotes"
     return message

@@ -24,7 +24,9 @@ _INTRODUCTION = """\
 
 A run is described by one YAML file, given as `portable-train --config run.yaml`. Every setting in it is
 also a flag under its dotted name: `--train.steps 20`. A flag wins over the file, and the file over the
-defaults below. The defaults are the quickstart, written out in
+defaults below. `--config` may be given more than once: the files are merged in order, setting by setting
+and mapping by mapping, and the later one wins (a `model.config` with another `model_type` replaces the
+earlier one). `--dry-run` says where each setting came from. The defaults are the quickstart, written out in
 [configs/quickstart.yaml](../configs/quickstart.yaml).
 
 **Flags.** Dashes and underscores are the same. A truth value may stand alone (`--compile`,
@@ -34,6 +36,9 @@ explains one section.
 
 **YAML** is read as YAML 1.2: `3e-4` is a number; `yes`, `no`, `on` and `off` are words, understood as
 truth values only where one is wanted. A key given twice is an error.
+
+**Paths.** In every setting that may name a file or a folder, `~`, `${VAR}` and `$VAR` stand for what they
+do in a shell; a variable that is not set is an error.
 
 **Mistakes** end the run before any work, with one line that names the key, its line in the file, what is
 allowed, and the nearest valid name:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from converters.remote import is_url
 from converters.remote_errors import redact
 from portable.config.suggest import did_you_mean
-from portable.schedule import SCHEDULES, build_schedule, own_params
+from portable.schedule import SCHEDULES, build_schedule, own_params, warmup_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,8 +47,16 @@ def settle(config: RunConfig) -> None:
         _default(config, "data", packing=False)
     if train.epochs is not None and not config.is_set("train.steps"):
         _default(config, "train", steps=None)
+    if train.eval_every_epochs is not None and not config.is_set("train.eval_every"):
+        _default(config, "train", eval_every=None)
+    if config.checkpoint.every_epochs is not None and not config.is_set("checkpoint.every_steps"):
+        _default(config, "checkpoint", every_steps=None)
     steps = config.train.steps
-    if steps is not None and not config.is_set("train.warmup_steps"):
+    if train.warmup_ratio is not None:
+        if not config.is_set("train.warmup_steps"):
+            # With epochs, only the data tells.
+            _default(config, "train", warmup_steps=0 if steps is None else warmup_steps(train, steps))
+    elif steps is not None and not config.is_set("train.warmup_steps"):
         most = steps // 10 if SCHEDULES[train.schedule].warms_up else 0
         _default(config, "train", warmup_steps=min(train.warmup_steps, most))
     if config.backend == "xla" and config.precision == "auto" and config.xla.compute_dtype is not None:
@@ -110,6 +118,16 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
             "data.vocab_size is for a tokenizer trained on the source, and data.tokenizer names a finished "
             "one; remove one of the two",
         )
+    for name, only in (
+        ("text_pair_field", "sequence-classification"),
+        ("source_prefix", "seq2seq-lm"),
+        ("target_seq_len", "seq2seq-lm"),
+    ):
+        if getattr(data, name) and task != only:
+            yield ConflictError(
+                (f"data.{name}", "model.task"),
+                f"data.{name} is for model.task {only}, and this is {task}; remove it",
+            )
     if data.source is None and task in PADDED_TASKS:
         yield ConflictError(
             ("data.source", "model.task"),
@@ -130,6 +148,25 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             ("train.steps", "train.epochs"),
             "train.steps and train.epochs are both null; give one, the length of the schedule",
         )
+    if train.warmup_ratio is not None and train.warmup_steps not in (
+        0,
+        warmup_steps(train, train.steps or 0),
+    ):
+        yield ConflictError(
+            ("train.warmup_ratio", "train.warmup_steps"),
+            f"train.warmup_ratio {train.warmup_ratio:g} and train.warmup_steps {train.warmup_steps} both "
+            "give the length of the warm-up; set one of the two",
+        )
+    for epochs, steps in (
+        ("train.eval_every_epochs", "train.eval_every"),
+        ("checkpoint.every_epochs", "checkpoint.every_steps"),
+    ):
+        if config.get(epochs) is not None and config.get(steps) is not None:
+            yield ConflictError(
+                (epochs, steps),
+                f"{epochs} {config.get(epochs):g} and {steps} {config.get(steps)} both say how often; set "
+                "one of the two",
+            )
     # WarmupLR does nothing but warm up, so that a run may well end before it has.
     if train.steps is not None and train.warmup_steps > train.steps and train.schedule != "WarmupLR":
         yield ConflictError(
@@ -166,12 +203,13 @@ def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
         if name not in params:
             hint = did_you_mean(name, params) or f"; {kind} takes {', '.join(params) or 'none'}"
             yield ConflictError(around, f"unknown key train.schedule_params.{name}{hint}")
-    if train.warmup_steps and not SCHEDULES[kind].warms_up:
-        yield ConflictError(
-            ("train.warmup_steps", "train.schedule"),
-            f"train.warmup_steps {train.warmup_steps} has no use with train.schedule {kind}, which does not "
-            "warm up; set it to 0",
-        )
+    for name in ("warmup_ratio", "warmup_steps"):
+        if getattr(train, name) and not SCHEDULES[kind].warms_up:
+            yield ConflictError(
+                (f"train.{name}", "train.schedule"),
+                f"train.{name} {getattr(train, name):g} has no use with train.schedule {kind}, which does "
+                "not warm up; set it to 0",
+            )
     try:
         schedule = build_schedule(train, train.steps or 1)
     except ValueError as error:

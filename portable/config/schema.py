@@ -24,7 +24,7 @@ from portable.config.sections import (
     TrainConfig,
     XlaConfig,
 )
-from portable.config.types import IDENTITY, Flag, Section
+from portable.config.types import IDENTITY, Flag, PathText, Section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,9 +59,8 @@ class RunConfig(Section):
         "a group and replicate across groups; no_shard replicates everything (DDP). DeepSpeed: zero1 "
         "(optimizer state), zero2 (and gradients), zero3 (and parameters).",
     )
-    output_dir: str = Field(
+    output_dir: PathText = Field(
         default="runs/quickstart",
-        min_length=1,
         description="Folder for the resolved config, metrics, checkpoints and the final model, or the URL of "
         "one in an object store (s3://bucket/run, gs://bucket/run). The same command with the same folder "
         "goes on where the run stopped.",
@@ -112,6 +111,7 @@ class RunConfig(Section):
     log: LogConfig = Field(default_factory=LogConfig, description=str(LogConfig.__doc__))
 
     _put: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _came_from: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _settle_and_check(self) -> RunConfig:
@@ -125,6 +125,11 @@ class RunConfig(Section):
         For a section: whether anything in it was given. Raises ``KeyError`` for a key that is none.
         """
         return keys.is_set(self, key)
+
+    @property
+    def came_from(self) -> dict[str, str]:
+        """Of what was given in files and by flags, by dotted key, where: for people to read."""
+        return self._came_from
 
     def get(self, key: str) -> Any:
         """The value of the dotted ``key``. Raises ``KeyError`` for a key that is none."""
@@ -147,6 +152,7 @@ class RunConfig(Section):
         put = {**self._put, **values}
         copy = build(type(self), keys.nested({**keys.given(self), **put}))
         copy._put = put
+        copy._came_from = self._came_from
         for key in put:
             if not self.is_set(key):
                 keys.forget(copy, key)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from portable.config.types import IDENTITY, AnyCase, Flag, Names, OneOrMany, OpenMapping, Section
+from portable.config.types import IDENTITY, AnyCase, Flag, Names, OneOrMany, OpenMapping, PathText, Section
 from portable.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
@@ -37,9 +37,8 @@ def _quickstart_model() -> dict[str, Any]:
 class ModelConfig(Section):
     """Which model is trained, and from which weights."""
 
-    name_or_path: str | None = Field(
+    name_or_path: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Hub id or local folder of a transformers model; its weights are where training starts. "
         "Leave it null to build model.config from scratch.",
         json_schema_extra=IDENTITY,
@@ -87,7 +86,7 @@ class DataConfig(Section):
     # Where the text lies and what its fields are called may differ between machines, so neither is part of
     # the run's identity: that it is the same text is held by a digest of its tokens, which checkpoints keep.
 
-    source: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+    source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
         description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), here "
         "or by URL. Null: the source text of this machine's Python standard library, which needs no "
@@ -111,17 +110,29 @@ class DataConfig(Section):
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Field of a record that holds its text.",
+        description="Field of a record that holds its text. A dot goes into a field that holds fields: "
+        "translation.en. So for the fields below.",
+    )
+    text_pair_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Field that holds the second text of a pair (sequence-classification): the hypothesis to "
+        "a premise, the answer to a question. Both are cut together to data.seq_len, the longer one first.",
     )
     target_field: str = Field(
         default="target",
         min_length=1,
         description="Field that holds the text to produce (seq2seq-lm).",
     )
+    source_prefix: str = Field(
+        default="",
+        description="What every text begins with, such as 'summarize: ' for a T5 (seq2seq-lm).",
+    )
     label_field: str = Field(
         default="label",
         min_length=1,
-        description="Field that holds the class (sequence-classification).",
+        description="Field that holds the label (sequence-classification): a class (an integer or a string), "
+        "a list of classes, or what a regression learns, numbers with a fraction.",
     )
     text_split: Literal["file", "paragraph", "line"] = Field(
         default="file",
@@ -140,9 +151,8 @@ class DataConfig(Section):
         description="Language of the texts to produce, called the same way. The saved model then begins to "
         "write in it.",
     )
-    tokenizer: str | None = Field(
+    tokenizer: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a "
         "model built from scratch, a small byte-pair encoding trained on the source, once, and cached.",
     )
@@ -156,6 +166,12 @@ class DataConfig(Section):
         default=256,
         ge=2,
         description="Length of a training sequence in tokens. Memory for activations grows with it.",
+        json_schema_extra=IDENTITY,
+    )
+    target_seq_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="Length of a text to produce, in tokens (seq2seq-lm). Null: data.seq_len.",
         json_schema_extra=IDENTITY,
     )
     packing: Flag = Field(
@@ -179,12 +195,16 @@ class DataConfig(Section):
         description="Processes that prepare batches for each rank. 0 prepares them in the rank itself; raise "
         "it when the accelerator waits for data.",
     )
-    cache_dir: str | None = Field(
+    cache_dir: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Where tokenised data and trained tokenizers are kept between runs. Null: the user's "
         "cache folder ($XDG_CACHE_HOME, or ~/.cache).",
     )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, of texts and targets."""
+        return max(self.seq_len, self.target_seq_len or 0)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -291,6 +311,13 @@ class TrainConfig(Section):
         "schedule says otherwise. Left out, at most a tenth of train.steps.",
         json_schema_extra=IDENTITY,
     )
+    warmup_ratio: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="The warm-up as a share of all steps, rounded up, in place of train.warmup_steps.",
+        json_schema_extra=IDENTITY,
+    )
     weight_decay: float = Field(
         default=0.1,
         ge=0,
@@ -316,6 +343,12 @@ class TrainConfig(Section):
         default=100,
         ge=1,
         description="Steps between evaluations on the held-out records. Null: only at the end.",
+    )
+    eval_every_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Passes over the data between evaluations, in place of train.eval_every: 1 evaluates "
+        "after the step that ends an epoch, 0.5 in its middle as well.",
     )
     eval_batches: int | None = Field(
         default=None,
@@ -348,8 +381,8 @@ class MemoryConfig(Section):
         description="Keep sharded parameters in host memory (cpu) or on a local disk (nvme) between uses; "
         "under FSDP that takes the optimizer's state and its step along. The last resort, and the slowest.",
     )
-    nvme_path: str | None = Field(
-        default=None, min_length=1, description="Folder on a fast local disk for what is offloaded to nvme."
+    nvme_path: PathText | None = Field(
+        default=None, description="Folder on a fast local disk for what is offloaded to nvme."
     )
 
     @property
@@ -425,7 +458,7 @@ class Fp16Config(Section):
 class DeepSpeedConfig(Section):
     """DeepSpeed's own settings, for the strategies zero1, zero2 and zero3."""
 
-    config: str | OpenMapping | None = Field(
+    config: PathText | OpenMapping | None = Field(
         default=None,
         description="A DeepSpeed JSON file, or its content as a mapping. Its auto values are filled in from "
         "this config; a value left at its default here yields to the JSON, and one set here that differs "
@@ -491,9 +524,8 @@ class XlaConfig(Section):
         "fit: regular expressions, searched for in parameter names, and a dim each, or null to keep the "
         "parameter whole. The first that is found counts.",
     )
-    compilation_cache: str = Field(
+    compilation_cache: PathText = Field(
         default="auto",
-        min_length=1,
         description="Folder that keeps compiled graphs for the next start, or none. auto: on a TPU a folder "
         "in the user's cache; on virtual devices none, as their graphs cannot be kept.",
     )
@@ -505,6 +537,12 @@ class CheckpointConfig(Section):
     every_steps: int | None = Field(
         default=100, ge=1, description="Steps between checkpoints. Null: only when the run stops."
     )
+    every_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Passes over the data between checkpoints, in place of checkpoint.every_steps: 1 saves "
+        "after the step that ends an epoch.",
+    )
     keep: int | None = Field(
         default=3, ge=1, description="Newest checkpoints to keep; older ones are deleted. Null: all."
     )
@@ -514,9 +552,8 @@ class CheckpointConfig(Section):
         description="Write while training goes on, from a copy of the state in host memory. False: wait for "
         "the disk, without that copy.",
     )
-    resume: str = Field(
+    resume: PathText = Field(
         default="auto",
-        min_length=1,
         description="auto: go on from the newest complete checkpoint in output_dir, if there is one. never: "
         "refuse a folder that holds checkpoints. Or the path or URL of a checkpoint to begin at, this "
         "program's or another's (docs/moving.md); once output_dir holds checkpoints, the run goes on from "
@@ -535,9 +572,8 @@ class CheckpointConfig(Section):
         description="Sequences that count as consumed there: where this run's own order of the data goes on. "
         "Null: what the checkpoint says itself, or its steps times train.global_batch_size.",
     )
-    staging_dir: str | None = Field(
+    staging_dir: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Where output_dir is a URL: a folder of this machine for the shards that it writes and "
         "then uploads, with room for its share of one checkpoint. Null: in the system's folder for temporary "
         "files.",
@@ -546,6 +582,11 @@ class CheckpointConfig(Section):
         default=True,
         description="At the end, write plain safetensors into <output_dir>/final for from_pretrained.",
     )
+
+    @property
+    def saves_on_the_way(self) -> bool:
+        """Whether checkpoints are written while training goes on."""
+        return self.every_steps is not None or self.every_epochs is not None
 
 
 class LogConfig(Section):

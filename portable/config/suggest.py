@@ -10,34 +10,260 @@ if TYPE_CHECKING:
 
 _NEAR = 0.72
 _LONGEST = 120
+_A_SETTING = "train.steps"  # where it is a candidate, all settings are
+
+_NO_ADAPTER = "no adapters are trained yet, all weights of the model are; leave it out"
+_ALL_TEXT = "the loss is over all of a text, and templates are not applied yet; put whole texts into the data"
+_NO_REWARDS = "no preferences or rewards are trained on yet, only texts, pairs and labels; leave it out"
+_HUB = "nothing is uploaded; leave it out, and upload <output_dir>/final yourself"
+_BEST = "no best checkpoint is chosen; leave it out, and see eval_loss in metrics.jsonl"
+_BY_ITSELF = "that is done by itself where it pays; leave it out"
+_ACCUMULATION = (
+    "set train.global_batch_size to the product of micro-batch, devices and accumulation steps; how often to "
+    "accumulate follows from it"
+)
+_EVALUATION = "set train.eval_every (steps) or train.eval_every_epochs; null: only at the end"
+_SAVING = "set checkpoint.every_steps or checkpoint.every_epochs"
+_TRACKERS = "set log.trackers; what a tracker needs besides it takes from its environment variables"
+_VALIDATION = "evaluation data is held out of data.source: set data.eval_fraction"
+_DATA_WORK = "texts are tokenized once, on all cores, and kept in data.cache_dir; leave it out"
+_FSDP = "set strategy and the section fsdp, or give the file of accelerate config by --accelerate-config"
+_LIGER = "no kernels of Liger are used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
 
 ELSEWHERE = {
+    # The Trainer's, and those of transformers' example scripts.
+    "adam_beta1": "set train.betas, a list of both",
+    "adam_beta2": "set train.betas, a list of both",
+    "adam_epsilon": "train.eps",
+    "attn_implementation": "model.attention",
+    "auto_find_batch_size": "set train.micro_batch_size to auto",
     "batch_size": "train.global_batch_size",
-    "bf16": "precision",
+    "bf16": "set precision to bf16",
     "block_size": "data.seq_len",
+    "config_overrides": "model.config",
+    "data_seed": "seed",
+    "dataloader_drop_last": _BY_ITSELF,
+    "dataloader_num_workers": "data.num_workers",
+    "dataloader_pin_memory": _BY_ITSELF,
     "dataset": "data.source",
+    "dataset_config_name": "data.config_name",
     "dataset_name": "data.source",
+    "ddp_timeout": "log.hang_timeout",
+    "disable_tqdm": _BY_ITSELF,
+    "do_eval": "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing",
+    "do_predict": "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing",
+    "do_train": "training is what is done; leave it out",
     "dtype": "precision",
     "early_stop": "train.stop_after",
-    "fp16": "precision",
-    "gradient_accumulation_steps": "train.global_batch_size",
-    "gradient_checkpointing": "memory.activation_checkpointing",
+    "eval_batch_size": "evaluation takes train.micro_batch_size; leave it out",
+    "eval_delay": _EVALUATION,
+    "eval_steps": "train.eval_every",
+    "eval_strategy": _EVALUATION,
+    "evaluation_strategy": _EVALUATION,
+    "fp16": "set precision to fp16",
+    "fsdp": _FSDP,
+    "fsdp_config": _FSDP,
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp.transformer_layer_cls_to_wrap",
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "gradient_checkpointing": "set memory.activation_checkpointing to full or selective",
+    "gradient_checkpointing_kwargs": "memory.activation_checkpointing",
     "gradient_clipping": "train.max_grad_norm",
+    "greater_is_better": _BEST,
+    "group_by_length": "sequences have one length; set data.packing so that none is padding",
+    "ignore_data_skip": "checkpoint.resume_samples",
+    "label_smoothing_factor": "the loss is not smoothed; leave it out",
+    "load_best_model_at_end": _BEST,
+    "local_rank": "the launcher tells each process its rank; leave it out",
+    "log_level": _BY_ITSELF,
+    "logging_dir": "logs are written to output_dir; leave it out",
+    "logging_first_step": "log.every_steps",
     "logging_steps": "log.every_steps",
+    "logging_strategy": "log.every_steps",
+    "low_cpu_mem_usage": _BY_ITSELF,
     "lr": "train.learning_rate",
+    "lr_scheduler_kwargs": "set train.min_learning_rate_ratio or train.schedule_params",
     "lr_scheduler_type": "train.schedule",
+    "max_eval_samples": "train.eval_batches",
     "max_length": "data.seq_len",
+    "max_seq_len": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "max_source_length": "data.seq_len",
     "max_steps": "train.steps",
+    "max_target_length": "data.target_seq_len",
+    "max_train_samples": "data.max_samples",
+    "metric_for_best_model": _BEST,
     "mixed_precision": "precision",
+    "model_max_length": "data.seq_len",
+    "model_name": "model.name_or_path",
+    "model_name_or_path": "model.name_or_path",
+    "model_revision": "the newest revision is taken; name a local folder in model.name_or_path for another",
+    "neftune_noise_alpha": "no noise is added; leave it out",
+    "no_cuda": "set backend to cpu",
+    "num_epochs": "train.epochs",
     "num_train_epochs": "train.epochs",
+    "optim": "train.optimizer",
+    "optim_args": "train.optimizer",
+    "overwrite_cache": _DATA_WORK,
+    "overwrite_output_dir": "a run goes on where it stood (checkpoint.resume); name another output_dir",
+    "pad_to_max_length": "set data.packing; where it is false, sequences are padded to data.seq_len",
+    "per_device_eval_batch_size": "evaluation takes train.micro_batch_size; leave it out",
     "per_device_train_batch_size": "train.micro_batch_size",
+    "preprocessing_num_workers": _DATA_WORK,
+    "remove_unused_columns": "only the fields that data.text_field and its like name are read; leave it out",
     "report_to": "log.trackers",
     "resume_from_checkpoint": "checkpoint.resume",
+    "run_name": "trackers call a run by the last name of output_dir",
+    "save_only_model": "set checkpoint.export; checkpoints hold the optimizer always",
+    "save_safetensors": _BY_ITSELF,
     "save_steps": "checkpoint.every_steps",
+    "save_strategy": _SAVING,
     "save_total_limit": "checkpoint.keep",
     "sharding_strategy": "strategy",
+    "source_lang": "data.source_language",
+    "summary_column": "data.target_field",
+    "target_lang": "data.target_language",
+    "text_column": "data.text_field",
+    "text_column_name": "data.text_field",
+    "tf32": "set precision to tf32; bf16 is quicker still where it will do",
+    "tokenizer_name": "data.tokenizer",
+    "torch_compile": "compile",
+    "torch_compile_backend": "compile_backend",
+    "torch_compile_mode": "compile_mode",
+    "torch_dtype": "precision",
+    "train_batch_size": "train.global_batch_size",
+    "train_file": "data.source",
+    "use_cpu": "set backend to cpu",
+    "use_fast_tokenizer": _BY_ITSELF,
+    "use_flash_attn": "set model.attention to flash_attention_2",
+    "validation_file": _VALIDATION,
+    "validation_split_percentage": "set data.eval_fraction, a share of 1",
+    # TRL's.
+    "assistant_only_loss": _ALL_TEXT,
+    "beta": _NO_REWARDS,
+    "completion_only_loss": _ALL_TEXT,
+    "dataset_config": "data.config_name",
+    "dataset_kwargs": _DATA_WORK,
+    "dataset_mixer": "data.source",
+    "dataset_mixture": "data.source",
+    "dataset_num_proc": _DATA_WORK,
+    "dataset_test_split": _VALIDATION,
+    "dataset_text_field": "data.text_field",
+    "dataset_train_split": "data.split",
+    "eos_token": "the tokenizer's own is taken; change it in the folder that data.tokenizer names",
+    "eval_packing": "data.packing",
+    "loss_type": _NO_REWARDS,
+    "max_completion_length": _NO_REWARDS,
+    "max_prompt_length": _NO_REWARDS,
+    "missing_eos_penalty": _NO_REWARDS,
+    "num_generations": _NO_REWARDS,
+    "ref_model": _NO_REWARDS,
+    "reward_funcs": _NO_REWARDS,
+    "reward_model_path": _NO_REWARDS,
+    "temperature": _NO_REWARDS,
+    # axolotl's.
+    "adapter": _NO_ADAPTER,
+    "base_model": "model.name_or_path",
+    "chat_template": _ALL_TEXT,
+    "dataset_prepared_path": "data.cache_dir",
+    "datasets": "data.source",
+    "eot_tokens": _ALL_TEXT,
+    "eval_sample_packing": "data.packing",
+    "evals_per_epoch": "set train.eval_every_epochs to one divided by it",
+    "flash_attention": "set model.attention to flash_attention_2",
+    "load_in_4bit": _NO_ADAPTER,
+    "load_in_8bit": _NO_ADAPTER,
+    "lr_scheduler": "train.schedule",
+    "model_type": "the model's own config tells its class; leave it out, or set model.config for a new model",
+    "pad_to_sequence_len": "set data.packing; where it is false, sequences are padded to data.seq_len",
+    "plugins": "there are no plug-ins; leave it out",
+    "processor_type": "models of text are trained; leave it out",
+    "sample_packing": "data.packing",
+    "saves_per_epoch": "set checkpoint.every_epochs to one divided by it",
+    "sdp_attention": "set model.attention to sdpa",
+    "sequence_len": "data.seq_len",
+    "skip_prepare_dataset": _DATA_WORK,
+    "special_tokens": "the tokenizer's own are taken; change them in the folder that data.tokenizer names",
+    "strict": _BY_ITSELF,
+    "test_datasets": _VALIDATION,
+    "tokenizer_type": "data.tokenizer",
+    "train_on_inputs": _ALL_TEXT,
+    "val_set_size": "data.eval_fraction",
+    "xformers_attention": "set model.attention to sdpa",
+    # LLaMA-Factory's.
+    "adapter_name_or_path": _NO_ADAPTER,
+    "cutoff_len": "data.seq_len",
+    "dataset_dir": "data.source",
+    "disable_gradient_checkpointing": "memory.activation_checkpointing",
+    "eval_dataset": _VALIDATION,
+    "finetuning_type": _NO_ADAPTER,
+    "flash_attn": "model.attention",
+    "mask_history": _ALL_TEXT,
+    "neat_packing": "data.packing",
+    "peft_config": _NO_ADAPTER,
+    "plot_loss": "loss.svg is drawn by itself; leave it out",
+    "quantization_bit": _NO_ADAPTER,
+    "stage": "set model.task; a file with a prompt and an answer has both in one text",
+    "template": _ALL_TEXT,
+    "tokenized_path": "data.cache_dir",
+    "train_dataset": "data.source",
+    "train_on_prompt": _ALL_TEXT,
+    "use_peft": _NO_ADAPTER,
+    "val_size": "data.eval_fraction",
+    "video_max_pixels": "models of text are trained; leave it out",
+    "image_max_pixels": "models of text are trained; leave it out",
 }
-"""What other trainers call some settings."""
+"""What other trainers call some settings: the setting here, or what to do in a few words."""
+
+FAMILIES = {
+    "hub_": _HUB,
+    "liger_": _LIGER,
+    "lora_": _NO_ADAPTER,
+    "push_to_hub": _HUB,
+    "use_liger_": _LIGER,
+    "vllm_": _NO_REWARDS,
+    "wandb_": _TRACKERS,
+}
+"""The same of all names that begin so."""
+
+WORDS = {
+    "log.trackers": {"none": "[], which is none", "all": "a list of those to use"},
+    "memory.activation_checkpointing": {"true": "full", "block": "full", "offload": "full"},
+    "model.attention": {
+        "fa2": "flash_attention_2",
+        "flash_attn": "flash_attention_2",
+        "flash_attention": "flash_attention_2",
+        "kernels-community/flash-attn2": "flash_attention_2",
+    },
+    "precision": {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "float32": "fp32",
+        "half": "fp16",
+        "no": "fp32",
+    },
+    "strategy": {
+        "ddp": "no_shard",
+        "deepspeed": "zero1, zero2 or zero3",
+        "fsdp": "full_shard",
+        "full_shard auto_wrap": "full_shard, which wraps layers by itself",
+        "hybrid_shard auto_wrap": "hybrid_shard, which wraps layers by itself",
+        "shard_grad_op auto_wrap": "shard_grad_op, which wraps layers by itself",
+    },
+    "train.optimizer": {
+        **dict.fromkeys(
+            ("adam", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused"), "adamw"
+        ),
+        **dict.fromkeys(("fused_adam", "paged_adamw", "paged_adamw_32bit"), "adamw"),
+        **dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+    },
+    "train.schedule": {
+        "constant_with_warmup": "constant, which warms up over train.warmup_steps",
+        "cosine_with_min_lr": "cosine, with train.min_learning_rate_ratio",
+        "linear_with_warmup": "linear, which warms up over train.warmup_steps",
+        "cosine_with_warmup": "cosine, which warms up over train.warmup_steps",
+    },
+}
+"""What other trainers call some words that a setting may be, by setting."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
@@ -45,7 +271,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     name = name.lower().replace("-", "_")[:_LONGEST]
     leaf = name.rpartition(".")[2]
     candidates = list(candidates)
-    synonym = ELSEWHERE.get(leaf)
+    synonym = _elsewhere(leaf)
     if synonym in candidates:
         return synonym
     best, score = None, _NEAR
@@ -59,9 +285,30 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
-    """``"; did you mean X?"``, or nothing."""
+    """``"; did you mean X?"``, what to do in place of it, or nothing."""
+    candidates = list(candidates)
+    if (told := what_to_do(name)) and _A_SETTING in candidates:
+        return told
     found = nearest(name, candidates)
     return f"; did you mean {prefix}{found}?" if found else ""
+
+
+def what_to_do(name: str) -> str:
+    """What to do in place of giving ``name``, as ``"; do this"``, where that takes more than another name."""
+    told = _elsewhere(name.lower().replace("-", "_").rpartition(".")[2])
+    return f"; {told}" if told is not None and " " in told else ""
+
+
+def did_you_mean_word(key: str, word: str, words: Iterable[str]) -> str:
+    """The same of a ``word`` that the setting ``key`` cannot be; ``words`` are those that it can."""
+    known = WORDS.get(key, {}).get(word.lower())
+    return f"; did you mean {known}?" if known is not None else did_you_mean(word, words)
+
+
+def _elsewhere(leaf: str) -> str | None:
+    if leaf in ELSEWHERE:
+        return ELSEWHERE[leaf]
+    return next((told for start, told in FAMILIES.items() if leaf.startswith(start)), None)
 
 
 def _ratio(a: str, b: str) -> float:

@@ -6,6 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
+from converters.errors import CheckpointError
+from converters.places import expanded
+
 IDENTITY: dict[str, JsonValue] = {"identity": True}
 """Marks a field that two legs of one run must agree on; see ``RunConfig.fingerprint``."""
 
@@ -54,6 +57,20 @@ def _one_or_many(value: object) -> object:
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
+
+class NamesPlace:
+    """Marks a type whose text may be a path or a URL; see ``Setting.names_place``."""
+
+
+def _expanded(value: object) -> object:
+    try:
+        return expanded(value) if isinstance(value, str) else value
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+
+
+PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expanded), NamesPlace()]
+"""A path or a URL, or what may be one (a hub id, auto): ``~`` and ``${VAR}`` are resolved."""
 
 Flag = Annotated[bool, BeforeValidator(_truth)]
 """A truth value; the words yes, no, on and off are understood too."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from portable.data.cache import CacheDamagedError, TokenCache
-from portable.data.classes import Classes, KnownClasses, number_classes
+from portable.data.classes import Classes, KnownClasses, Problem, classes_of
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
@@ -21,9 +21,10 @@ from portable.data.samples import (
     split_documents,
 )
 from portable.data.sources import Fields, Source, open_source
-from portable.data.tasks import Classification, MaskedLM, Seq2Seq
+from portable.data.tasks import Classification, LabelShift, MaskedLM, Seq2Seq
 from portable.data.tokenize import Frame, frame, token_cache_folder, tokenize
 from portable.data.tokenizer import (
+    PairFrame,
     Vocabulary,
     check_languages,
     is_trained,
@@ -66,6 +67,12 @@ class DataSettings(Protocol):
     def target_field(self) -> str: ...
     @property
     def label_field(self) -> str: ...
+    @property
+    def text_pair_field(self) -> str | None: ...
+    @property
+    def source_prefix(self) -> str: ...
+    @property
+    def target_seq_len(self) -> int | None: ...
     @property
     def text_split(self) -> TextSplit: ...
     @property
@@ -148,10 +155,15 @@ class Data:
     """A digest of every token and label; equal on every machine that has the same text and tokenizer."""
     vocab_size: int
     """One more than the tokenizer's largest id: what the model's embedding must at least hold."""
-    label_names: tuple[str, ...] = ()
-    """For classification, the classes in the order of their ids."""
+    classes: Classes | None = None
+    """For classification, what is learnt of the labels."""
     target_frame: Frame | None = None
     """For seq2seq, what stands around each target."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """For classification, the classes in the order of their ids."""
+        return () if self.classes is None else self.classes.names
 
     @property
     def num_labels(self) -> int | None:
@@ -169,8 +181,11 @@ def build_data(
     seed: int = 0,
     model_tokenizer: str | None = None,
     model_vocab_size: int | None = None,
+    ends_texts: bool = False,
     decoder_start_token_id: int | Callable[[Any], int] | None = None,
+    label_shift: Callable[[Any], LabelShift | None] | None = None,
     known_classes: KnownClasses | None = None,
+    problem: Problem | None = None,
     pad_left: bool = False,
     trust_remote_code: bool = False,
     progress: bool = False,
@@ -184,8 +199,11 @@ def build_data(
         settings: the ``data`` section. task: one of ``TASKS``. seed: keys the masking of a masked language
         model. model_tokenizer: the tokenizer for ``data.tokenizer`` null, the pretrained model's; ``None``
         trains one. model_vocab_size: the size of the tokenizer to train for ``data.vocab_size`` null.
+        ends_texts: the model classifies at the end token, so that each text must have one.
         decoder_start_token_id: what a seq2seq decoder starts with, or what tells it of the tokenizer, or
-        ``LAST_LABEL``; ``None`` takes the padding token. known_classes: those that the model has already.
+        ``LAST_LABEL``; ``None`` takes the padding token. label_shift: tells of the tokenizer how a masked
+        language model's decoder gets its labels. known_classes: those that the model has already.
+        problem: ``problem_type`` of its config.
         pad_left: a classifier's padding stands before the text.
         trust_remote_code: run Python that comes with the tokenizer.
         progress: show progress on stderr where it takes more than a second.
@@ -200,22 +218,31 @@ def build_data(
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **_languages(settings, task))
     else:
         size = settings.vocab_size or model_vocab_size
-        tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED)
-    vocabulary = _vocabulary(tokenizer, task)
+        tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED, ends=ends_texts)
+    vocabulary = _vocabulary(tokenizer, task, ends_texts=ends_texts)
     framed = _frame(settings, task, tokenizer, vocabulary)
     tokens = tokenize(
         source, tokenizer, vocabulary, _fields(settings, task), framed, cache, progress=progress
     )
     train, held_out = _parts(settings, task, tokens)
+    pair = None if _fields(settings, task).pair is None else _pair_frame(settings, tokenizer)
     classes: Classes | None = None
     if task == CLASSIFICATION:
-        classes = number_classes(tokens.label_names, source.class_names, known_classes)
+        classes = classes_of(tokens, source.class_names, known_classes, problem)
 
     def samples(part: Part) -> Samples:
         length = settings.seq_len
         if task == MASKED:
-            packed = settings.packing
-            return MaskedLM(tokens, part, length, vocabulary, suffix=framed.suffix, seed=seed, packed=packed)
+            return MaskedLM(
+                tokens,
+                part,
+                length,
+                vocabulary,
+                suffix=framed.suffix,
+                seed=seed,
+                packed=settings.packing,
+                shift=None if label_shift is None else label_shift(tokenizer),
+            )
         if task == SEQ2SEQ:
             start = decoder_start_token_id
             start = start(tokenizer) if callable(start) else start
@@ -227,10 +254,18 @@ def build_data(
                 suffix=framed.suffix,
                 decoder_start_token_id=vocabulary.pad if start is None else start,
                 target_suffix=(framed.target or framed).suffix,
+                target_seq_len=settings.target_seq_len,
             )
         if classes is not None:
             return Classification(
-                tokens, part, length, vocabulary, suffix=framed.suffix, ids=classes.ids, left=pad_left
+                tokens,
+                part,
+                length,
+                vocabulary,
+                suffix=framed.suffix,
+                classes=classes,
+                left=pad_left,
+                pair=pair,
             )
         if settings.packing:
             return PackedCausal(tokens, part, length)
@@ -243,7 +278,7 @@ def build_data(
         sizes=_sizes(settings, task, source, name, vocabulary.size, tokens),
         fingerprint=tokens.fingerprint,
         vocab_size=vocabulary.size,
-        label_names=() if classes is None else classes.names,
+        classes=classes,
         target_frame=_target_frame(framed, task),
     )
 
@@ -255,6 +290,7 @@ def inspect_data(
     model_tokenizer: str | None = None,
     model_vocab_size: int | None = None,
     trust_remote_code: bool = False,
+    ends_texts: bool = False,
 ) -> DataSizes:
     """What ``build_data`` would give, as far as that can be told without writing or downloading anything.
 
@@ -271,7 +307,7 @@ def inspect_data(
     if name is None:
         size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
         if not source.remote:
-            trained = trained_tokenizer_folder(source, size, cache, mask=task == MASKED)
+            trained = trained_tokenizer_folder(source, size, cache, mask=task == MASKED, ends=ends_texts)
             folder = str(trained) if is_trained(trained) else None
     tokens = None
     if folder is not None:
@@ -283,7 +319,7 @@ def inspect_data(
             if name is not None and Path(name).exists():
                 raise
         else:
-            vocabulary = _vocabulary(tokenizer, task)
+            vocabulary = _vocabulary(tokenizer, task, ends_texts=ends_texts)
             size = vocabulary.size
             framed = _frame(settings, task, tokenizer, vocabulary)
             opened = {"opened": tokenizer, "target_frame": _target_frame(framed, task)}
@@ -294,7 +330,7 @@ def inspect_data(
 
 
 def _cache_dir(settings: DataSettings) -> Path:
-    return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir).expanduser()
+    return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir)
 
 
 def _languages(settings: DataSettings, task: str) -> dict[str, Any]:
@@ -304,6 +340,9 @@ def _languages(settings: DataSettings, task: str) -> dict[str, Any]:
 
 
 def _frame(settings: DataSettings, task: str, tokenizer: Any, vocabulary: Vocabulary) -> Frame:
+    if _fields(settings, task).pair is not None:
+        _pair_frame(settings, tokenizer)  # refuses what cannot be framed before anything is tokenized
+        return Frame((), ())  # put around both, once they are cut
     if task != SEQ2SEQ:
         return frame(task, vocabulary)
     check_languages(tokenizer, source=settings.source_language, target=settings.target_language)
@@ -314,12 +353,24 @@ def _target_frame(framed: Frame, task: str) -> Frame | None:
     return (framed.target or framed) if task == SEQ2SEQ else None
 
 
+def _pair_frame(settings: DataSettings, tokenizer: Any) -> PairFrame:
+    found = PairFrame.of(tokenizer)
+    if settings.seq_len < found.length + 2:
+        raise UserError(
+            f"data.seq_len: {settings.seq_len} tokens hold no pair of texts with the {found.length} special "
+            "tokens around them; raise it"
+        )
+    return found
+
+
 def _fields(settings: DataSettings, task: str) -> Fields:
     return Fields(
         text=settings.text_field,
         target=settings.target_field if task == SEQ2SEQ else None,
         label=settings.label_field if task == CLASSIFICATION else None,
         text_split=settings.text_split,
+        pair=settings.text_pair_field if task == CLASSIFICATION else None,
+        prefix=settings.source_prefix if task == SEQ2SEQ else "",
     )
 
 
@@ -342,12 +393,18 @@ def _source(settings: DataSettings, task: str, cache: Path, *, remember: bool = 
     )
 
 
-def _vocabulary(tokenizer: Any, task: str) -> Vocabulary:
+def _vocabulary(tokenizer: Any, task: str, *, ends_texts: bool = False) -> Vocabulary:
     vocabulary = Vocabulary.of(tokenizer)
     if task == MASKED and vocabulary.mask is None:
         raise UserError(
             "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
             "tokenizer_config.json, use another tokenizer, or null to train one"
+        )
+    around = (*vocabulary.prefix, *vocabulary.suffix)
+    if ends_texts and (tokenizer.eos_token_id is None or tokenizer.eos_token_id not in around):
+        raise UserError(
+            "data.tokenizer: it puts no eos_token behind a text, where this model classifies; use the "
+            "model's own tokenizer, or null to train one that does"
         )
     return vocabulary
 
@@ -363,13 +420,17 @@ def _parts(settings: DataSettings, task: str, tokens: TokenCache) -> tuple[Part,
     return split_blocks(blocks, settings.eval_fraction)
 
 
-def _cut_share(tokens: TokenCache, longest: int) -> float:
-    """The share of all tokens that lie behind the first ``longest`` of their document."""
+def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
+    """The share of all tokens that lie behind the first ``longest`` of their document, or pair of texts."""
     cut = 0
-    for offsets in tokens.offsets.values():
-        for start in range(0, len(offsets) - 1, 1 << 20):
-            lengths = np.diff(offsets[start : start + (1 << 20) + 1].astype(np.int64))
-            cut += int(np.maximum(lengths - longest, 0).sum())
+    count = tokens.documents
+    together = [["text", "pair"]] if "pair" in tokens.offsets else [[name] for name in tokens.offsets]
+    for names in together:
+        most = longest_target if names == ["target"] else longest
+        for start in range(0, count, 1 << 20):
+            stop = min(count, start + (1 << 20)) + 1
+            lengths = sum(np.diff(tokens.offsets[name][start:stop].astype(np.int64)) for name in names)
+            cut += int(np.maximum(lengths - most, 0).sum())
     return cut / max(1, tokens.total_tokens)
 
 
@@ -389,7 +450,11 @@ def _sizes(
             "tokens": tokens.total_tokens,
             "train_samples": train.num_samples,
             "eval_samples": held_out.num_samples,
-            "cut": 0.0 if _packs(settings, task) else _cut_share(tokens, settings.seq_len + (task == CAUSAL)),
+            "cut": 0.0
+            if _packs(settings, task)
+            else _cut_share(
+                tokens, settings.seq_len + (task == CAUSAL), settings.target_seq_len or settings.seq_len
+            ),
             "cached": tokens.folder,
         }
     return DataSizes(

@@ -2,8 +2,9 @@
 
 A cache is a folder. For each field (``text``; ``target`` for seq2seq) it holds ``<field>.bin``, the tokens
 of all documents one after the other as little-endian uint16 or uint32, and ``<field>.idx``, uint64 offsets
-of which document *d* spans ``[idx[d], idx[d + 1])``; for classification ``labels.bin``, an int64 for each
-document; ``blocks.crc``, a CRC-32 of every 64 KiB of these files; and ``meta.json``, which holds a digest of
+of which document *d* spans ``[idx[d], idx[d + 1])``. For classification it holds ``labels.bin``, an int64 for
+each document, or several, with ``labels.idx``; or, where the labels are numbers, ``values.bin``, equally many
+float64 for each. ``blocks.crc`` has a CRC-32 of every 64 KiB of these files, and ``meta.json`` a digest of
 itself. It is written under another name and appears by rename. One process writes; others that want the same
 one wait for it on a file lock, which the kernel frees if the writer dies.
 
@@ -21,7 +22,7 @@ import zlib
 from bisect import bisect_right
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ from portable.errors import RunError, UserError, one_line
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from portable.data.documents import Label
 
 FORMAT = 2
 BLOCK = 1 << 16
@@ -45,6 +48,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dty
 _OFFSET = np.dtype("<u8")
 _LABEL = np.dtype("<i8")
 _CRC = np.dtype("<u4")
+_VALUE = np.dtype("<f8")
+LabelKind = Literal["classes", "sets", "values"]
+"""A class for each document, any number of classes, or numbers, equally many for each."""
 
 
 class CacheDamagedError(Exception):
@@ -159,8 +165,7 @@ class TokenWriter:
         self._tokens = {name: _Stream(folder / f"{name}.bin") for name in fields}
         self._index = {name: _Stream(folder / f"{name}.idx") for name in fields}
         self._counts = dict.fromkeys(fields, 0)
-        self._labels = _Stream(folder / "labels.bin") if labels else None
-        self._label_ids: dict[int | str, int] = {}
+        self._labels = _LabelWriter(folder) if labels else None
         self._documents = 0
         self.in_document = False
         """Whether tokens were added since the last document ended."""
@@ -173,26 +178,26 @@ class TokenWriter:
         self._counts[field] += len(tokens)
         self.in_document = True
 
-    def end_document(self, label: int | str | None = None) -> None:
+    def end_document(self, label: Label | None = None) -> None:
         for field, stream in self._index.items():
             stream.write(np.array([self._counts[field]], dtype=_OFFSET))
         if self._labels is not None:
             assert label is not None
-            number = self._label_ids.setdefault(label, len(self._label_ids))
-            self._labels.write(np.array([number], dtype=_LABEL))
+            self._labels.add(label)
         self._documents += 1
         self.in_document = False
 
     def finish(self, **extra: Any) -> None:
-        """Write ``meta.json``; the labels, numbered as they came, get their final ids in sorted order."""
+        """Write ``meta.json``; the classes, numbered as they came, get their final ids in sorted order."""
         names: list[int | str] = []
+        labels: dict[str, _Stream] = {}
+        told: dict[str, Any] = {}
         if self._labels is not None:
-            self._labels.close()
-            names = self._sort_labels()
+            kind, width, names, labels = self._labels.finish()
+            told = {} if kind == "classes" else {"label_kind": kind, "label_width": width}
         streams: dict[str, _Stream] = {f"{name}.bin": stream for name, stream in self._tokens.items()}
         streams |= {f"{name}.idx": stream for name, stream in self._index.items()}
-        if self._labels is not None:
-            streams["labels.bin"] = self._labels
+        streams |= labels
         files = {name: stream.meta() for name, stream in streams.items()}
         blocks = np.concatenate([streams[name].blocks.sums() for name in sorted(streams)]).tobytes()
         (self._folder / _BLOCKS_FILE).write_bytes(blocks)
@@ -205,38 +210,114 @@ class TokenWriter:
             "files": files,
             "blocks": hashlib.blake2b(blocks, digest_size=16).hexdigest(),
             "fingerprint": _digest([self._dtype, names, files]),
+            **told,
             **extra,
         }
         meta["digest"] = _digest(meta)
         (self._folder / _META_FILE).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
     def close(self) -> None:
-        for stream in (*self._tokens.values(), *self._index.values(), self._labels):
-            if stream is not None:
-                stream.close()
+        for stream in (*self._tokens.values(), *self._index.values()):
+            stream.close()
+        if self._labels is not None:
+            self._labels.close()
 
-    def _sort_labels(self) -> list[int | str]:
-        kinds = {isinstance(name, str) for name in self._label_ids}
-        if len(kinds) > 1:
-            raise UserError("data.label_field: some labels are numbers and some are strings; use one kind")
-        names = sorted(self._label_ids, key=lambda name: (name if isinstance(name, int) else 0, str(name)))
+
+class _LabelWriter:
+    """Labels of any kind. Of which kind they are, the last of them may still decide."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ids = _Stream(folder / "labels.bin")
+        self._ends = _Stream(folder / "labels.idx")
+        self._values = _Stream(folder / "values.bin")
+        self._known: dict[Any, int] | None = {}
+        """The number of each class; None once a label was no class."""
+        self._numbers = True  # so far
+        self._lists: bool | None = None
+        self._repeated = False
+        self._widths: set[int] = set()
+        self._count = 0
+        self._ends.write(np.zeros(1, dtype=_OFFSET))
+
+    def add(self, label: Label) -> None:
+        lists = isinstance(label, tuple)
+        items = label if isinstance(label, tuple) else (label,)
+        if self._lists not in (None, lists):
+            raise UserError("data.label_field: some labels are lists and some are not; use one kind")
+        self._lists = lists
+        self._count += len(items)
+        self._repeated = self._repeated or len(set(items)) < len(items)
+        if len(self._widths) < 2:  # more only say again that they differ
+            self._widths.add(len(items))
+        if any(isinstance(item, float) for item in items):
+            self._known = None
+        self._numbers = self._numbers and not any(isinstance(item, str) for item in items)
+        if self._known is None and not self._numbers:
+            raise _mixed()
+        if self._known is not None:
+            ids = [self._known.setdefault(item, len(self._known)) for item in items]
+            self._ids.write(np.array(ids, dtype=_LABEL))
+            self._ends.write(np.array([self._count], dtype=_OFFSET))
+        if self._numbers:
+            self._values.write(np.array(items, dtype=_VALUE))
+
+    def close(self) -> None:
+        for stream in (self._ids, self._ends, self._values):
+            stream.close()
+
+    def finish(self) -> tuple[LabelKind, int, list[int | str], dict[str, _Stream]]:
+        """Kind, numbers a document, names of the classes, and the files that are kept."""
+        self.close()
+        width = min(self._widths, default=1)
+        if self._known is None:
+            if len(self._widths) > 1 or not width:
+                raise UserError(
+                    "data.label_field: some lists of numbers are longer than others; give every text equally "
+                    "many numbers, or classes as integers or strings"
+                )
+            self._drop("labels.bin", "labels.idx")
+            return "values", width, [], {"values.bin": self._values}
+        names = self._sort(self._known)
+        if self._lists and self._repeated:
+            raise UserError(
+                "data.label_field: a list names a class twice; a list holds the classes of its text, or for "
+                "each class a number with a fraction (0.0, 1.0) or a boolean"
+            )
+        if self._lists:
+            self._drop("values.bin")
+            return "sets", 0, names, {"labels.bin": self._ids, "labels.idx": self._ends}
+        self._drop("values.bin", "labels.idx")
+        return "classes", 1, names, {"labels.bin": self._ids}
+
+    def _drop(self, *names: str) -> None:
+        for name in names:
+            (self._folder / name).unlink()
+
+    def _sort(self, known: dict[Any, int]) -> list[int | str]:
+        if len({isinstance(name, str) for name in known}) > 1:
+            raise _mixed()
+        names = sorted(known, key=lambda name: (name if isinstance(name, int) else 0, str(name)))
         final = np.zeros(len(names), dtype=_LABEL)
         for number, name in enumerate(names):
-            final[self._label_ids[name]] = number
-        if self._documents:
-            assert self._labels is not None
-            self._labels.blocks = _BlockSums()
+            final[known[name]] = number
+        if names:
+            self._ids.blocks = _BlockSums()
             stored = np.memmap(self._folder / "labels.bin", dtype=_LABEL, mode="r+")
             for start in range(0, len(stored), 1 << 20):
                 piece = final[stored[start : start + (1 << 20)]]
                 stored[start : start + (1 << 20)] = piece
-                self._labels.blocks.update(piece.tobytes())
+                self._ids.blocks.update(piece.tobytes())
             stored.flush()
         return names
 
 
 def _digest(content: Any) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _mixed() -> UserError:
+    return UserError("data.label_field: some labels are numbers and some are strings; use one kind")
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -249,9 +330,12 @@ class CheckedArray:
         path: of the file.
         dtype: of its values.
         sums: the CRC-32 of each block.
+        width: values in a row, where it has rows.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], sums: npt.NDArray[Any]) -> None:
+    def __init__(
+        self, path: Path, dtype: np.dtype[Any], sums: npt.NDArray[Any], width: int | None = None
+    ) -> None:
         self.path = path
         self.dtype = dtype
         size = path.stat().st_size
@@ -259,12 +343,18 @@ class CheckedArray:
         self._bytes: npt.NDArray[np.uint8] = (
             np.memmap(path, dtype=np.uint8, mode="r") if size else np.zeros(0, dtype=np.uint8)
         )
-        self._values: npt.NDArray[Any] = self._bytes.view(dtype)
+        values = self._bytes.view(dtype)
+        self._values: npt.NDArray[Any] = values if width is None else values.reshape(-1, width)
+        self._item_bytes = dtype.itemsize * (width or 1)
         self._sums = sums
         self._seen = bytearray(len(sums))
 
     def __len__(self) -> int:
         return len(self._values)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._values.shape
 
     def __getitem__(self, at: Any) -> Any:
         """A value, those of a slice (shared with the file), or those at a list of places (copied).
@@ -302,7 +392,7 @@ class CheckedArray:
         return None
 
     def _check(self, start: int, stop: int) -> None:
-        width = self.dtype.itemsize
+        width = self._item_bytes
         block = self.damaged_block(start * width // BLOCK, -(-stop * width // BLOCK))
         if block is not None:
             # Without it the cache is none, and the next leg makes it again.
@@ -324,6 +414,10 @@ class TokenCache:
     """For each field all tokens, end to end: uint16 or uint32, mapped from disk."""
     offsets: dict[str, CheckedArray]
     labels: CheckedArray | None
+    """The number of each document's class; with ``label_offsets``, of its classes."""
+    label_offsets: CheckedArray | None = None
+    values: CheckedArray | None = None
+    """``[documents, width]``, where the labels are numbers."""
 
     @staticmethod
     def open(folder: Path) -> TokenCache:
@@ -343,22 +437,25 @@ class TokenCache:
                 raise CacheDamagedError(f"{folder / _BLOCKS_FILE}: not as it was written")
             sums, at = np.frombuffer(blocks, dtype=_CRC), 0
             dtypes = {f"{name}.bin": _DTYPES[meta["dtype"]] for name in meta["tokens"]}
-            dtypes |= {f"{name}.idx": _OFFSET for name in meta["tokens"]} | {"labels.bin": _LABEL}
+            dtypes |= {f"{name}.idx": _OFFSET for name in meta["tokens"]}
+            dtypes |= {"labels.bin": _LABEL, "labels.idx": _OFFSET, "values.bin": _VALUE}
             arrays: dict[str, CheckedArray] = {}
             for name, told in sorted(meta["files"].items()):
                 count = -(-told["bytes"] // BLOCK)
                 if (folder / name).stat().st_size != told["bytes"]:
                     raise CacheDamagedError(f"{folder / name}: not as it was written")
-                array = CheckedArray(folder / name, dtypes[name], sums[at : at + count])
+                width = meta["label_width"] if name == "values.bin" else None
+                array = CheckedArray(folder / name, dtypes[name], sums[at : at + count], width)
                 if told["bytes"] <= CHECKED_WHOLE and array.damaged_block() is not None:
                     raise CacheDamagedError(f"{folder / name}: not as it was written")
                 arrays[name], at = array, at + count
             tokens = {name: arrays[f"{name}.bin"] for name in meta["tokens"]}
             offsets = {name: arrays[f"{name}.idx"] for name in meta["tokens"]}
             labels = arrays.get("labels.bin")
+            ends, values = arrays.get("labels.idx"), arrays.get("values.bin")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
-        return TokenCache(folder, meta, tokens, offsets, labels)
+        return TokenCache(folder, meta, tokens, offsets, labels, ends, values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenCache.open, (self.folder,)
@@ -379,6 +476,11 @@ class TokenCache:
     @property
     def label_names(self) -> list[int | str]:
         return list(self.meta["label_names"])
+
+    @property
+    def label_kind(self) -> LabelKind:
+        kind: LabelKind = self.meta.get("label_kind", "classes")
+        return kind
 
     def document(self, field: str, number: int) -> npt.NDArray[Any]:
         """The tokens of one document, special tokens included."""

@@ -53,34 +53,34 @@ def local_files(name: str) -> list[Path] | None:
 
 
 def _local_files(name: str) -> list[Path] | None:
-    expanded = Path(name).expanduser()
-    if expanded.is_dir():
+    path = Path(name)
+    if path.is_dir():
         found = sorted(
-            path
-            for path in expanded.rglob("*")
-            if path.suffix.lower() in FORMATS
-            and path.is_file()
-            and not any(part.startswith(".") for part in path.relative_to(expanded).parts)
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in FORMATS
+            and file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
         )
         if not found:
             raise UserError(
                 f"data.source: {name} has no {listed(FORMATS)} files in it; name a folder that has"
             )
         return found
-    if expanded.exists():
-        found = [expanded]
+    if path.exists():
+        found = [path]
     elif glob.has_magic(name):
-        matches = glob.glob(str(expanded), recursive=True)  # noqa: PTH207 (a pattern may be absolute)
-        found = sorted(path for path in map(Path, matches) if path.is_file())
+        matches = glob.glob(name, recursive=True)  # noqa: PTH207 (a pattern may be absolute)
+        found = sorted(file for file in map(Path, matches) if file.is_file())
         if not found:
             raise UserError(f"data.source: no file matches {name}; check the path and the pattern")
-    elif name.startswith((".", "/", "~")) or expanded.suffix.lower() in FORMATS or name.count("/") > 1:
+    elif name.startswith((".", "/", "~")) or path.suffix.lower() in FORMATS or name.count("/") > 1:
         raise UserError(f"data.source: {name}: no such file or folder; check the path")
     else:
         return None
-    for path in found:
-        if path.suffix.lower() not in FORMATS:
-            raise UserError(f"data.source: {path}: cannot read this kind of file; use {listed(FORMATS)}")
+    for file in found:
+        if file.suffix.lower() not in FORMATS:
+            raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
     return found
 
 
@@ -123,8 +123,9 @@ class LocalFiles(Source):
     def _told(self) -> tuple[Any, ...]:
         """What is read of the files."""
         fields = self._fields
-        told = (fields.text, fields.target, fields.label, self._max_samples)
-        return told if fields.text_split == "file" else (*told, fields.text_split)
+        told: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
+        told = told if fields.text_split == "file" else (*told, fields.text_split)
+        return (*told, fields.pair, fields.prefix) if fields.pair or fields.prefix else told
 
     @property
     def size_bytes(self) -> int | None:

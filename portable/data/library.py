@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import tempfile
+from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +13,7 @@ from portable.data.documents import Document, Fields, Source, read_row
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
 LIBRARY_FORMATS = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -91,8 +92,13 @@ class HubDataset(Source):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        feature = (getattr(self._rows(), "features", None) or {}).get(self._fields.label)
-        names = getattr(feature, "names", None)
+        features = getattr(self._rows(), "features", None) or {}
+        feature = features.get(self._fields.label)
+        for part in () if feature is not None else (self._fields.label or "").split("."):
+            features = feature = features.get(part) if isinstance(features, Mapping) else None
+        if isinstance(feature, list) and len(feature) == 1:  # several classes a text
+            feature = feature[0]
+        names = getattr(getattr(feature, "feature", feature), "names", None)
         return None if names is None else tuple(map(str, names))
 
     def documents(self) -> Iterator[Document]:

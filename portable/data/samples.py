@@ -1,6 +1,7 @@
 """Map-style data sets over a token cache: sample *i* as tensors of a fixed shape.
 
-Every sample is a dictionary of int64 tensors with ``labels`` among them. Labels are aligned with the
+Every sample is a dictionary of int64 tensors with ``labels`` among them, which are float32 where a
+classifier learns numbers. Labels are aligned with the
 logits: ``labels[t]`` is what ``logits[t]`` should predict, shifted here where the task shifts, so that a
 loss never shifts; -100 marks a position that does not count. Shapes never vary, because a compiled step
 needs them fixed.
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from portable.data.cache import TokenCache
 
 IGNORED = -100
-Arrays = dict[str, npt.NDArray[np.int64]]
+Arrays = dict[str, npt.NDArray[Any]]
 Batch = dict[str, torch.Tensor]
 
 

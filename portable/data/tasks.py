@@ -3,19 +3,23 @@ classification."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from portable.data.classes import MULTI, SINGLE
 from portable.data.samples import IGNORED, Arrays, Part, Samples, cut, pad_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.data.cache import TokenCache
-    from portable.data.tokenizer import Vocabulary
+    from portable.data.classes import Classes
+    from portable.data.tokenizer import PairFrame, Vocabulary
 
+LabelShift = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 _U64 = (1 << 64) - 1
 MASKED_SHARE = 0.15
 LAST_LABEL = -1
@@ -27,6 +31,9 @@ class MaskedLM(Samples):
 
     Of the tokens that are not special, 15% are targets, at least one a sample; of these 80% become the mask
     token, 10% another token, and 10% stay. The choice is keyed by (seed, epoch, sample), whoever makes it.
+
+    Args:
+        shift: makes the decoder's input from the labels, for a model that has a decoder.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class MaskedLM(Samples):
         suffix: Sequence[int],
         seed: int,
         packed: bool,
+        shift: LabelShift | None = None,
     ) -> None:
         assert vocabulary.mask is not None
         self._mask = vocabulary.mask
@@ -50,14 +58,18 @@ class MaskedLM(Samples):
         self._suffix = tuple(suffix)
         self._seed = seed & _U64
         self._packed = packed
+        self._shift = shift
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         pairs = [self._masked(epoch, self._part(index)) for epoch, index in places]
         inputs, mask = pad_rows([hidden for hidden, _ in pairs], self._length, self._vocabulary.pad)
         labels, _ = pad_rows([targets for _, targets in pairs], self._length, IGNORED)
-        if self._packed:
-            return {"input_ids": inputs, "labels": labels}
-        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+        arrays = {"input_ids": inputs, "labels": labels}
+        if not self._packed:
+            arrays["attention_mask"] = mask
+        if self._shift is not None:
+            arrays["decoder_input_ids"] = self._shift(labels)
+        return arrays
 
     def documents(self, index: int) -> range:
         if not self._packed:
@@ -106,11 +118,13 @@ class Seq2Seq(Samples):
         suffix: Sequence[int],
         decoder_start_token_id: int,
         target_suffix: Sequence[int] | None = None,
+        target_seq_len: int | None = None,
     ) -> None:
         self.num_samples = part.num_samples
         self._cache = cache
         self._part = part
         self._length = seq_len
+        self._target_length = target_seq_len or seq_len
         self._pad = vocabulary.pad
         self._suffix = tuple(suffix)
         self._target_suffix = self._suffix if target_suffix is None else tuple(target_suffix)
@@ -118,32 +132,37 @@ class Seq2Seq(Samples):
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         numbers = [self._part(index) for _, index in places]
-        texts = self._field("text", numbers, self._suffix)
+        texts = self._field("text", numbers, self._length, self._suffix)
         inputs, mask = pad_rows(texts, self._length, self._pad)
-        targets = self._field("target", numbers, self._target_suffix)
-        labels, _ = pad_rows(targets, self._length, IGNORED)
+        targets = self._field("target", numbers, self._target_length, self._target_suffix)
+        labels, _ = pad_rows(targets, self._target_length, IGNORED)
         last = self._start == LAST_LABEL
         shifted: list[npt.NDArray[Any]] = [
             np.concatenate((row[-1:] if last else [self._start], row[:-1])) for row in targets
         ]
-        decoder, _ = pad_rows(shifted, self._length, self._pad)
+        decoder, _ = pad_rows(shifted, self._target_length, self._pad)
         return {"input_ids": inputs, "attention_mask": mask, "decoder_input_ids": decoder, "labels": labels}
 
     def documents(self, index: int) -> range:
         return self._part.document(index)
 
     def _field(
-        self, field: str, numbers: Sequence[int], suffix: Sequence[int]
+        self, field: str, numbers: Sequence[int], length: int, suffix: Sequence[int]
     ) -> list[npt.NDArray[np.int64]]:
-        return [cut(self._cache.document(field, number), self._length, suffix) for number in numbers]
+        return [cut(self._cache.document(field, number), length, suffix) for number in numbers]
 
 
 class Classification(Samples):
-    """A text and its class: ``labels`` is one id a sample, ``[batch]``.
+    """A text, or a pair of them, and its labels.
+
+    These are one id a sample, int64 ``[batch]``; several classes, float32 ``[batch, classes]`` of 0 and 1;
+    or what a regression learns, float32 ``[batch]`` or ``[batch, numbers]``.
 
     Args:
-        ids: the model's id of each label of the cache; None where it is the same. left: put the padding
-        before the text, for a model that classifies at the last position, as XLNet does.
+        pair: what stands around two texts, where the cache holds pairs.
+        classes: what the labels of the cache are to the model; None where they are its ids.
+        left: put the padding before the text, for a model that classifies at the last position, as XLNet
+            does.
     """
 
     def __init__(
@@ -154,32 +173,87 @@ class Classification(Samples):
         vocabulary: Vocabulary,
         *,
         suffix: Sequence[int],
-        ids: Sequence[int] | None = None,
+        classes: Classes | None = None,
         left: bool = False,
+        pair: PairFrame | None = None,
     ) -> None:
-        assert cache.labels is not None
         self.num_samples = part.num_samples
-        self.valid_tokens = 1
+        problem = SINGLE if classes is None else classes.problem
+        self.valid_tokens = 1 if classes is None or problem == SINGLE else len(classes.names)
         self._cache = cache
         self._part = part
         self._length = seq_len
         self._pad = vocabulary.pad
         self._suffix = tuple(suffix)
-        self._ids = None if ids is None else np.array(ids, dtype=np.int64)
+        self._problem = problem
+        self._outputs = self.valid_tokens
+        # What each label of the cache becomes.
+        self._ids: npt.NDArray[Any] | None = None
+        if classes is not None and classes.numbers:
+            self._ids = np.array(classes.numbers, dtype=np.float32)
+        elif classes is not None:
+            self._ids = np.array(classes.ids, dtype=np.int64)
         self._left = left
+        self._pair = pair
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        assert self._cache.labels is not None
         numbers = [self._part(index) for _, index in places]
-        texts = [cut(self._cache.document("text", number), self._length, self._suffix) for number in numbers]
+        if self._pair is None:
+            texts = [cut(self._cache.document("text", at), self._length, self._suffix) for at in numbers]
+        else:
+            texts = [np.concatenate(self._parts(at, self._pair)) for at in numbers]
         inputs, mask = pad_rows(texts, self._length, self._pad)
+        arrays = {"input_ids": inputs, "attention_mask": mask}
+        if self._pair is not None and self._pair.types is not None:
+            types = [_types(self._parts(at, self._pair), self._pair.types) for at in numbers]
+            arrays["token_type_ids"], _ = pad_rows(types, self._length, self._pair.types[-1])
         if self._left:
-            for row, text in enumerate(texts):
-                inputs[row] = np.roll(inputs[row], self._length - len(text))
-                mask[row] = np.roll(mask[row], self._length - len(text))
-        labels = self._cache.labels[numbers]
-        labels = labels if self._ids is None else self._ids[labels]
-        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+            for values in arrays.values():
+                for row, text in enumerate(texts):
+                    values[row] = np.roll(values[row], self._length - len(text))
+        return {**arrays, "labels": self._labels(numbers)}
+
+    def _parts(self, number: int, frame: PairFrame) -> list[npt.NDArray[np.int64]]:
+        """Before, first, between, second, after."""
+        first, second = (self._cache.document(field, number) for field in ("text", "pair"))
+        one, two = longest_first(len(first), len(second), self._length - frame.length)
+        parts = (frame.before, first[:one], frame.between, second[:two], frame.after)
+        return [np.array(part, dtype=np.int64) for part in parts]
+
+    def _labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
+        cache = self._cache
+        if cache.values is not None:
+            values: npt.NDArray[np.float32] = cache.values[numbers].astype(np.float32)
+            return values if self._problem == MULTI or self._outputs > 1 else values[:, 0]
+        assert cache.labels is not None
+        if cache.label_offsets is None:
+            labels: npt.NDArray[np.int64] = cache.labels[numbers]
+            return labels if self._ids is None else self._ids[labels]
+        assert self._ids is not None
+        several = np.zeros((len(numbers), self._outputs), dtype=np.float32)
+        for row, number in enumerate(numbers):
+            start, end = cache.label_offsets[number : number + 2].tolist()
+            several[row, self._ids[cache.labels[start:end]]] = 1
+        return several
 
     def documents(self, index: int) -> range:
         return self._part.document(index)
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts to keep, so that ``room`` holds them: the longer one gives way first.
+
+    As the tokenizers library's ``longest_first`` has it.
+    """
+    if first + second <= room:
+        return first, second
+    room = max(0, room)
+    shorter, longer = sorted((first, second))
+    shorter, longer = (shorter, room - shorter) if 2 * shorter <= room else (room // 2, room - room // 2)
+    return (shorter, longer) if first <= second else (longer, shorter)
+
+
+def _types(parts: Sequence[npt.NDArray[np.int64]], types: tuple[Any, ...]) -> npt.NDArray[np.int64]:
+    """The token types of a pair: of each part its own, or one for all of it."""
+    kinds = (np.array(kind, dtype=np.int64) for kind in types[:5])
+    return np.concatenate([np.broadcast_to(kind, len(part)) for part, kind in zip(parts, kinds, strict=True)])

@@ -98,7 +98,8 @@ def tokenize(
         except CacheDamagedError as error:
             if folder.exists():
                 print(f"warning: data.cache_dir: {error}; tokenizing again", file=sys.stderr)
-        names = ["text", *(["target"] if fields.target is not None else [])]
+        names = ["text"]
+        names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
         writer = TokenWriter(draft.path, names, vocabulary.size, labels=fields.label is not None)
         with closing(writer), parallel_tokenizers():
             written = 0
@@ -139,6 +140,9 @@ def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWr
             strict=True,
         )
     )
+    seconds = [(number, document.pair) for number, document in enumerate(batch) if document.pair is not None]
+    encoded = _encode(tokenizer, [text for _, text in seconds])
+    others = dict(zip((number for number, _ in seconds), encoded, strict=True))
     around = framed.target or framed
     ended = 0
     for number, document in enumerate(batch):
@@ -149,6 +153,8 @@ def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWr
             writer.append("text", framed.suffix)
             if number in targets:
                 writer.append("target", [*around.prefix, *targets[number], *around.suffix])
+            if number in others:
+                writer.append("pair", others[number])
             writer.end_document(document.label)
             ended += 1
     return ended
@@ -172,7 +178,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     held = 0
     for document in _in_pieces(documents):
         batch.append(document)
-        held += len(document.text) + len(document.target or "")
+        held += len(document.text) + len(document.target or "") + len(document.pair or "")
         if held >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
             batch, held = [], 0
@@ -193,5 +199,5 @@ def _in_pieces(documents: Iterator[Document]) -> Iterator[Document]:
 
 
 def _size(document: Document) -> int:
-    texts = (document.text, document.target or "")
+    texts = (document.text, document.target or "", document.pair or "")
     return sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)

@@ -13,6 +13,7 @@ import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,9 +145,11 @@ def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
     return size
 
 
-def trained_tokenizer_folder(source: Source, vocab_size: int, cache: Path, *, mask: bool = False) -> Path:
+def trained_tokenizer_folder(
+    source: Source, vocab_size: int, cache: Path, *, mask: bool = False, ends: bool = False
+) -> Path:
     """Where the tokenizer trained on ``source`` lies, or would."""
-    told = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}"
+    told = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}{' ends' if ends else ''}"
     return cache / "tokenizers" / hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
@@ -154,20 +157,23 @@ def is_trained(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file() and (folder / "tokenizer_config.json").is_file()
 
 
-def train_tokenizer(source: Source, vocab_size: int | None, cache: Path, *, mask: bool = False) -> Any:
+def train_tokenizer(
+    source: Source, vocab_size: int | None, cache: Path, *, mask: bool = False, ends: bool = False
+) -> Any:
     """Train a byte-level BPE on the head of ``source``, or load the one trained before.
 
     ``vocab_size`` counts the special tokens (end, padding and, with ``mask``, the mask); a small source may
-    give fewer. Any number of processes may call this at once: one trains, the others wait for it.
+    give fewer. With ``ends`` it puts the end token behind each text. Any number of processes may call this at
+    once: one trains, the others wait for it.
     """
     size = trained_vocab_size(vocab_size, mask=mask)
-    folder = trained_tokenizer_folder(source, size, cache, mask=mask)
+    folder = trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends)
     if tokenizer := _open(folder):
         return tokenizer
     with locked_folder(folder) as draft:
         if tokenizer := _open(folder):
             return tokenizer
-        _train(source, size, mask).save_pretrained(draft.path)
+        _train(source, size, mask, ends).save_pretrained(draft.path)
         draft.commit()
     return load_tokenizer(str(folder))
 
@@ -181,8 +187,8 @@ def _open(folder: Path) -> Any:
         return None
 
 
-def _train(source: Source, vocab_size: int, mask: bool) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def _train(source: Source, vocab_size: int, mask: bool, ends: bool) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = [END, PAD, *([MASK] if mask else [])]
@@ -197,6 +203,12 @@ def _train(source: Source, vocab_size: int, mask: bool) -> Any:
     )
     with parallel_tokenizers():
         bpe.train_from_iterator(_head(source), trainer)
+    if ends:
+        bpe.post_processor = processors.TemplateProcessing(
+            single=f"$A {END}",
+            pair=f"$A {END} $B {END}",
+            special_tokens=[(END, bpe.token_to_id(END))],
+        )
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
         tokenizer_object=bpe,
         eos_token=END,
@@ -281,6 +293,57 @@ class Vocabulary:
             prefix=tuple(framed[:start]),
             suffix=tuple(framed[start + len(bare) :]) if bare else (),
         )
+
+
+@dataclass(frozen=True)
+class PairFrame:
+    """What a tokenizer puts around two texts: what comes before, between and after them.
+
+    Attributes:
+        types: the token types of the five parts (before, first, between, second, after) and of the padding,
+            where the tokenizer gives any: each a list of its part's, or one for all tokens of a text.
+    """
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    types: tuple[tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...], int] | None
+
+    @staticmethod
+    def of(tokenizer: Any) -> PairFrame:
+        """Find out by an example.
+
+        Raises:
+            UserError: it does not put one text behind the other.
+        """
+        first, second = "a", "b"
+        one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second))
+        typed = "token_type_ids" in tokenizer.model_input_names
+        encoded = tokenizer(first, second, return_token_type_ids=typed)
+        ids: list[int] = encoded["input_ids"]
+        start = _find(ids, one, 0)
+        following = _find(ids, two, start + len(one))
+        if not one or not two or start < 0 or following < 0:
+            raise UserError(
+                "data.text_pair_field: this tokenizer does not put two texts one behind the other; join them "
+                "into one field, and use another data.tokenizer or no pairs"
+            )
+        cuts = [0, start, start + len(one), following, following + len(two), len(ids)]
+        types = None
+        if typed:
+            parts = [tuple(encoded["token_type_ids"][a:b]) for a, b in pairwise(cuts)]
+            types = (parts[0], parts[1][0], parts[2], parts[3][0], parts[4], tokenizer.pad_token_type_id)
+        return PairFrame(tuple(ids[:start]), tuple(ids[cuts[2] : following]), tuple(ids[cuts[4] :]), types)
+
+    @property
+    def length(self) -> int:
+        """How many tokens it adds."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+
+def _find(tokens: list[int], part: list[int], start: int) -> int:
+    """Where ``part`` begins in ``tokens``, from ``start`` on; -1 where it does not."""
+    return next((at for at in range(start, len(tokens)) if tokens[at : at + len(part)] == part), -1)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

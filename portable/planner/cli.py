@@ -8,6 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from converters.commands import DONE, REFUSED, command, exit_codes
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
 from portable.errors import UserError, one_line
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.planner.subject import Subject
 
-USAGE = """\
+USAGE = f"""\
 usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--json] [--SECTION.KEY VALUE ...]
 
 Say what a config needs before any machine is rented: memory of devices and hosts under each strategy, the
@@ -34,11 +35,14 @@ examples:
   portable-plan --config run.yaml --device h100 --devices 8
   portable-plan --model.name_or_path meta-llama/Llama-3.1-8B --device v5e --devices 16
   portable-plan --config run.yaml --device-memory 24GB --json
+
+{exit_codes(DONE, REFUSED)}
 """
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-plan`` and return its exit code: 0, or 2 for refused input."""
+    """Run ``portable-plan`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
     if argv is None:
         argv = sys.argv[1:]
         # This process computes nothing: without this, transformers takes seconds to import torch_xla.
@@ -48,10 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(argv)
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
+        return REFUSED
 
 
 def run(argv: Sequence[str]) -> int:
@@ -125,7 +126,7 @@ def _built(config: RunConfig) -> Subject:
         from portable import model as models
         from portable.planner.subject import LiveSubject
     model_config = models.model_config(config.model)
-    models.check_length(model_config, config.data.seq_len)
+    models.check_length(model_config, config)
     model = models.build_model(model_config, config.model)
     return LiveSubject(model, config)
 

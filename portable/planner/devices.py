@@ -13,7 +13,10 @@ from portable.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SHARE_KEPT_FREE = 0.03
+SHARE_KEPT_FREE = 0.1
+"""By a plan: activations are planned to about a tenth."""
+SHARE_NOT_SEARCHED = 0.03
+"""By the search for a micro-batch, which measures."""
 KEPT_FOR_COLLECTIVES = 1 << 30
 """Left to what an allocator has no part in, or cannot use: its own fragments; the buffers of collectives."""
 

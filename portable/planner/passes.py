@@ -81,7 +81,7 @@ class Request:
         in_parts = not (compiled or config.strategy.startswith("zero"))
         return cls(
             micro_batch,
-            config.data.seq_len,
+            config.data.longest,
             config.model.task,
             config.data.packing,
             "plain" if precision == "fp32" else compute,

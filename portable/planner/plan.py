@@ -1,8 +1,8 @@
 """What a config needs, under each strategy, before any machine is rented.
 
-The order is that of the guide that many begin with (Hugging Face's on DeepSpeed, where ZeRO-1 is fastest and
-ZeRO-3 with offloading is last), with DDP before it and FSDP2's strategies beside their likes: each next one
-saves more and does more for it.
+The order is that of docs/choosing.md: DDP, what shares optimizer state and gradients, what shares parameters,
+too, and then offloading, to the host and to a disk. FSDP2's strategies stand beside DeepSpeed's that do the
+same: each next one saves more and does more for it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ if TYPE_CHECKING:
     from portable.planner.inventory import Inventory
     from portable.planner.subject import Subject
 
-# Fastest first. The numbers say what is held to be alike; within a number the family of the config's own
-# strategy comes first.
+# Fastest first, as docs/choosing.md has it. The numbers say what is held to be alike; within a number the
+# family of the config's own strategy comes first, which is FSDP2 unless somebody has chosen otherwise.
 _ORDER: dict[Setting, int] = {
     Setting("no_shard"): 0,
+    Setting("shard_grad_op"): 1,
+    Setting("hybrid_shard_zero2"): 1,
     Setting("zero1"): 1,
-    Setting("zero2"): 2,
-    Setting("shard_grad_op"): 2,
-    Setting("hybrid_shard_zero2"): 2,
-    Setting("zero1", "cpu"): 3,
-    Setting("zero2", "cpu"): 4,
-    Setting("hybrid_shard"): 5,
-    Setting("zero3"): 6,
-    Setting("full_shard"): 6,
-    Setting("zero3", "none", "cpu"): 7,
-    Setting("zero3", "cpu"): 8,
-    Setting("full_shard", "cpu"): 8,
-    Setting("zero3", "cpu", "cpu"): 9,
-    Setting("full_shard", "none", "cpu"): 9,
-    Setting("zero3", "nvme"): 10,
-    Setting("zero3", "nvme", "nvme"): 11,
+    Setting("zero2"): 1,
+    Setting("hybrid_shard"): 2,
+    Setting("full_shard"): 3,
+    Setting("zero3"): 3,
+    Setting("zero1", "cpu"): 4,
+    Setting("zero2", "cpu"): 5,
+    Setting("zero3", "none", "cpu"): 6,
+    Setting("full_shard", "cpu"): 7,
+    Setting("zero3", "cpu"): 7,
+    Setting("full_shard", "none", "cpu"): 8,
+    Setting("zero3", "cpu", "cpu"): 8,
+    Setting("zero3", "nvme"): 9,
+    Setting("zero3", "nvme", "nvme"): 10,
 }
-_LAST = 12
+_NAMED = list(_ORDER)
+_LAST = 11
 
 
 @dataclass(frozen=True)
@@ -233,9 +234,9 @@ class Planner:
         """Of ``setting`` in the order, from 0; the same for those that are held to be alike."""
         return _ORDER.get(setting, _LAST)
 
-    def _rank(self, setting: Setting) -> tuple[int, bool]:
+    def _rank(self, setting: Setting) -> tuple[int, bool, int]:
         family = setting.strategy.startswith("zero") != self.config.strategy.startswith("zero")
-        return self.place(setting), family
+        return self.place(setting), family, _NAMED.index(setting) if setting in _ORDER else len(_NAMED)
 
     def comes_before(self, one: Option, other: Option) -> bool:
         """Whether the order has ``one`` before ``other``."""
@@ -246,7 +247,7 @@ class Planner:
         later = [
             s
             for s in self._room.settings(self.config, self.target.cluster)
-            if self._rank(s)[0] > self._rank(setting)[0] and self._rank(s)[1] == self._rank(setting)[1]
+            if self._rank(s) > self._rank(setting) and self._rank(s)[1] == self._rank(setting)[1]
         ]
         if not later:
             return None

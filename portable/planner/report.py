@@ -88,7 +88,9 @@ def as_text(planner: Planner, options: Sequence[Option], best: Option | None) ->
         parts.append(f"{reason(planner, options, best)}")
     if best is not None:
         parts.append(best.yaml(planner.config))
-    parts.append(columns(options))
+    parts.append(columns(options, planner, best))
+    if best is not None:
+        parts.append("* is what is recommended, as it would run")
     if device is None:
         parts.append("name a device to see what fits: --device h100, --device v5e, or --device-memory 80GB")
     return "\n\n".join(parts)
@@ -102,16 +104,27 @@ def short_time(seconds: float) -> str:
     return f"{float(f'{seconds:.2g}'):g} s"
 
 
-def columns(options: Sequence[Option]) -> str:
-    """The options as aligned columns, one line each."""
-    lines = [_COLUMNS, *(_cells(option) for option in options)]
+def columns(options: Sequence[Option], planner: Planner, best: Option | None) -> str:
+    """The options as aligned columns, one line each; ``best`` first and starred, as it would run."""
+    shown = [*options]
+    if best is not None:
+        shown = [best, *(option for option in options if option.setting != best.setting)]
+    changes = [", ".join(changed(planner, option)) for option in shown]
+    stars = ["* " if option is best else "  " * (best is not None) for option in shown]
+    lines: list[tuple[str, ...]] = [("  " * (best is not None) + _COLUMNS[0], *_COLUMNS[1:])]
+    for star, option in zip(stars, shown, strict=True):
+        name, *cells = _cells(option)
+        lines.append((star + name, *cells))
+    if any(changes):
+        lines = [(*line, told) for line, told in zip(lines, ["with", *changes], strict=True)]
     if not any(option.disk_bytes for option in options):
         disk = _COLUMNS.index("disk")
         lines = [(*line[:disk], *line[disk + 1 :]) for line in lines]
+    numbers = len(lines[0]) - any(changes)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
+            cell.ljust(width) if i < 2 or i >= numbers else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
@@ -185,13 +198,8 @@ def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> 
             f"; {in_words(last)} before it takes {human_bytes(last.device_bytes.total)}, most of it "
             f"{largest_part(last)}"
         )
-    changed = []
-    if best.micro_batch != planner.micro_batch:
-        changed.append(f"train.micro_batch_size {best.micro_batch} in place of {planner.micro_batch}")
-    if best.recompute != planner.config.memory.activation_checkpointing:
-        changed.append(f"memory.activation_checkpointing {best.recompute}")
-    if changed:
-        told += "; it takes " + " and ".join(changed)
+    if changes := changed(planner, best):
+        told += "; it takes " + " and ".join(changes)
     told += f".\nShould memory run out: {gives_way(planner, best)}"
     quicker = min(
         (option for option in options if option.fits and option.seconds is not None),
@@ -205,6 +213,16 @@ def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> 
             "measure both"
         )
     return told
+
+
+def changed(planner: Planner, option: Option) -> list[str]:
+    """What ``option`` gives up of what is configured, beside its strategy."""
+    changes = []
+    if option.micro_batch != planner.micro_batch:
+        changes.append(f"train.micro_batch_size {option.micro_batch} in place of {planner.micro_batch}")
+    if option.recompute != planner.config.memory.activation_checkpointing:
+        changes.append(f"memory.activation_checkpointing {option.recompute}")
+    return changes
 
 
 def largest_part(option: Option) -> str:

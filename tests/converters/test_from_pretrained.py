@@ -77,3 +77,108 @@ def transformers_safe_open(path: Path) -> Any:
     import safetensors
 
     return safetensors.safe_open(path, "pt")
+
+
+def tiny_llama(**more: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=97,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            **more,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored"),
+    [("bfloat16", "bfloat16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("keep", "")],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+def test_loads_in_the_type_that_was_asked_for(
+    tmp_path: Path, asked: str, stored: str, key: str | None
+) -> None:
+    """``from_pretrained`` goes by ``config.json``, whatever the tensors are."""
+    tiny_llama().save_pretrained(tmp_path / "in")
+    path = tmp_path / "in" / "config.json"
+    config = {k: v for k, v in json.loads(path.read_text()).items() if k != "dtype"}
+    # bfloat16 for the weights that are fp32: what a ZeRO run's masters lie beside.
+    path.write_text(json.dumps({**config, **({key: "bfloat16"} if key else {})}))
+    assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", asked, "--quiet"]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == getattr(torch, stored or "float32")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {written[name] for name in ("dtype", "torch_dtype") if name in written} == {stored or "float32"}
+    assert {k: v for k, v in written.items() if k not in ("dtype", "torch_dtype")} == {
+        k: v for k, v in config.items() if k != "torch_dtype"
+    }
+
+
+def test_a_type_that_is_right_or_not_ours_to_say_stays_as_it_is(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "in")
+    path = tmp_path / "in" / "config.json"
+    right = path.read_text() + "\n\n"
+    for text in (right, json.dumps({**json.loads(right), "dtype": "float16", "quantization_config": {}})):
+        path.write_text(text)
+        assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--overwrite", "--quiet"]) == 0
+        assert (tmp_path / "out" / "config.json").read_text() == text
+
+
+def test_parts_of_a_config_name_the_type_too(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "in")
+    path = tmp_path / "in" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "text_config": {"dtype": "float32", "a": 1}}))
+    assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bf16", "--to", "dcp"]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["text_config"] == {"dtype": "bfloat16", "a": 1}
+
+
+def test_config_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of shards without a config: said, and taken from the model that it began as."""
+    model = tiny_llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "in").mkdir()
+    torch.save(model.state_dict(), tmp_path / "in" / "pytorch_model.bin")
+    argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--overwrite"]
+    for more in ([], ["--dry-run"]):
+        assert main([*argv, *more]) == 0
+        said = capsys.readouterr().err.rpartition("note: ")[2]
+        assert str(tmp_path / "in") in said and "config.json" in said and "--config-from" in said
+    assert main([*argv, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    for named in (tmp_path / "base", tmp_path / "base" / "config.json"):
+        assert main([*argv, "--config-from", str(named), "--dtype", "bf16"]) == 0
+        assert "note" not in capsys.readouterr().err
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert loaded.dtype == torch.bfloat16
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
+    assert main([*argv, "--config-from", str(tmp_path / "in")]) == 2
+    said = capsys.readouterr().err.rpartition("error: ")[2]
+    assert said.startswith("--config-from") and said.count("\n") == 1
+
+
+def test_config_from_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    tiny_llama().save_pretrained(tmp_path / "in")
+    config = (tmp_path / "in" / "config.json").read_bytes()
+    (tmp_path / "in" / "config.json").unlink()
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "hub" / "models--someone--tiny"
+    (cached / "snapshots" / revision).mkdir(parents=True)
+    (cached / "snapshots" / revision / "config.json").write_bytes(config)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(revision)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--quiet", "--config-from"]
+    assert main([*argv, "someone/tiny"]) == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
+    capsys.readouterr()
+    assert main([*argv[:1], str(tmp_path / "out2"), *argv[2:], "someone/other"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --config-from someone/other: neither") and said.count("\n") == 1

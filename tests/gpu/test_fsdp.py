@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,8 +18,6 @@ from tests.parity import opened
 from tests.runs import configured
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from portable.config import RunConfig
     from tests.ranks import RankPool
 
@@ -210,3 +209,18 @@ def test_offloaded_parameters_wait_in_host_memory() -> None:
     from gpu.sharding import _offload_policy
 
     assert _offload_policy(True, torch.device("cuda")).pin_memory  # type: ignore[attr-defined]
+
+
+def _threads(config: RunConfig) -> tuple[int, int]:
+    """How many this process has in a run, and when the group is gone and the engine is not."""
+    with opened(config) as trial:
+        trial.step()
+        during = len(list(Path("/proc/self/task").iterdir()))
+    assert trial.engine.model is not None
+    return during, len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_ddp_does_not_outlive_its_process_group(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """Whoever drops the group last waits for gloo's threads, which are several; DDP at times for ever."""
+    during, after = ranks.run(2, _threads, configured(tmp_path, corpus, strategy="no_shard"))
+    assert after <= during - 3

@@ -26,6 +26,9 @@ class Settings:
     text_field: str = "text"
     target_field: str = "target"
     label_field: str = "label"
+    text_pair_field: str | None = None
+    source_prefix: str = ""
+    target_seq_len: int | None = None
     text_split: TextSplit = "file"
     source_language: str | None = None
     target_language: str | None = None

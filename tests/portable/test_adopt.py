@@ -30,6 +30,7 @@ from portable.run import train_leg
 from tests.parity import opened
 from tests.portable.test_data_tokenizer import word_tokenizer
 from tests.runs import TINY_MODEL, configured
+from tests.tiny_models import tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -335,19 +336,107 @@ BERT = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidde
 BERT |= {"num_attention_heads": 2, "max_position_embeddings": 32}
 
 
+def learns(folder: Path, labels: Sequence[Any], **given: Any) -> Any:
+    """The run of a BERT on texts with these labels."""
+    rows = [{"text": "a b c d"[: 1 + 2 * (i % 4)], "label": label} for i, label in enumerate(labels)]
+    config = configured(
+        folder / "run",
+        words(folder, rows),
+        model__config={"model_type": "bert", **BERT, "vocab_size": 384, **given},
+        model__task="sequence-classification",
+        data__seq_len=8,
+        data__eval_fraction=0,
+        train__global_batch_size=2,
+        train__micro_batch_size=2,
+    )
+    return opened(config)
+
+
+REGRESSION, SINGLE, MULTI = "regression", "single_label_classification", "multi_label_classification"
+
+
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("labels", "given", "problem", "outputs"),
     [
-        ({"problem_type": "regression"}, "problem_type is regression"),
-        ({"problem_type": "multi_label_classification"}, "problem_type is multi_label"),
-        ({"num_labels": 1}, "num_labels 1"),
+        ([0.5, 2, 1.25, 1], {}, REGRESSION, 1),
+        ([3, 1, 5, 1], {"num_labels": 1}, REGRESSION, 1),
+        ([3, 1, 5, 1], {"problem_type": REGRESSION}, REGRESSION, 1),
+        ([3, 1, 5, 1], {}, SINGLE, 3),
+        ([[0.5, 2.0], [1, 1]] * 2, {"problem_type": REGRESSION, "num_labels": 2}, REGRESSION, 2),
+        ([["a"], [], ["b", "a"], ["c"]], {}, MULTI, 3),
+        ([[0], [3, 1]] * 2, {"num_labels": 4}, MULTI, 4),
+        ([[0.0, 1.0, 1.0], [0.25, 0.0, 0.0]] * 2, {}, MULTI, 3),
+        ([[False, True], [True, True]] * 2, {"problem_type": MULTI, "num_labels": 2}, MULTI, 2),
     ],
 )
-def test_other_losses_are_refused(given: dict[str, Any], told: str) -> None:
-    settings = ModelConfig(task="sequence-classification", config={"model_type": "bert", **BERT, **given})
+def test_a_classifier_learns_what_its_config_or_its_labels_say(
+    labels: Sequence[Any], given: dict[str, Any], problem: str, outputs: int, tmp_path: Path
+) -> None:
+    """The labels are as ``forward(labels=)`` of transformers takes them, and its loss is that of a step."""
+    with learns(tmp_path, labels, **given) as trial:
+        data, model = trial.run.data, trial.run.model.eval()
+        names = data.label_names
+        assert (data.classes.problem, model.config.num_labels) == (problem, outputs)
+        for index in range(len(labels)):
+            label, found = labels[data.train.documents(index)[0]], data.train[index]["labels"]
+            if problem == SINGLE:
+                expected: Any = names.index(str(label))
+            elif problem == MULTI and not any(isinstance(item, bool | float) for item in label):
+                named = [item if isinstance(item, int) else names.index(item) for item in label]
+                expected = [float(output in named) for output in range(outputs)]
+            else:
+                expected = label
+            assert found.dtype == (torch.int64 if problem == SINGLE else torch.float32)
+            assert torch.equal(found, torch.tensor(expected).to(found.dtype))
+        batch = next(iter(trial.run.train_loader(0)))
+        with torch.no_grad():
+            loss = model(**batch).loss
+        assert float(trial.step().loss) == pytest.approx(float(loss), rel=1e-5)
+        trial.run.write_model_files(tmp_path / "final")
+        told = [line for line in trial.run.surprises() if "problem_type" in line]
+        assert bool(told) == (problem != SINGLE and "problem_type" not in given)
+    saved = AutoConfig.from_pretrained(tmp_path / "final")
+    assert saved.num_labels == outputs
+    assert saved.problem_type == (None if problem == SINGLE else problem)
+
+
+@pytest.mark.parametrize(
+    ("labels", "given", "told"),
+    [
+        ([0.5, 1.5], {"num_labels": 2}, r"1 numbers a text, and model\.config has 2 outputs"),
+        ([0.5, 1.5], {"problem_type": SINGLE}, "the labels are numbers with a fraction, and a model whose"),
+        (
+            ["a", "b"],
+            {"num_labels": 1},
+            "the labels are one class a text, and a model whose problem_type is",
+        ),
+        ([0, 1], {"problem_type": MULTI}, "multi_label_classification learns a list of classes a text"),
+        ([["a"], ["b"]], {"problem_type": SINGLE}, "the labels are lists of classes"),
+        ([[0, 1], [1, 1]], {}, "a list names a class twice; .* a boolean"),
+        ([[0.5], [0.5, 1.0]], {}, "some lists of numbers are longer than others"),
+        ([["a"], "b"], {}, "some labels are lists and some are not"),
+        ([0.5, "b"], {}, "some labels are numbers and some are strings"),
+        ([[0.5, 1.5], [0.0, 0.0]], {}, "some numbers are not from 0 to 1"),
+        ([[], []], {}, "no record has a class"),
+        ([1, 2], {"problem_type": REGRESSION, "num_labels": 2}, "one number a text"),
+        ([float("nan"), 1.0], {}, "'label' is nan, neither a class"),
+        ([0, 1], {"problem_type": "ranking"}, "problem_type is 'ranking'; it may be"),
+    ],
+)
+def test_labels_that_a_classifier_cannot_learn_are_refused(
+    labels: Sequence[Any], given: dict[str, Any], told: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=told) as caught:
-        known_classes(model_config(settings), settings)
-    assert str(caught.value).startswith("model.config: ")
+        learns(tmp_path, labels, **given).__enter__()
+    assert str(caught.value).startswith(("data.label_field: ", "model.config: "))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_may_have_some_of_the_models_classes() -> None:
+    found = number_classes(["positive", "Negative"], None, NAMED, several=True)
+    assert (found.names, found.ids, found.problem) == (NAMED.names, (2, 0), MULTI)
+    with pytest.raises(UserError, match="are not the classes of"):
+        number_classes(["positive", "bad"], None, NAMED, several=True)
 
 
 def test_which_models_have_classes(tmp_path: Path) -> None:
@@ -424,6 +513,35 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
         assert fill == [data.tokenizer.pad_token_id] == [model.config.pad_token_id]
         assert trial.run.model_config.pad_token_id == fill[0]
         assert trial.run.model_config.label2id == {"POSITIVE": 0, "NEGATIVE": 1}
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_a_text_ends_where_its_classifier_looks(kind: str, tmp_path: Path) -> None:
+    """The tokenizer trained here ends texts by itself, as the model's own does; another that does not is
+    refused."""
+    rows = [row | {"label": i % 2} for i, row in enumerate(TEXT)]
+    given = configured(
+        tmp_path / "run",
+        words(tmp_path, rows),
+        model__config=tiny_config(kind),
+        model__task="sequence-classification",
+        data__seq_len=4,
+        train__micro_batch_size=6,
+    )
+    with opened(given) as trial:
+        model = trial.run.model
+        batch = next(iter(trial.run.train_loader(0)))
+        assert (batch["input_ids"] == model.config.eos_token_id).sum(1).tolist() == [1] * 6
+        expected = model(**batch).loss.detach()
+        assert float(trial.step().loss) == pytest.approx(float(expected), rel=1e-5)
+        trial.run.write_model_files(tmp_path / "final")
+    again = AutoTokenizer.from_pretrained(tmp_path / "final")
+    bare = again("a b", add_special_tokens=False)["input_ids"]
+    assert again("a b")["input_ids"] == [*bare, again.eos_token_id]
+    word_tokenizer("", **WORDS, pad_token="<pad>").save_pretrained(tmp_path / "bare")
+    endless = given.replaced({"data.tokenizer": str(tmp_path / "bare")})
+    with pytest.raises(UserError, match=r"data\.tokenizer: it puts no eos_token behind a text"):
+        opened(endless).__enter__()
 
 
 @pytest.mark.parametrize("kind", ["m2m_100", "mbart"])

@@ -74,7 +74,9 @@ def test_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook: Any = nbformat.reads(NOTEBOOK.read_text("utf-8"), as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "outputs are not kept in the repository"
-    NotebookClient(notebook, timeout=300, kernel_name="zygote", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        notebook, timeout=300, kernel_name="zygote", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/svg+xml" in output.get("data", {}) for output in shown) == 2  # both legs
     printed = "".join(output.get("text", "") for output in shown if output.get("name") == "stdout")

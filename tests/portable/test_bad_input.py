@@ -85,12 +85,12 @@ def test_an_architecture_without_sdpa() -> None:
 @pytest.mark.parametrize(("family", "usable"), [("roberta", 62), ("xlm-roberta", 62), ("bert", 64)])
 def test_positions_that_are_reserved_for_padding(family: str, usable: int) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = models.model_config(
-        settings_of({"model_type": family, "max_position_embeddings": 64, **sizes}, "masked-lm")
-    )
-    models.check_length(config, usable)
+    given = {"model_type": family, "max_position_embeddings": 64, **sizes}
+    config = models.model_config(settings_of(given, "masked-lm"))
+    around = {"model.config": given, "model.task": "masked-lm"}
+    models.check_length(config, load_config(None, {**around, "data.seq_len": usable}))
     with pytest.raises(UserError, match=rf"data\.seq_len: {usable + 1} .* {usable} positions"):
-        models.check_length(config, usable + 1)
+        models.check_length(config, load_config(None, {**around, "data.seq_len": usable + 1}))
 
 
 STATE: dict[str, Any] = {

@@ -23,6 +23,7 @@ from portable.model import AUTO_CLASSES
 from portable.run import train_leg
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured, write_labelled
+from tests.tiny_models import tiny_config
 from tests.tpu.test_parity import MODELS
 
 if TYPE_CHECKING:
@@ -43,14 +44,27 @@ class Case:
     accumulation: int = 1
 
 
+def regression(settings: dict[str, Any]) -> dict[str, Any]:
+    """On three numbers."""
+    config = {**settings["model__config"], "problem_type": "regression", "num_labels": 3}
+    return {**settings, "model__config": config}
+
+
 LLAMA: dict[str, Any] = {"model__config": {**TINY_MODEL, "num_hidden_layers": 1}}
+MASKED: dict[str, Any] = {"model__task": "masked-lm", "data__packing": False}
 LABELLED: dict[str, Any] = {**MODELS["bert"], "model__task": "sequence-classification"}
 CASES = {
     "causal, packed": Case({**LLAMA, "train__warmup_steps": 2}, accumulation=3),
     "causal, padded": Case({**LLAMA, "data__packing": False, "train__schedule": "cosine"}, accumulation=2),
     "masked": Case(MODELS["bert"]),
+    "masked, with a decoder": Case({"model__config": tiny_config("bart"), **MASKED}),
+    "masked, with mBART's decoder": Case({"model__config": tiny_config("mbart"), **MASKED}),
     "seq2seq": Case({**MODELS["t5"], "train__weight_decay": 2.0}),
     "classification": Case({**LABELLED, "train__weight_decay": 0.01}),
+    "classification by a number": Case({**LABELLED, "data__label_field": "number"}),
+    "classification by numbers": Case({**regression(LABELLED), "data__label_field": "numbers"}),
+    "classification of several kinds": Case({**LABELLED, "data__label_field": "kinds"}),
+    "classification by shares": Case({**LABELLED, "data__label_field": "numbers"}),
     "adafactor": Case({**LLAMA, "train__optimizer": "adafactor", "train__adafactor_rule": "transformers"}),
 }
 
@@ -74,6 +88,8 @@ def page_settings() -> dict[str, Any]:
 
 def as_transformers_has_it(row: dict[str, Tensor], task: str) -> dict[str, Tensor]:
     """A sample whose labels are the inputs, which the model shifts itself; ours are shifted already."""
+    if task == "masked-lm":
+        row.pop("decoder_input_ids", None)  # a model that has a decoder makes its own from the labels
     if task != "causal-lm":
         return row
     last = row["labels"][-1:]

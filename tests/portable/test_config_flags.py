@@ -27,7 +27,7 @@ def refusal(*argv: str) -> str:
 def test_nothing_is_the_quickstart() -> None:
     invocation = parse_args([])
     assert invocation.config == RunConfig()
-    assert (invocation.config_file, invocation.nproc, invocation.resume_info) == (None, None, None)
+    assert (invocation.config_files, invocation.nproc, invocation.resume_info) == ((), None, None)
     assert not (invocation.dry_run or invocation.eval_only or invocation.profile)
 
 
@@ -126,7 +126,7 @@ def test_flags_win_over_the_file_and_both_count_as_set(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("seed: 1\ntrain: {steps: 50, eval_every: 5}\n")
     invocation = parse_args(["--config", str(file), "--train.steps", "60"])
-    assert invocation.config_file == file
+    assert invocation.config_files == (file,)
     assert (invocation.config.train.steps, invocation.config.train.eval_every) == (60, 5)
     for key in ("seed", "train.steps", "train.eval_every"):
         assert invocation.config.is_set(key)

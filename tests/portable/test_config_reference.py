@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,6 +48,12 @@ def test_the_schema_knows_every_setting() -> None:
                 node = schema["$defs"][node["$ref"].rpartition("/")[2]]
         assert node["description"]
         assert "title" not in node
+
+
+def test_the_quickstart_file_promises_no_tracker_that_there_is_not() -> None:
+    line = re.search(r"trackers: .*# also (.*)", (ROOT / "configs" / "quickstart.yaml").read_text())
+    assert line is not None
+    assert {"tensorboard", *line[1].split(", ")} == set(keys.settings(RunConfig)["log.trackers"].choices)
 
 
 def test_the_quickstart_file_is_the_defaults() -> None:

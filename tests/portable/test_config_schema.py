@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from portable.config import RunConfig, difference, keys, load_config
-from portable.config.suggest import ELSEWHERE
+from portable.config.suggest import ELSEWHERE, FAMILIES, WORDS
 from portable.errors import UserError
 
 TABLE = keys.settings(RunConfig)
@@ -328,8 +329,15 @@ def test_difference_of_named_and_built_models() -> None:
 
 
 def test_names_from_other_trainers_lead_to_real_settings() -> None:
-    assert set(ELSEWHERE.values()) <= set(TABLE)
+    sentences = {text for text in [*ELSEWHERE.values(), *FAMILIES.values()] if " " in text}
+    assert {text for text in ELSEWHERE.values() if " " not in text} <= set(TABLE)
+    named = {word for text in sentences for word in re.findall(r"\b[a-z]+\.[a-z]+_[a-z_]+\b", text)}
+    assert named <= set(TABLE)
     assert not set(ELSEWHERE) & set(TABLE)
+    for key, words in WORDS.items():
+        for word, meant in words.items():
+            assert word not in TABLE[key].choices
+            assert {*re.split(r"\W+", meant)} & {*TABLE[key].choices, "", "list"}
 
 
 def test_the_config_needs_no_framework() -> None:
@@ -337,3 +345,15 @@ def test_the_config_needs_no_framework() -> None:
     code = f"import sys, portable.config; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps"),
+    [("train.eval_every_epochs", "train.eval_every"), ("checkpoint.every_epochs", "checkpoint.every_steps")],
+)
+def test_how_often_is_said_in_epochs_or_in_steps(epochs: str, steps: str) -> None:
+    config = load_config(None, {epochs: 0.5})
+    assert (config.get(epochs), config.get(steps)) == (0.5, None)
+    assert load_config(config.model_dump(by_alias=True)) == config
+    with pytest.raises(UserError, match=f"{epochs} 0.5 and {steps} 10 both say how often"):
+        load_config(None, {epochs: 0.5, steps: 10})

@@ -115,7 +115,7 @@ def test_anchors_work(run_file: Path) -> None:
         ("train:\n  steps: '8'", "run.yaml:2: train.steps must be integer >= 1 or null, got '8'"),
         (
             "data:\n  source: 12",
-            "run.yaml:2: data.source must be text or list of: text or null, got 12; text",
+            "run.yaml:2: data.source must be text (not empty) or list of: text (not empty) or null, got 12; ",
         ),
         ("strategy: fulshard", "run.yaml:1: strategy must be no_shard | full_shard"),
         (

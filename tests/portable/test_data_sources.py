@@ -249,10 +249,15 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, told: str) -> None:
 
 
 def test_bad_targets_and_labels(tmp_path: Path) -> None:
-    path = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "target": 1, "label": 0.5}]))
+    path = str(
+        write_jsonl(
+            tmp_path / "a.jsonl", [{"text": "a", "target": 1, "label": {"a": 1}, "several": [1, None]}]
+        )
+    )
     assert "data.target_field: " in refusal(path, fields=Fields(target="target"))
-    assert "data.label_field: " in refusal(path, fields=Fields(label="label"))
-    assert "did you mean 'label'?" in refusal(path, fields=Fields(label="labels"))
+    assert "'label' is of type dict, neither a class" in refusal(path, fields=Fields(label="label"))
+    assert "'several' is null, neither a class" in refusal(path, fields=Fields(label="several"))
+    assert "did you mean 'label.a'?" in refusal(path, fields=Fields(label="labels"))
     (tmp_path / "a.txt").write_text("a")
     assert "data.label_field: " in refusal(str(tmp_path / "a.txt"), fields=Fields(label="label"))
     assert "data.target_field: the standard" in refusal(None, fields=Fields(target="target"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
+from converters.exchange import exchange
 from converters.manifest import MANIFEST
 from portable import checkpointing
 from portable.checkpointing import CheckpointFolder, TrainerState
@@ -288,7 +289,7 @@ def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch
 
         with monkeypatch.context() as patch, suppress(RunError):
             patch.setattr(Path, "rename", partialmethod(dies, real=Path.rename))
-            patch.setattr(checkpointing, "exchange", partial(dies, real=checkpointing.exchange))
+            patch.setattr(checkpointing, "exchange", partial(dies, real=exchange))
             patch.setattr(shutil, "rmtree", partial(dies, real=shutil.rmtree))
             save(checkpoints, 1)
         assert [step for step, _ in CheckpointFolder(folder).complete()] == [1]

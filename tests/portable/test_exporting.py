@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from converters.exchange import exchange
 from portable import exporting
 from portable.exporting import MARKER, export, recover_export
 from portable.run import train_leg
@@ -88,7 +89,7 @@ def test_a_kill_at_any_moment_loses_nothing(
             raise MemoryError("killed")
         left -= 1
 
-    rename, rmtree, exchange = Path.rename, shutil.rmtree, exporting.exchange
+    rename, rmtree = Path.rename, shutil.rmtree
 
     def renamed(path: Path, target: Path) -> Path:
         counted()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.history import History, read_events
-from portable.html_report import POINTS, main, thinned
+from portable.html_report import POINTS, Run, _machine, main, thinned
 from portable.metrics import MetricsFile
 from portable.run import train_leg
 from tests.runs import configured
@@ -199,3 +199,24 @@ def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
     assert "resumed on cpu, no_shard" in shown.stdout
     legend = re.search(r'<label id="marks">(.*?)</label>', shown.stdout)
     assert legend and re.findall(r">(\w+)</span>", legend[1]) == ["moved", "ended"]
+
+
+def test_a_machine_is_its_ranks_and_their_devices() -> None:
+    leg = {"backend": "xla", "strategy": "full_shard", "world_size": 1, "devices_per_rank": 2}
+    assert _machine(leg) == "xla, full_shard, 1 rank of 2 devices"
+    assert _machine({**leg, "devices_per_rank": 1, "world_size": 4}) == "xla, full_shard, 4 ranks"
+
+
+def test_more_devices_are_a_move(tmp_path: Path) -> None:
+    folder = invented(tmp_path / "run", [{"step": 1, "loss": 1.0, "samples": 1, "time": 1.0}])
+    history = History(folder)
+    leg = {"backend": "xla", "strategy": "full_shard", "world_size": 1}
+    history.record("start", 0, **leg, devices_per_rank=2)
+    history.record("resume", 0, **leg, devices_per_rank=4)
+    history.close()
+    run = Run.read(folder)
+    assert [event["kind"] for event in run.described()] == ["start", "move"]
+    assert "rank of 4 devices (was xla, full_shard, 1 rank of 2 devices)" in run.described()[1]["text"]
+    assert (
+        run.facts()["ran on"] == "xla, full_shard, 1 rank of 2 devices; xla, full_shard, 1 rank of 4 devices"
+    )

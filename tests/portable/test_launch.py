@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.errors import RunError, UserError
-from portable.launch import STOP_REQUESTED, failing, launch
+from portable.launch import STOP_REQUESTED, _stopped, failing, launch
 from portable.lock import locked
 from portable.loop import stop_signals
 from portable.metrics import read_metrics
@@ -301,7 +301,7 @@ def test_one_rank_that_stops_ends_all_and_it_is_said_which(halted: dict[str, Hal
     assert "nothing has moved for " in told
     assert "rank 0 was in " in told
     assert "rank 1 did not answer" in told
-    assert "train_step" in (run.folder / "hang" / "rank-0.txt").read_text()
+    assert "portable/loop.py" in (run.folder / "hang" / "rank-0.txt").read_text()
 
 
 def ranks_under(launcher: int) -> dict[int, int]:
@@ -441,7 +441,10 @@ def test_the_first_rank_that_fails_is_reported(how: str, said: str, notes: Path,
 
 def test_a_second_signal_acts_at_once(notes: Path, zygote: Zygote) -> None:
     told, _ = reported(zygote, notes, "asked twice")
-    assert told.startswith("RunError: stopped at once by a second signal")
+    assert told == (
+        "StoppedError: stopped at once by a second signal, without another save; there is no checkpoint yet, "
+        "so the same command begins anew"
+    )
 
 
 @pytest.mark.parametrize(
@@ -477,7 +480,14 @@ def test_a_refusal_in_a_rank_is_one_line(tmp_path: Path, corpus: Path, zygote: Z
 
 def test_a_signal_before_the_ranks_are_up_is_not_lost(notes: Path, zygote: Zygote) -> None:
     told, _ = reported(zygote, notes, "asked early")
-    assert told == "RunError: stopped by a signal before the first step; nothing was saved"
+    assert told.startswith("StoppedError: stopped by a signal before the first step; there is no checkpoint")
+
+
+@pytest.mark.parametrize("requests", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
+def test_what_a_stopped_run_goes_on_from_is_there(requests: list[int]) -> None:
+    assert "goes on from runs/a/step-000004" in str(_stopped(requests, "runs/a/step-000004"))
+    assert "there is no checkpoint yet" in str(_stopped(requests, None))
+    assert _stopped(requests, None).exit_code == 128 + requests[0]
 
 
 def test_the_ranks_exit_code_is_handed_on(notes: Path, zygote: Zygote) -> None:

@@ -11,6 +11,7 @@ import torch
 from portable import model as models
 from portable.backend import backend_room
 from portable.config import load_config
+from portable.config.sections import ModelConfig
 from portable.errors import UserError
 from portable.initial import Blueprint
 from portable.pretrained import pretrained_weights
@@ -205,3 +206,19 @@ def test_lists_within_a_list_are_no_layers() -> None:
     layers = models.transformer_layers(model)
     assert {type(layer).__name__ for _, layer in layers} == {"FunnelLayer"}
     assert layers[0][0] == "funnel.encoder.blocks.0.0"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "told"),
+    [
+        ("qwen2_audio", "seq2seq-lm", "model.task: seq2seq-lm needs an encoder and a decoder"),
+        ("gpt2", "seq2seq-lm", "model.task: seq2seq-lm needs an encoder and a decoder"),
+        ("musicgen", "causal-lm", "model.config: Multiple valid text configs"),
+        ("gemma4_assistant", "causal-lm", "model.config: gemma4_assistant: Class validation error"),
+    ],
+)
+def test_models_that_are_not_of_the_task_are_refused(model_type: str, task: str, told: str) -> None:
+    settings = ModelConfig(config={"model_type": model_type}, task=task)  # type: ignore[arg-type]
+    with pytest.raises(UserError) as caught:
+        models.model_config(settings)
+    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)

@@ -24,6 +24,7 @@ from portable.errors import DamagedError, RunError, UserError
 from portable.html_report import write_report
 from portable.lock import locked
 from portable.metrics import read_metrics
+from portable.output import open_output
 from portable.plot import plot_loss
 from portable.run import train_leg
 from tests.runs import TINY_MODEL, configured
@@ -315,6 +316,40 @@ def test_keeps_the_newest_checkpoints(tmp_path: Path, corpus: Path) -> None:
     leg(tmp_path, corpus, checkpoint__every_steps=1, checkpoint__keep=2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-000007", "step-000008"]
+
+
+def test_what_a_killed_export_left_is_removed(tmp_path: Path, corpus: Path, finished: Path) -> None:
+    """By the next run in the folder, and only there; one killed between two renames gets its model back."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    model = (folder / "final" / "model.safetensors").read_bytes()
+    (folder / "final").rename(folder / ".final.old-17-abcdef")
+    for name in (".final.tmp-17-abcdef", ".final.tmp-18-abcdef", ".other.tmp-17-abcdef"):
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").write_text("half")
+    with open_output(configured(folder, corpus)).held():
+        assert (folder / "final" / "model.safetensors").read_bytes() == model
+        assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
+    shutil.copytree(folder / "final", folder / ".final.old-18-abcdef")
+    with open_output(configured(folder, corpus)).held():
+        assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
+
+
+def test_evaluates_and_saves_by_epochs(tmp_path: Path, corpus: Path) -> None:
+    """144 samples to train on, 6 a step: an eighth of an epoch is 3 steps, a tenth 2.4."""
+    settings: dict[str, Any] = {"data__packing": False, "checkpoint__keep": None}
+    settings |= {"checkpoint__every_epochs": 0.125, "train__eval_every_epochs": 0.1}
+    settings |= {"checkpoint__every_steps": None}
+    leg(tmp_path / "whole", corpus, **settings)
+    names = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
+    assert names == ["step-000003", "step-000006", "step-000008"]
+    rows = read_metrics(tmp_path / "whole")
+    assert [row["step"] for row in rows if "eval_loss" in row] == [3, 5, 8]
+    # Stopped and gone on with, the same steps are due.
+    for until in (4, None):
+        leg(tmp_path / "legs", corpus, **settings, train__stop_after=until)
+    names = sorted(path.name for path in (tmp_path / "legs" / "checkpoints").iterdir())
+    assert names == ["step-000003", "step-000004", "step-000006", "step-000008"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Path, corpus: Path) -> None:

@@ -101,3 +101,29 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
 def test_what_a_schedule_does_not_take(train: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config({"train": train})
+
+
+@pytest.mark.parametrize("steps", [1, 7, 100, 333])
+@pytest.mark.parametrize("ratio", [0.0, 0.03, 0.1, 0.5, 1.0])
+def test_a_warm_up_ratio_is_the_trainers(steps: int, ratio: float) -> None:
+    from transformers import TrainingArguments
+
+    theirs = TrainingArguments(output_dir="/nowhere", warmup_steps=ratio) if ratio < 1 else None
+    expected = steps if theirs is None else theirs.get_warmup_steps(steps)
+    by_steps = load_config(None, {"train.steps": steps, "train.warmup_ratio": ratio})
+    assert by_steps.train.warmup_steps == expected
+    by_epochs = load_config(None, {"train.epochs": 2.5, "train.warmup_ratio": ratio})
+    for config in (by_steps, by_epochs):
+        assert build_schedule(config.train, steps).warmup_steps == expected
+    # What a run writes down reads back as the same config.
+    assert load_config(by_steps.model_dump(by_alias=True)) == by_steps
+
+
+def test_one_length_of_the_warm_up() -> None:
+    with pytest.raises(UserError, match=r"train.warmup_ratio 0.1 and train.warmup_steps 30 both"):
+        load_config(None, {"train.warmup_ratio": 0.1, "train.warmup_steps": 30})
+    # As the Trainer has it.
+    config = load_config(None, {"train.warmup_ratio": 0.1, "train.warmup_steps": 0})
+    assert build_schedule(config.train, 200).warmup_steps == 20
+    with pytest.raises(UserError, match=r"train.warmup_ratio 0.1 has no use with train.schedule LRRangeTest"):
+        load_config(None, {"train.warmup_ratio": 0.1, "train.schedule": "LRRangeTest"})

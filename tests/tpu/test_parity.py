@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.parity import Steps, take_steps
-from tests.runs import TINY_MODEL, configured
+from tests.runs import TINY_MODEL, configured, write_labelled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -207,6 +207,17 @@ def test_recomputation_in_an_encoder_decoder(
 ) -> None:
     steps = on_xla(xla, 4, tmp_path, corpus, **MODELS["t5"], memory__activation_checkpointing="full")
     assert_close(steps, truth["t5"], 1e-6)
+
+
+@pytest.mark.parametrize("labels", ["number", pytest.param("kinds", marks=pytest.mark.exhaustive)])
+def test_labels_that_are_numbers(labels: str, tmp_path: Path, xla: XlaPool) -> None:
+    source = write_labelled(tmp_path, 80)
+    settings = {**MODELS["bert"], "model__task": "sequence-classification", "data__label_field": labels}
+    truth = on_cpu(tmp_path, source, **settings)
+    steps = on_xla(xla, 4, tmp_path, source, **settings)
+    assert steps.losses == pytest.approx(truth.losses, rel=1e-5)
+    assert steps.norms == pytest.approx(truth.norms, rel=1e-4)
+    assert_frugal(steps, {"step": 1})
 
 
 def test_without_clipping(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:

@@ -1,0 +1,158 @@
+"""Paths in the config, and several config files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from portable.cli import main
+from portable.config import RunConfig, keys, load_config, parse_args
+from portable.errors import UserError
+from portable.planner.cli import main as plan
+
+PLACES = {key for key, setting in keys.settings(RunConfig).items() if setting.names_place}
+NO_PLACES = {
+    "compile_backend",
+    "data.config_name",
+    "data.label_field",
+    "data.source_language",
+    "data.source_prefix",
+    "data.split",
+    "data.target_field",
+    "data.target_language",
+    "data.text_field",
+    "data.text_pair_field",
+    "log.sample_prompt",
+}
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    monkeypatch.delenv("NOT_SET", raising=False)
+
+
+def test_every_text_is_known_to_be_a_place_or_none() -> None:
+    """A new setting that holds text has to be put into one of the two: ``PathText``, or the list above."""
+    texts = {key for key, setting in keys.settings(RunConfig).items() if setting.takes(str)}
+    assert texts - PLACES == NO_PLACES
+    assert {"output_dir", "model.name_or_path", "deepspeed.config", "checkpoint.resume"} <= PLACES
+
+
+def given(key: str, value: object) -> object:
+    """What ``value`` comes to, where the settings around it allow it."""
+    around: dict[str, object] = {}
+    if key == "memory.nvme_path":
+        around = {"memory.offload_optimizer": "nvme"}
+    return load_config(None, {**around, key: value}).get(key)
+
+
+@pytest.mark.parametrize("key", sorted(PLACES))
+def test_a_place_means_what_it_means_in_a_shell(key: str, tmp_path: Path) -> None:
+    assert given(key, "~/x") == f"{tmp_path}/home/x"
+    assert given(key, "${SCRATCH}/x") == "/scratch/x"
+    with pytest.raises(UserError, match=r"NOT_SET is not set") as caught:
+        given(key, "${NOT_SET}/x")
+    assert str(caught.value).startswith(f"{key} ")
+    flags = [f"--{key}=~/y", "--memory.offload_optimizer", "nvme", "--memory.nvme_path", "/x"]
+    if key.startswith("memory."):
+        flags = [*flags[1:3], flags[0]]
+    found = load_config(None, flags).get(key)
+    assert (found[0] if isinstance(found, tuple) else found) == f"{tmp_path}/home/y"
+
+
+def test_places_in_a_list() -> None:
+    assert given("data.source", ["$SCRATCH/a.txt", "s3://${SCRATCH}b"]) == (
+        "/scratch/a.txt",
+        "s3:///scratchb",
+    )
+    with pytest.raises(UserError, match=r"^data.source .*NOT_SET is not set"):
+        given("data.source", ["a.txt", "$NOT_SET/b.txt"])
+
+
+def test_other_texts_are_left_alone() -> None:
+    assert load_config(None, {"log.sample_prompt": "~ ${SCRATCH}"}).log.sample_prompt == "~ ${SCRATCH}"
+
+
+def test_options_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "run.yaml").write_text("seed: 5")
+    assert parse_args(["--config=~/run.yaml"]).config.seed == 5
+    assert load_config("~/run.yaml").seed == 5
+    assert parse_args(["--resume-info", "${SCRATCH}/x"]).resume_info == "/scratch/x"
+    for command in (main, plan):
+        assert command(["--config", "$NOT_SET/run.yaml"]) == 2
+        said = capsys.readouterr().err
+        assert said == "error: --config $NOT_SET/run.yaml: the environment variable NOT_SET is not set\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    (tmp_path / "base.yaml").write_text(
+        "seed: 1\n"
+        "fsdp:\n"
+        "train:\n"
+        "  steps: 100\n"
+        "  learning_rate: 1.0e-3\n"
+        "  betas: [0.5, 0.6]\n"
+        "model: {config: {model_type: llama, hidden_size: 64, num_hidden_layers: 2}}\n"
+    )
+    (tmp_path / "more.yaml").write_text(
+        "train:\n  steps: 50\n  betas: [0.7, 0.8]\nfsdp: {min_num_params: 5}\n"
+        "model: {config: {hidden_size: 32}}\n"
+    )
+    return str(tmp_path / "base.yaml"), str(tmp_path / "more.yaml")
+
+
+def test_files_are_merged_in_order(files: tuple[str, str]) -> None:
+    base, more = files
+    config = parse_args(["--config", base, f"--config={more}", "--train.steps", "10"]).config
+    assert (config.seed, config.train.steps, config.train.learning_rate) == (1, 10, 1e-3)
+    assert config.train.betas == (0.7, 0.8)
+    assert config.fsdp.min_num_params == 5
+    assert config.model.config == {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2}
+    assert config == load_config([base, Path(more)], {"train.steps": 10})
+    back = parse_args(["--config", more, "--config", base]).config
+    assert (back.train.steps, back.train.betas, back.fsdp.min_num_params) == (100, (0.5, 0.6), 5)
+    assert config.came_from == {
+        "seed": f"{base}:1",
+        "train.learning_rate": f"{base}:5",
+        "train.steps": f"--train.steps (over {more}:2, {base}:4)",
+        "train.betas": f"{more}:3 (over {base}:6)",
+        "fsdp.min_num_params": f"{more}:4",
+        "model.config.model_type": f"{base}:7",
+        "model.config.num_hidden_layers": f"{base}:7",
+        "model.config.hidden_size": f"{more}:5 (over {base}:7)",
+    }
+
+
+def test_another_model_is_not_mixed_with_the_first(files: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "gpt.yaml").write_text("model: {config: {model_type: gpt2}}")
+    config = load_config([files[0], tmp_path / "gpt.yaml"])
+    assert config.model.config == {"model_type": "gpt2"}
+    assert "model.config.hidden_size" not in config.came_from
+
+
+def test_a_mistake_is_blamed_on_the_file_that_made_it(files: tuple[str, str], tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("\ntrain:\n  epochs: 2\n")
+    with pytest.raises(UserError, match=r"wrong.yaml:3: train.steps 100 and train.epochs 2"):
+        load_config([files[0], wrong])
+    wrong.write_text("train: {learning_rat: 2}")
+    with pytest.raises(UserError, match=r"wrong.yaml:1: unknown key train.learning_rat"):
+        load_config([files[0], wrong, files[1]])
+
+
+def test_the_dry_run_says_where_settings_came_from(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Some words, and more of them. " * 200)
+    argv = ["--config", files[0], "--config", files[1], "--backend", "cpu", "--dry-run"]
+    argv += ["--data.source", str(text), "--output_dir", str(tmp_path / "run")]
+    assert main(argv) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f" train.steps {files[1]}:2 (over {files[0]}:4) " in said
+    assert " data.source --data.source " in said

@@ -1,0 +1,266 @@
+"""What a record is made of: pairs of texts, nested fields, prefixes, and lengths of their own for targets."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from portable.config import load_config
+from portable.data import build_data, inspect_data
+from portable.data.tasks import longest_first
+from portable.errors import UserError
+from portable.metrics import read_metrics
+from portable.run import train_leg
+from tests.portable.data_support import Settings, write_jsonl
+from tests.runs import TINY_MODEL, tiny
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORDS = [f"w{number}" for number in range(40)]
+KINDS: dict[str, dict[str, Any]] = {
+    "bert": {
+        "pair": "[CLS] $A [SEP] $B:1 [SEP]:1",
+        "single": "[CLS] $A [SEP]",
+        "names": ["input_ids", "token_type_ids", "attention_mask"],
+    },
+    "roberta": {
+        "pair": "[CLS] $A [SEP] [SEP] $B [SEP]",
+        "single": "[CLS] $A [SEP]",
+        "names": ["input_ids", "attention_mask"],
+    },
+    "xlnet": {
+        "pair": "$A:0 [SEP]:0 $B:1 [SEP]:1 [CLS]:2",
+        "single": "$A:0 [SEP]:0 [CLS]:2",
+        "names": ["input_ids", "token_type_ids", "attention_mask"],
+        "padding_side": "left",
+        "pad_token_type_id": 3,
+    },
+}
+
+
+def tokenizer_of(folder: Path, kind: str) -> Any:
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", *WORDS]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    told = KINDS[kind]
+    ids = [(name, names.index(name)) for name in ("[CLS]", "[SEP]")]
+    words.post_processor = processors.TemplateProcessing(
+        single=told["single"], pair=told["pair"], special_tokens=ids
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_input_names=told["names"],
+        padding_side=told.get("padding_side", "right"),
+        pad_token_type_id=told.get("pad_token_type_id", 0),
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    chosen = random.Random(0)
+
+    def text(most: int) -> str:
+        return " ".join(chosen.choices(WORDS, k=chosen.randint(1, most)))
+
+    return [{"text": text(12), "other": text(12), "label": i % 3} for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seq_len", [6, 8, 13, 40])
+def test_pairs_are_what_the_tokenizer_makes_of_them(tmp_path: Path, kind: str, seq_len: int) -> None:
+    tokenizer = tokenizer_of(tmp_path / "tok", kind)
+    rows = pairs(60)
+    settings = Settings(
+        source=str(write_jsonl(tmp_path / "pairs.jsonl", rows)),
+        text_pair_field="other",
+        tokenizer=str(tmp_path / "tok"),
+        vocab_size=None,
+        seq_len=seq_len,
+        eval_fraction=0.0,
+        cache_dir=tmp_path / "cache",
+    )
+    data = build_data(settings, task="sequence-classification", pad_left=kind == "xlnet")
+    for index in range(60):
+        row = rows[data.train.documents(index)[0]]
+        theirs = tokenizer(
+            row["text"],
+            row["other"],
+            truncation="longest_first",
+            max_length=seq_len,
+            padding="max_length",
+            return_tensors="pt",
+        )
+        ours = data.train[index]
+        assert int(ours.pop("labels")) == row["label"]
+        assert set(ours) == set(theirs)
+        assert all(torch.equal(ours[name], theirs[name][0]) for name in ours)
+
+
+@pytest.mark.parametrize("room", range(14))
+def test_the_longer_one_gives_way_as_in_the_tokenizers_library(room: int) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.enable_truncation(max(1, room))
+    for first in range(8):
+        for second in range(8):
+            encoded = words.encode("a " * first, "b " * second).ids
+            assert longest_first(first, second, max(1, room)) == (encoded.count(0), encoded.count(1))
+
+
+def test_a_pair_that_has_no_room_is_refused(tmp_path: Path) -> None:
+    tokenizer_of(tmp_path / "tok", "bert")
+    settings = Settings(
+        source=str(write_jsonl(tmp_path / "pairs.jsonl", pairs(4))),
+        text_pair_field="other",
+        tokenizer=str(tmp_path / "tok"),
+        vocab_size=None,
+        seq_len=4,
+        cache_dir=tmp_path / "cache",
+    )
+    for look in (build_data, inspect_data):
+        with pytest.raises(UserError, match=r"data.seq_len: 4 tokens hold no pair"):
+            look(settings, task="sequence-classification")
+
+
+@pytest.mark.usefixtures("brief_runs")
+def test_a_model_learns_from_pairs(tmp_path: Path) -> None:
+    """Which of the two texts has a certain word in it."""
+    tokenizer_of(tmp_path / "tok", "bert")
+    chosen = random.Random(0)
+    rows = []
+    for number in range(240):
+        texts = [chosen.choice(WORDS[1:]), WORDS[0]]
+        rows.append({"a": {"text": texts[number % 2]}, "b": texts[1 - number % 2], "label": number % 2})
+    bert = {
+        "model_type": "bert",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 16,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    settings = tiny(tmp_path / "run", write_jsonl(tmp_path / "pairs.jsonl", rows))
+    settings |= {
+        "model.config": bert,
+        "model.task": "sequence-classification",
+        "data.text_field": "a.text",
+        "data.text_pair_field": "b",
+        "data.tokenizer": str(tmp_path / "tok"),
+        "data.seq_len": 8,
+        "train.steps": 60,
+        "train.global_batch_size": 24,
+        "train.micro_batch_size": 24,
+        "train.learning_rate": 5e-3,
+        "checkpoint.every_steps": None,
+        "checkpoint.export": False,
+        "log.every_steps": 20,
+    }
+    assert train_leg("cpu", load_config(None, settings)) == 0
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert losses[-1] < 0.1
+
+
+TRANSLATIONS = [{"translation": {"en": f"w{i % 9} w3 w4", "de": "w7 " * (1 + i % 5)}} for i in range(30)]
+
+
+def translations(tmp_path: Path, **more: Any) -> Settings:
+    tokenizer_of(tmp_path / "tok", "bert")
+    values = {
+        "source": str(write_jsonl(tmp_path / "pairs.jsonl", TRANSLATIONS)),
+        "text_field": "translation.en",
+        "target_field": "translation.de",
+        "tokenizer": str(tmp_path / "tok"),
+        "vocab_size": None,
+        "packing": False,
+        "eval_fraction": 0.0,
+        "cache_dir": tmp_path / "cache",
+    }
+    return Settings(**(values | more))
+
+
+def test_fields_in_fields_a_prefix_and_a_length_for_targets(tmp_path: Path) -> None:
+    settings = translations(tmp_path, source_prefix="w1 w2 : ", seq_len=8, target_seq_len=4)
+    data = build_data(settings, task="seq2seq-lm")
+    lengths = set()
+    for index in range(30):
+        row = TRANSLATIONS[data.train.documents(index)[0]]["translation"]
+        text, target = f"w1 w2 : {row['en']}", row["de"]
+        sample = data.train[index]
+        theirs = data.tokenizer(text, truncation=True, max_length=8, padding="max_length")
+        assert sample["input_ids"].tolist() == theirs["input_ids"]
+        theirs = data.tokenizer(target, truncation=True, max_length=4, padding="max_length")
+        kept = sum(theirs["attention_mask"])
+        assert sample["labels"].tolist() == theirs["input_ids"][:kept] + [-100] * (4 - kept)
+        assert sample["decoder_input_ids"].shape == (4,)
+        lengths.add(kept)
+    assert lengths == {3, 4}
+    plain = build_data(translations(tmp_path, seq_len=8), task="seq2seq-lm")
+    assert plain.fingerprint != data.fingerprint
+    assert plain.train[0]["labels"].shape == (8,)
+
+
+def test_a_field_with_a_dot_in_its_name_comes_first(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"a.b": "w1 w2 w3", "a": {"b": "w9"}}])
+    settings = translations(tmp_path, source=str(source), text_field="a.b", target_field="a.b", seq_len=8)
+    data = build_data(settings, task="seq2seq-lm")
+    assert data.tokenizer.decode(data.train[0]["input_ids"], skip_special_tokens=True) == "w1 w2 w3"
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        (
+            "translation.em",
+            "no field 'translation.em'; the fields are translation.en, translation.de; did you ",
+        ),
+        ("translation", "'translation' is of type dict, not a string; name a field in it, as translation.en"),
+        ("translation.en.x", "no field 'translation.en.x'"),
+    ],
+)
+def test_a_field_that_is_not_there(tmp_path: Path, field: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build_data(translations(tmp_path, text_field=field), task="seq2seq-lm")
+    assert str(caught.value).startswith("data.text_field: ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "task"),
+    [
+        ("data.text_pair_field", "other", "causal-lm"),
+        ("data.source_prefix", "summarize: ", "sequence-classification"),
+        ("data.target_seq_len", 8, "masked-lm"),
+    ],
+)
+def test_what_a_task_does_not_use_is_refused(key: str, value: Any, task: str) -> None:
+    with pytest.raises(UserError, match=f"^{key} is for model.task .* this is {task}; remove it"):
+        load_config(None, {key: value, "model.task": task, "data.source": "a.jsonl"})
+
+
+def test_advice_on_a_length_can_be_followed(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from portable import model as models_of
+
+    AutoConfig.for_model(**TINY_MODEL).save_pretrained(tmp_path)
+    for given, remedy in (
+        ({"model.config": TINY_MODEL}, "or raise model.config.max_position_embeddings"),
+        ({"model.name_or_path": str(tmp_path)}, "or name a model with more positions"),
+    ):
+        config = load_config(None, {**given, "data.seq_len": 65})
+        with pytest.raises(UserError, match=rf"^data.seq_len: 65 tokens .* 64 positions; lower it, {remedy}"):
+            models_of.check_length(models_of.model_config(config.model), config)

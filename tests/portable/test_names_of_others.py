@@ -1,0 +1,280 @@
+"""What people paste from other programs: each name works, or the refusal says what to write in its place.
+
+The names are those used most in the examples that the programs bring along: transformers' scripts (the
+Trainer), TRL's documentation and alignment-handbook's recipes, axolotl's and LLaMA-Factory's YAML files.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from portable.config import RunConfig, keys, load_config, parse_args
+from portable.errors import UserError
+
+TABLE = keys.settings(RunConfig)
+
+TRAINER = {
+    "adam_beta1": "train.betas",
+    "adam_beta2": "train.betas",
+    "adam_epsilon": "train.eps",
+    "bf16": "precision to bf16",
+    "block_size": "data.seq_len",
+    "data_seed": "seed",
+    "dataloader_num_workers": "data.num_workers",
+    "dataset_config_name": "data.config_name",
+    "dataset_name": "data.source",
+    "ddp_timeout": "log.hang_timeout",
+    "do_eval": "--eval-only",
+    "do_train": "leave it out",
+    "eval_steps": "train.eval_every",
+    "eval_strategy": "train.eval_every_epochs",
+    "evaluation_strategy": "train.eval_every_epochs",
+    "fp16": "precision to fp16",
+    "fsdp": "strategy and the section fsdp",
+    "fsdp_config": "--accelerate-config",
+    "gradient_accumulation_steps": "train.global_batch_size to the product of",
+    "gradient_checkpointing": "memory.activation_checkpointing",
+    "learning_rate": "train.learning_rate",
+    "load_best_model_at_end": "leave it out",
+    "logging_steps": "log.every_steps",
+    "lr_scheduler_type": "train.schedule",
+    "max_grad_norm": "train.max_grad_norm",
+    "max_seq_length": "data.seq_len",
+    "max_source_length": "data.seq_len",
+    "max_steps": "train.steps",
+    "max_target_length": "data.target_seq_len",
+    "max_train_samples": "data.max_samples",
+    "model_max_length": "data.seq_len",
+    "model_name_or_path": "model.name_or_path",
+    "num_train_epochs": "train.epochs",
+    "optim": "train.optimizer",
+    "output_dir": "",
+    "overwrite_output_dir": "checkpoint.resume",
+    "per_device_eval_batch_size": "train.micro_batch_size",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "preprocessing_num_workers": "leave it out",
+    "remove_unused_columns": "leave it out",
+    "report_to": "log.trackers",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "run_name": "output_dir",
+    "save_steps": "checkpoint.every_steps",
+    "save_strategy": "checkpoint.every_epochs",
+    "save_total_limit": "checkpoint.keep",
+    "seed": "",
+    "source_prefix": "data.source_prefix",
+    "text_column": "data.text_field",
+    "tf32": "precision to tf32",
+    "tokenizer_name": "data.tokenizer",
+    "torch_compile": "compile",
+    "train_file": "data.source",
+    "validation_file": "data.eval_fraction",
+    "validation_split_percentage": "data.eval_fraction",
+    "warmup_ratio": "train.warmup_ratio",
+    "warmup_steps": "train.warmup_steps",
+    "weight_decay": "train.weight_decay",
+}
+TRL = {
+    "attn_implementation": "model.attention",
+    "beta": "leave it out",
+    "bf16": "precision to bf16",
+    "chat_template": "whole texts",
+    "dataset_mixture": "data.source",
+    "dataset_name": "data.source",
+    "dataset_num_proc": "leave it out",
+    "dataset_test_split": "data.eval_fraction",
+    "dataset_text_field": "data.text_field",
+    "dataset_train_split": "data.split",
+    "dtype": "precision",
+    "eval_steps": "train.eval_every",
+    "eval_strategy": "train.eval_every",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "gradient_checkpointing": "memory.activation_checkpointing",
+    "gradient_checkpointing_kwargs": "memory.activation_checkpointing",
+    "hub_model_id": "leave it out",
+    "hub_strategy": "leave it out",
+    "learning_rate": "train.learning_rate",
+    "load_in_4bit": "no adapters",
+    "log_level": "leave it out",
+    "logging_first_step": "log.every_steps",
+    "logging_steps": "log.every_steps",
+    "logging_strategy": "log.every_steps",
+    "lora_alpha": "no adapters",
+    "lora_r": "no adapters",
+    "lora_target_modules": "no adapters",
+    "loss_type": "leave it out",
+    "lr_scheduler_type": "train.schedule",
+    "max_length": "data.seq_len",
+    "max_prompt_length": "leave it out",
+    "max_steps": "train.steps",
+    "missing_eos_penalty": "leave it out",
+    "model_name_or_path": "model.name_or_path",
+    "model_revision": "model.name_or_path",
+    "num_generations": "leave it out",
+    "num_train_epochs": "train.epochs",
+    "packing": "data.packing",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "push_to_hub": "leave it out",
+    "reward_model_path": "leave it out",
+    "save_strategy": "checkpoint.every_epochs",
+    "torch_dtype": "precision",
+    "trust_remote_code": "model.trust_remote_code",
+    "use_liger_kernel": "leave it out",
+    "use_peft": "no adapters",
+    "vllm_mode": "leave it out",
+    "warmup_steps": "train.warmup_steps",
+}
+AXOLOTL = {
+    "adapter": "no adapters",
+    "attn_implementation": "model.attention",
+    "base_model": "model.name_or_path",
+    "bf16": "precision to bf16",
+    "chat_template": "whole texts",
+    "dataset_prepared_path": "data.cache_dir",
+    "datasets": "data.source",
+    "eot_tokens": "whole texts",
+    "eval_sample_packing": "data.packing",
+    "evals_per_epoch": "train.eval_every_epochs to one divided by it",
+    "flash_attention": "flash_attention_2",
+    "fsdp_config": "strategy and the section fsdp",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "gradient_checkpointing": "memory.activation_checkpointing",
+    "gradient_checkpointing_kwargs": "memory.activation_checkpointing",
+    "learning_rate": "train.learning_rate",
+    "liger_rms_norm": "leave it out",
+    "load_in_4bit": "no adapters",
+    "load_in_8bit": "no adapters",
+    "logging_steps": "log.every_steps",
+    "lora_alpha": "no adapters",
+    "lora_dropout": "no adapters",
+    "lora_model_dir": "no adapters",
+    "lora_r": "no adapters",
+    "lora_target_linear": "no adapters",
+    "lora_target_modules": "no adapters",
+    "lr_scheduler": "train.schedule",
+    "micro_batch_size": "train.micro_batch_size",
+    "model_type": "model.config",
+    "num_epochs": "train.epochs",
+    "optimizer": "train.optimizer",
+    "pad_to_sequence_len": "data.seq_len",
+    "plugins": "leave it out",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "sample_packing": "data.packing",
+    "saves_per_epoch": "checkpoint.every_epochs to one divided by it",
+    "sequence_len": "data.seq_len",
+    "special_tokens": "data.tokenizer",
+    "strict": "leave it out",
+    "tf32": "precision to tf32",
+    "tokenizer_type": "data.tokenizer",
+    "train_on_inputs": "whole texts",
+    "val_set_size": "data.eval_fraction",
+    "wandb_entity": "log.trackers",
+    "wandb_project": "log.trackers",
+    "wandb_watch": "log.trackers",
+    "warmup_ratio": "train.warmup_ratio",
+    "weight_decay": "train.weight_decay",
+}
+LLAMA_FACTORY = {
+    "adapter_name_or_path": "no adapters",
+    "bf16": "precision to bf16",
+    "cutoff_len": "data.seq_len",
+    "dataloader_num_workers": "data.num_workers",
+    "dataset": "data.source",
+    "dataset_dir": "data.source",
+    "ddp_timeout": "log.hang_timeout",
+    "disable_gradient_checkpointing": "memory.activation_checkpointing",
+    "do_train": "leave it out",
+    "eval_steps": "train.eval_every",
+    "eval_strategy": "train.eval_every",
+    "finetuning_type": "no adapters",
+    "flash_attn": "model.attention",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "image_max_pixels": "leave it out",
+    "learning_rate": "train.learning_rate",
+    "logging_steps": "log.every_steps",
+    "lora_rank": "no adapters",
+    "lora_target": "no adapters",
+    "lr_scheduler_type": "train.schedule",
+    "mask_history": "whole texts",
+    "max_samples": "data.max_samples",
+    "max_steps": "train.steps",
+    "model_name_or_path": "model.name_or_path",
+    "num_train_epochs": "train.epochs",
+    "overwrite_cache": "leave it out",
+    "overwrite_output_dir": "checkpoint.resume",
+    "per_device_eval_batch_size": "train.micro_batch_size",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "plot_loss": "leave it out",
+    "preprocessing_num_workers": "leave it out",
+    "quantization_bit": "no adapters",
+    "report_to": "log.trackers",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "save_only_model": "checkpoint.export",
+    "save_steps": "checkpoint.every_steps",
+    "stage": "model.task",
+    "template": "whole texts",
+    "trust_remote_code": "model.trust_remote_code",
+    "val_size": "data.eval_fraction",
+    "warmup_ratio": "train.warmup_ratio",
+}
+LISTS = {"Trainer": TRAINER, "TRL": TRL, "axolotl": AXOLOTL, "LLaMA-Factory": LLAMA_FACTORY}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        pytest.param(name, hint, id=f"{program}-{name}")
+        for program, names in LISTS.items()
+        for name, hint in names.items()
+    ],
+)
+def test_a_pasted_name_works_or_says_what_to_write(name: str, hint: str) -> None:
+    if not hint:
+        assert name in TABLE
+        return
+    with pytest.raises(UserError) as in_a_file:
+        load_config({name: 1})
+    with pytest.raises(UserError) as as_a_flag:
+        parse_args([f"--{name}", "1"])
+    for text, start in ((str(in_a_file.value), "unknown key "), (str(as_a_flag.value), "unknown flag --")):
+        section = name in keys.sections(RunConfig)
+        assert name in text.partition("; ")[0] if section else text.startswith(f"{start}{name}; ")
+        # An exact setting, not one that begins like it.
+        assert text.endswith(f"{hint}?") or hint in text.partition("; ")[2]
+        assert "the top level takes" not in text
+    if hint in TABLE and "did you mean" in str(in_a_file.value):
+        assert str(in_a_file.value).endswith(f"did you mean {hint}?")
+
+
+@pytest.mark.parametrize("names", LISTS.values(), ids=LISTS)
+def test_thirty_of_each(names: dict[str, str]) -> None:
+    assert len(names) >= 30
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "hint"),
+    [
+        (
+            "train.schedule",
+            "constant_with_warmup",
+            "did you mean constant, which warms up",
+        ),
+        ("train.optimizer", "adamw_torch", "did you mean adamw?"),
+        ("train.optimizer", "adamw_torch_fused", "did you mean adamw?"),
+        ("train.optimizer", "paged_adamw_8bit", "did you mean adamw_8bit?"),
+        ("train.optimizer", "adamw_bnb_8bit", "did you mean adamw_8bit?"),
+        ("precision", "bfloat16", "did you mean bf16?"),
+        ("precision", "no", "did you mean fp32?"),
+        ("strategy", "ddp", "did you mean no_shard?"),
+        ("strategy", "full_shard auto_wrap", "did you mean full_shard, "),
+        ("model.attention", "fa2", "did you mean flash_attention_2?"),
+    ],
+)
+def test_a_pasted_word_says_which_was_meant(key: str, word: str, hint: str) -> None:
+    with pytest.raises(UserError, match=f"^{key} must be ") as caught:
+        load_config(None, {key: word})
+    assert hint in str(caught.value)
+
+
+def test_a_deepspeed_file_where_the_section_stands() -> None:
+    with pytest.raises(UserError, match=r"^deepspeed must be .*; write deepspeed: {config: 'ds.json'}$"):
+        load_config({"deepspeed": "ds.json"})

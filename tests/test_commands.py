@@ -1,0 +1,85 @@
+"""What all commands do alike: exit codes, the version, and an end without a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import converters.cli
+import portable.cli
+import portable.html_report
+import portable.planner.cli
+from converters.commands import EXIT_CODES, command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "converters.cli": converters.cli.main,
+    "portable.cli": portable.cli.main,
+    "portable.html_report": portable.html_report.main,
+    "portable.planner.cli": portable.planner.cli.main,
+}
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_help_has_the_one_table_and_the_version_is_there(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        COMMANDS[module](["--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert "--version" in said
+    lines = said.partition("exit codes:\n")[2].splitlines()
+    shown = [line for line in lines if line[2:5].strip("+ ").isdigit()]
+    assert len(shown) >= 2
+    for line in shown:
+        code, meaning = line.split(None, 1)
+        assert EXIT_CODES[int(code.rstrip("+"))] == meaning
+    if module == "portable.cli":
+        assert len(shown) == len(EXIT_CODES)
+    with pytest.raises(SystemExit) as left:
+        COMMANDS[module](["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("portable-trainer ")
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_a_reader_that_has_gone_is_no_error(module: str) -> None:
+    """``portable-plan --help | head -1``, with a head that reads nothing."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; from {module} import main; sys.exit(main(['--help']))"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() in (141, 0)  # argparse takes no notice of what it cannot print
+    process.stderr.close()
+
+
+def test_another_broken_pipe_is_one() -> None:
+    @command
+    def main(argv: Sequence[str] | None = None) -> int:
+        raise BrokenPipeError("of a socket")
+
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        main()
+
+
+def test_ctrl_c_is_told_alike(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("portable.config.parse_args", interrupted)
+    monkeypatch.setattr("portable.planner.cli.read_command", interrupted)
+    monkeypatch.setattr("portable.html_report.place_of", interrupted)
+    monkeypatch.setattr("converters.cli._convert", interrupted)
+    for module, main in COMMANDS.items():
+        assert main(["a", "b"] if module != "portable.html_report" else ["a"]) == 130
+        assert capsys.readouterr().err == "error: interrupted\n"
