@@ -102,6 +102,8 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from portable import rendezvous  # only here: it brings torch
+
     if sys.stderr.isatty():  # each loads the libraries anew, which takes seconds
         print(f"waiting for {human_count(ranks, 'rank')} to load", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="portable-launch-") as scratch:
@@ -110,14 +112,16 @@ def launch(
             max_nodes=1,
             nproc_per_node=ranks,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+            rdzv_backend=rendezvous.register(),
+            rdzv_endpoint=rendezvous.LOOPBACK,
+            local_addr=rendezvous.LOOPBACK,
             max_restarts=0,
             monitor_interval=POLL,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
         )
+        if sys.platform == "linux":  # gloo would listen where the machine's name leads
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         # The agent would answer a signal by ending the ranks within 30 seconds. Off the main thread it leaves
         # signals alone, and we pass them on: the ranks finish their step, save, and the agent sees them end.
