@@ -200,9 +200,7 @@ def test_blocks_of_a_large_cache_are_checked_when_first_read(
     assert cache.tokens["text"][:256].tolist() == tokens[:256]
     assert cache.tokens["text"][-1] == tokens[-1]
     carried = pickle.loads(pickle.dumps(cache))  # noqa: S301
-    with pytest.raises(
-        RunError, match=r"text\.bin: not as it was written at byte 512; run"
-    ):
+    with pytest.raises(RunError, match=r"text\.bin: not as it was written at byte 512; run"):
         cache.tokens["text"][250:300]
     with pytest.raises(RunError):
         carried.document("text", next(n for n in range(50) if cache.offsets["text"][n + 1] > 300))
