@@ -131,10 +131,11 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
     with opened(config) as trial:
         run, task = trial.run, config.model.task
         attention = run.model.config._attn_implementation
+        torch.manual_seed(config.seed)
         plain = auto_class(task).from_config(
             run.model_config, attn_implementation=attention, dtype=torch.float32
         )
-        plain.load_state_dict(trial.engine.model.state_dict())
+        same_state(trial.engine.model.state_dict(), plain.state_dict())  # as it was initialised
         plain.config.use_cache = False
         plain.train()
         optimizer = torch.optim.AdamW(
@@ -322,8 +323,9 @@ def findings(pair: Pair, ranks: RankPool, folder: Path, records: Path) -> Findin
 INTRODUCTION = f"""# Models
 
 Every text model of transformers {{version}}, held against transformers itself by
-`python -m tests.architectures`. For each type and task a tiny model was trained for {STEPS} steps in fp32 on
-one rank, beside a plain loop with `forward(labels=)`; in bf16 (losses within {BF16_TOLERANCE:.0%} of those
+`python -m tests.architectures`. For each type and task a tiny model was built with the very weights that
+`from_config` draws for the seed, and trained for {STEPS} steps in fp32 on one rank, beside a plain loop with
+`forward(labels=)`; in bf16 (losses within {BF16_TOLERANCE:.0%} of those
 in fp32); on two ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e} of one rank's). What it
 exported was opened by `from_pretrained`, compared bit for bit, and generated text. Weights that
 `save_pretrained` wrote were loaded and compared bit for bit. "yes" says that all of it held, "refused" that
