@@ -10,7 +10,7 @@ import datetime
 import socket
 from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
