@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from converters.dcp_writer import write_dcp
     from converters.errors import CheckpointError
     from converters.formats.dcp_seal import item_checksums, write_seal
+    from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
     from converters.safetensors_writer import write_safetensors
     from converters.tensor import Tensor
@@ -25,7 +26,10 @@ __all__ = [
     "CheckpointError",
     "OptimizerState",
     "Tensor",
+    "check_manifest",
     "item_checksums",
+    "manifest_entries",
+    "manifest_text",
     "open_checkpoint",
     "read_pickled",
     "write_dcp",
@@ -40,7 +44,10 @@ _HOMES = {
     "CheckpointError": "errors",
     "OptimizerState": "checkpoint",
     "Tensor": "tensor",
+    "check_manifest": "manifest",
     "item_checksums": "formats.dcp_seal",
+    "manifest_entries": "manifest",
+    "manifest_text": "manifest",
     "open_checkpoint": "opening",
     "read_pickled": "opening",
     "write_dcp": "dcp_writer",

@@ -1,22 +1,27 @@
 """Checkpoints: when they are complete, which one is the last, how many are kept.
 
 A checkpoint is ``<run>/checkpoints/step-000100/``: the shards in the strategy's native format, the model's
-config and tokenizer, and ``trainer_state.json``.
+config and tokenizer, ``trainer_state.json``, and a manifest of them all (:mod:`converters.manifest`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
+from converters.exchange import exchange
 from converters.guarded import open_new
+from converters.manifest import MANIFEST
 from converters.remote import RemotePath
 from portable.background import in_background
 from portable.errors import DamagedError, RunError, UserError, one_line
@@ -25,13 +30,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
+    from converters.manifest import Entries
     from portable.backend import Backend, SaveHandle
     from portable.places import Place
 
 P = TypeVar("P", Path, RemotePath)
 """The kind of place where checkpoints are kept."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: without a manifest."""
+_WITH_MANIFEST = 2
 STATE_FILE = "trainer_state.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PARTIAL_SUFFIX = ".partial"
@@ -94,7 +102,10 @@ class TrainerState:
                 raise UserError(
                     f"{path}: format version {version} is newer than this program ({FORMAT_VERSION})"
                 )
-            return cls(**values)._checked()
+            state = cls(**values)._checked()
+            if (named := step_of(folder.name)) is not None and named != state.step:
+                raise ValueError(f"step is {state.step}")
+            return state
         except FileNotFoundError as error:
             raise UserError(f"{path}: missing; is {folder} a checkpoint of this program?") from error
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -111,6 +122,35 @@ class TrainerState:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}")
         return self
+
+    def check_files(self, folder: Place) -> str | None:
+        """Hold every file of the checkpoint in ``folder``, whose state this is, against its manifest.
+
+        Returns:
+            a warning, where an older version of this program wrote the checkpoint, without a manifest.
+
+        Raises:
+            DamagedError: if one is missing, or not as it was written.
+        """
+        try:
+            manifest = check_manifest(folder)
+        except CheckpointError as error:
+            raise DamagedError(f"{one_line(error)}; use an older checkpoint") from error
+        if manifest is None:
+            if self.format_version >= _WITH_MANIFEST:
+                raise DamagedError(f"{folder / MANIFEST}: missing; use an older checkpoint")
+            return (
+                f"{folder}: an older version of this program wrote it, without a manifest of its files; only "
+                "its shards are checked"
+            )
+        if manifest.get("step") != self.step or manifest.get("run") != self.run_digest:
+            raise DamagedError(f"{folder / MANIFEST}: of another checkpoint; use an older checkpoint")
+        return None
+
+    @property
+    def run_digest(self) -> str:
+        """A digest of ``run``."""
+        return hashlib.blake2b(json.dumps(self.run, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
     def skipped_steps(self) -> int:
@@ -165,7 +205,14 @@ class Checkpoints(ABC, Generic[P]):
         """An empty folder for this rank's files of ``final``; there on all ranks after a barrier."""
 
     @abstractmethod
-    def _complete(self, handle: SaveHandle, written: Path, final: P, add_files: Callable[[], None]) -> None:
+    def _complete(
+        self,
+        handle: SaveHandle,
+        written: Path,
+        final: P,
+        add_files: Callable[[], None],
+        manifest: Callable[[Entries], str],
+    ) -> None:
         """Wait for the shards and make the checkpoint complete; every rank, in a thread of its own.
 
         Args:
@@ -173,6 +220,7 @@ class Checkpoints(ABC, Generic[P]):
             written: this rank's folder.
             final: where they are to be.
             add_files: puts the small files that go along into ``written``; for rank 0.
+            manifest: the text of the manifest of the files of all ranks; for rank 0.
         """
 
     @abstractmethod
@@ -224,9 +272,12 @@ class Checkpoints(ABC, Generic[P]):
             add_files(written)
             state.write(written)
 
+        def manifest(entries: Entries) -> str:
+            return manifest_text(entries, step=state.step, run=state.run_digest)
+
         # What comes after the shards takes its time, too: syncing or sending, removing an older checkpoint.
         def complete() -> None:
-            self._complete(handle, written, final, add)
+            self._complete(handle, written, final, add, manifest)
             if self._rank == 0:
                 self._prune()
 
@@ -284,15 +335,19 @@ class CheckpointFolder(Checkpoints[Path]):
 
     def _set_aside(self, folder: Path) -> Path:
         """Rename it."""
-        aside = folder.with_name(f"{folder.name}{_DAMAGED_SUFFIX}")
-        self._remove(aside)
+        aside = unused_name(folder.with_name(f"{folder.name}{_DAMAGED_SUFFIX}"))
         folder.rename(aside)
         sync_folder(self.path)
         return aside
 
     def remove_partial(self) -> None:
-        for entry in self.path.glob(f".*{_PARTIAL_SUFFIX}") if self.path.is_dir() else ():
-            shutil.rmtree(entry, ignore_errors=True)
+        for entry in sorted(self.path.iterdir()) if self.path.is_dir() else ():
+            if entry.name.startswith(".") and entry.name.endswith(_PARTIAL_SUFFIX):
+                shutil.rmtree(entry, ignore_errors=True)
+            elif step_of(entry.name) is not None and not (entry / STATE_FILE).is_file():
+                print(
+                    f"warning: {entry}: holds no {STATE_FILE}, so it counts as no checkpoint", file=sys.stderr
+                )
 
     def _open(self, final: Path) -> Path:
         partial = self.path / f".{final.name}{_PARTIAL_SUFFIX}"
@@ -303,16 +358,36 @@ class CheckpointFolder(Checkpoints[Path]):
         return partial
 
     def _complete(
-        self, handle: SaveHandle, written: Path, final: Path, add_files: Callable[[], None]
+        self,
+        handle: SaveHandle,
+        written: Path,
+        final: Path,
+        add_files: Callable[[], None],
+        manifest: Callable[[Entries], str],
     ) -> None:
         """On rank 0, have everything on disk, then give it its name."""
         handle.wait()
         if self._rank == 0:
             add_files()
+            (written / MANIFEST).write_text(manifest(manifest_entries(written)), "utf-8")
             sync_tree(written)
-            self._remove(final)  # the same step again, after a resume from an earlier one
-            written.rename(final)
+            self._put(written, final)
             sync_folder(self.path)
+
+    def _put(self, written: Path, final: Path) -> None:
+        """Give a checkpoint its name. One of the same step, from before a resume, is there until then."""
+        if os.path.lexists(final) and not (final / STATE_FILE).is_file():
+            aside = unused_name(final.with_name(f"{final.name}.kept"))
+            final.rename(aside)
+            print(
+                f"warning: {final}: held no {STATE_FILE}, so it was no checkpoint; kept as {aside}",
+                file=sys.stderr,
+            )
+        if os.path.lexists(final) and exchange(written, final):
+            shutil.rmtree(written, ignore_errors=True)
+            return
+        self._remove(final)
+        written.rename(final)
 
     def _remove(self, folder: Path) -> None:
         """Take its name first: half a checkpoint must not pass for one."""
@@ -321,6 +396,15 @@ class CheckpointFolder(Checkpoints[Path]):
         with suppress(FileNotFoundError):
             folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def unused_name(path: Path) -> Path:
+    """``path``, or the first of ``path-2``, ``path-3`` ... that there is not."""
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
 
 
 def step_of(name: str) -> int | None:
@@ -341,7 +425,8 @@ def _cause(error: BaseException) -> BaseException:
 def write_durably(path: Path, text: str) -> None:
     """Replace ``path`` as a whole, and have its bytes on disk when this returns."""
     partial = path.with_name(f".{path.name}{_PARTIAL_SUFFIX}")
-    partial.unlink(missing_ok=True)  # a killed process left it; or it is a link, and leads anywhere
+    if os.path.lexists(partial):  # a killed process left it; or it is a link, and leads anywhere
+        partial.unlink()
     with os.fdopen(open_new(partial), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from converters.commands import FAILED, REFUSED, command
+from portable.bound import die_with_parent
 from portable.errors import RunError, StoppedError, ToldElsewhereError, UserError, one_line
 from portable.quiet import loading
 
@@ -77,7 +78,7 @@ def run(invocation: Invocation) -> int:
             first = os.environ["RANK"] == "0"
             return dry_run(name, config, int(os.environ["WORLD_SIZE"])) if first else 0
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            launch.die_with_parent()
+            die_with_parent()
         return train_leg(*leg)
     ranks = invocation.nproc if invocation.nproc is not None else room.local_devices(name)
     _check_ranks(name, ranks, room.local_devices(name))

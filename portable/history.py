@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from converters.guarded import open_own
+from portable.metrics import read_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,14 +49,8 @@ class History:
 
 def read_events(folder: Place) -> list[dict[str, Any]]:
     """The events of a run, oldest first; none where it kept no record of them."""
-    events: list[dict[str, Any]] = []
     try:
-        lines = (folder / EVENTS_FILE).read_bytes().decode("utf-8", "replace").splitlines()
+        rows, _ = read_rows(folder / EVENTS_FILE)
     except OSError:
-        return events
-    for line in lines:
-        with suppress(ValueError):  # a crash cut it short
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                events.append(row)
-    return events
+        return []
+    return [row for row in rows if type(row.get("time")) in (int, float)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import uuid
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable import watchdog
+from portable.bound import die_with_parent, spawned_bound
 from portable.errors import (
     RUN_ERROR,
     USER_ERROR,
@@ -103,6 +102,8 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from portable import rendezvous  # only here: it brings torch
+
     if sys.stderr.isatty():  # each loads the libraries anew, which takes seconds
         print(f"waiting for {human_count(ranks, 'rank')} to load", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="portable-launch-") as scratch:
@@ -111,14 +112,16 @@ def launch(
             max_nodes=1,
             nproc_per_node=ranks,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+            rdzv_backend=rendezvous.register(),
+            rdzv_endpoint=rendezvous.LOOPBACK,
+            local_addr=rendezvous.LOOPBACK,
             max_restarts=0,
             monitor_interval=POLL,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
         )
+        if sys.platform == "linux":  # gloo would listen where the machine's name leads
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         # The agent would answer a signal by ending the ranks within 30 seconds. Off the main thread it leaves
         # signals alone, and we pass them on: the ranks finish their step, save, and the agent sees them end.
@@ -126,8 +129,10 @@ def launch(
             logging.getLogger(chatty).setLevel(logging.CRITICAL)
         kills_before = oom_kills()
         agent = ThreadPoolExecutor(1)
-        running = agent.submit(elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid())
-        with _signals_passed_on(Path(scratch)) as requests:
+        with spawned_bound(), _signals_passed_on(Path(scratch)) as requests:
+            running = agent.submit(
+                elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid()
+            )
             try:
                 while not wait([running], timeout=1).done:
                     _end_ranks_that_do_not_answer(Path(scratch))
@@ -309,25 +314,3 @@ def _why_killed(for_memory: bool | None, advice: str) -> str:
         ", though the kernel counts no kill for memory since the start: by a person, or by what guards "
         f"memory or time here (a batch system, systemd-oomd). If it was for memory{advice}"
     )
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the system kill this process when its parent ends, however it ends.
-
-    Args:
-        parent: the parent's process id as it was known before; if it is already gone, this ends at once.
-    """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        pr_set_pdeathsig = 1
-        libc.prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
-    else:
-        threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
-    if parent is not None and os.getppid() != parent:
-        os._exit(RUN_ERROR)
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,7 +45,10 @@ class MetricsFile:
     def __init__(self, folder: Path, *, from_step: int) -> None:
         path = folder / METRICS_FILE
         if path.exists():
-            rows = read_metrics(folder)
+            rows, unreadable = read_rows(folder / METRICS_FILE)
+            if unreadable:
+                told = human_count(unreadable, "row")
+                print(f"warning: {path}: {told} cannot be read and will not be shown", file=sys.stderr)
             kept = [row for row in rows if row["step"] <= from_step]
             if len(kept) < len(rows) or not path.read_bytes().endswith(b"\n"):
                 write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -59,14 +63,29 @@ class MetricsFile:
 
 
 def read_metrics(folder: Place) -> list[dict[str, Any]]:
-    """The rows of a run's ``metrics.jsonl``; a line that a crash cut short is left out."""
-    rows = []
-    for line in (folder / METRICS_FILE).read_text("utf-8").splitlines():
-        with suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                rows.append(row)
-    return rows
+    """The rows of a run's ``metrics.jsonl``; what is none is left out."""
+    return read_rows(folder / METRICS_FILE)[0]
+
+
+def read_rows(path: Place) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a file of JSON lines that tell a step, and how many lines are no such rows.
+
+    A last line that a crash cut short is not counted among those. A number that is not finite reads as null,
+    which stands for it in what this program writes.
+    """
+    content = path.read_bytes()
+    lines = content.splitlines()
+    rows: list[dict[str, Any]] = []
+    unreadable = 0
+    for number, line in enumerate(lines, start=1):
+        row = None
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line, parse_constant=lambda _: None)
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append({key: _json_number(value) for key, value in row.items()})
+        elif line.strip() and (number < len(lines) or content.endswith(b"\n")):
+            unreadable += 1
+    return rows, unreadable
 
 
 def _json_number(value: Any) -> Any:

@@ -460,7 +460,10 @@ def _reserved_positions(config: PretrainedConfig) -> int:
 
     try:
         with init_empty_weights():
-            model: nn.Module = AutoModel.from_config(copy.deepcopy(config))
+            # A config whose class came with the model was trusted when it was loaded. Always said: left out,
+            # transformers asks on the standard input.
+            trusted = type(config).__module__.startswith("transformers_modules.")
+            model: nn.Module = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=trusted)
     except Exception:  # build_model says what is wrong with the config
         return 0
     reserved = 0

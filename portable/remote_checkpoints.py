@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from converters import manifest_entries
 from converters.completion import begin, complete, is_complete, is_unfinished
+from converters.manifest import MANIFEST
 from converters.remote import RemotePath
 from portable.checkpointing import STATE_FILE, Checkpoints, step_of
 from portable.errors import RunError, one_line
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from converters.manifest import Entries
     from portable.backend import SaveHandle
 
 DAMAGED_FILE = "_DAMAGED"
@@ -99,37 +102,47 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
         return written
 
     def _complete(
-        self, handle: SaveHandle, written: Path, final: RemotePath, add_files: Callable[[], None]
+        self,
+        handle: SaveHandle,
+        written: Path,
+        final: RemotePath,
+        add_files: Callable[[], None],
+        manifest: Callable[[Entries], str],
     ) -> None:
         """Send this rank's files; when all ranks have sent theirs, the first one marks the checkpoint."""
         failure: BaseException | None = None
+        entries: Entries = {}
         try:
             handle.wait()
             if self._rank == 0:
                 add_files()
+            entries = manifest_entries(written)
             send_files({path: final / name for name, path in files_in(written).items()})
             shutil.rmtree(written, ignore_errors=True)
             if self._before_complete is not None:
                 self._before_complete()
         except BaseException as error:
             failure = error
-        self._agree(failure)
+        entries = self._agree(failure, entries)
         if self._rank == 0:
+            (final / MANIFEST).write_bytes(manifest(entries).encode())
             if self._check_held is not None:
                 self._check_held()
             complete(final, self._token, step=step_of(final.name))
 
-    def _agree(self, failure: BaseException | None) -> None:
-        """Raise on all ranks if one of them has failed."""
+    def _agree(self, failure: BaseException | None, entries: Entries) -> Entries:
+        """The files of all ranks; raises on all ranks if one of them has failed."""
         if self._group is not None:
             told: list[Any] = [None] * dist.get_world_size(self._group)
-            ours = one_line(failure) if failure is not None else None
+            ours = one_line(failure) if failure is not None else entries
             dist.all_gather_object(told, ours, group=self._group)
-            if failure is None and any(told):
-                rank = next(rank for rank, reason in enumerate(told) if reason)
-                raise RunError(f"rank {rank}: {told[rank]}")
+            for rank, given in enumerate(told):
+                if isinstance(given, str) and failure is None:
+                    raise RunError(f"rank {rank}: {given}")
+                entries = entries | given if isinstance(given, dict) else entries
         if failure is not None:
             raise failure
+        return entries
 
     def _remove(self, folder: RemotePath) -> None:
         if is_complete(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -47,6 +48,7 @@ class RemoteOutput(Output):
         self.agreed = str(place)
         self.rank = rank
         base = Path(staging or f"{tempfile.gettempdir()}/portable-{os.getuid()}")
+        self._shared = None if staging else base
         digest = hashlib.sha256(str(place).encode()).hexdigest()[:16]
         self._staging = base.absolute() / digest / f"rank-{rank}"
         # The last names of the URL, by which trackers and pictures call the run.
@@ -78,6 +80,8 @@ class RemoteOutput(Output):
 
     def open(self, shard_bytes: int) -> None:
         try:
+            if self._shared is not None:
+                _claim(self._shared)
             shutil.rmtree(self._staging, ignore_errors=True)  # of a leg that was killed here
             self._shards.mkdir(parents=True)
             self._staging.chmod(0o700)
@@ -160,3 +164,16 @@ class RemoteOutput(Output):
 def _state(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
+
+
+def _claim(folder: Path) -> None:
+    """Have a folder of a known name, where anybody may make one, for this user alone.
+
+    Raises:
+        OSError: somebody else made it.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise OSError(f"{folder} is a link, or another user's")
+    folder.chmod(0o700)

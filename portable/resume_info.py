@@ -10,7 +10,7 @@ from portable.backend import backend_room, resolve_backend
 from portable.checkpointing import STATE_FILE, TrainerState
 from portable.config import load_config
 from portable.config.schema import Strategy
-from portable.errors import UserError, one_line
+from portable.errors import DamagedError, UserError, one_line
 from portable.metrics import human_bytes, human_count, table
 from portable.plan import plan_batches
 from portable.run_folder import CONFIG_FILE, earlier_config
@@ -33,6 +33,10 @@ def _rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[s
     else:
         files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
         written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((folder / STATE_FILE).stat().st_mtime))
+    try:
+        whole = "all as written" if state.check_files(folder) is None else "not checked: it has no manifest"
+    except DamagedError as error:
+        whole = f"damaged: {one_line(error)}"
     skipped = f", {state.skipped_steps} of them left out" if state.skipped_steps else ""
     return [
         ("checkpoint", str(folder)),
@@ -45,6 +49,7 @@ def _rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[s
         ("seed", str(state.seed)),
         ("written", written),
         ("written by", f"{human_count(state.world_size, 'rank')}, {state.backend}, {state.strategy}"),
+        ("files", whole),
         ("size on disk", f"{human_bytes(sum(files))} in {human_count(len(files), 'file')}"),
     ]
 

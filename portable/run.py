@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from portable.config import difference, dump_yaml
 from portable.data import IGNORED, EvalLoader, TrainLoader, build_data
 from portable.data.classes import SINGLE
 from portable.errors import DamagedError, RunError, ToldElsewhereError, UserError, one_line
+from portable.exporting import export, recover_export
 from portable.fitting import FIRST_GUESS, Fitting, divisors, remedies, smallest_of_all
 from portable.foreign import open_foreign, own_state
 from portable.hosts import leave_word, refuse_together, word_left
@@ -69,7 +71,6 @@ from portable.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from transformers import PretrainedConfig
 
@@ -370,6 +371,8 @@ class Prepared:
         self.progress = progress
         if backend.rank == 0:
             checkpoints.remove_partial()
+            if isinstance(output.place, Path):
+                recover_export(output.place / "final")
             write_durably(folder / CONFIG_FILE, dump_yaml(config))
             output.publish()
         profiler = Profiler(folder / "profile", backend.rank) if profile else None
@@ -554,6 +557,10 @@ class Prepared:
                     return Progress(self.taken.step, self.taken.samples)
                 checkpoint = open_checkpoint(source)
                 state = TrainerState.read(checkpoint.root)
+                if self.backend.rank == 0:  # what one rank finds, all are told
+                    warning = state.check_files(checkpoint.root)
+                    if warning is not None:
+                        print(f"warning: {warning}", file=sys.stderr)
                 if changed := difference(state.run, self.config.fingerprint()):
                     raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
                 if state.data != self.data.fingerprint:
@@ -671,8 +678,8 @@ class Prepared:
                 for told in write_report([folder], folder / REPORT_FILE):
                     reporter.say(f"warning: {told}")
                 places.append(("report", str(place / REPORT_FILE)))
-        except (OSError, UserError) as error:  # the run is complete without its pictures
-            reporter.say(f"warning: the run's pictures could not be drawn: {error}")
+        except Exception as error:  # the run is complete without its pictures, whatever a person's row says
+            reporter.say(f"warning: the run's pictures could not be drawn: {one_line(error)}")
         if profiler is not None:
             trace = str(place / profiler.path.relative_to(folder).as_posix())
             places.append(("profile", trace if profiler.written else "too few steps for one"))
@@ -784,9 +791,13 @@ def surprises(
 
 
 def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
-    """What ``data.tokenizer: null`` stands for: the pretrained model's, or one of the right size."""
+    """What the model's settings say of the tokenizer.
+
+    Of ``data.tokenizer: null``, what it stands for: the pretrained model's, or one of the right size.
+    """
     return {
         "model_tokenizer": config.model.name_or_path,
+        "trust_remote_code": config.model.trust_remote_code,
         "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
         "ends_texts": config.model.task == "sequence-classification"
         and classifies_at_end_token(model_config),
@@ -839,17 +850,6 @@ def plan_for(config: RunConfig, backend: Backend, ranks: int) -> BatchPlan:
     if config.train.micro_batch_size == "auto":  # to be found once the ranks run; one sequence always divides
         config = config.replaced({"train.micro_batch_size": 1})
     return plan_batches(config, world_size=world_size, rank=0, devices_per_rank=backend.devices_per_rank)
-
-
-def export(checkpoint: Place, folder: Place) -> None:
-    """Write ``checkpoint`` as plain safetensors with config and tokenizer into ``folder``."""
-    from converters import CheckpointError, open_checkpoint, write_safetensors
-
-    try:
-        with storage_errors("checkpoint.export"):
-            write_safetensors(open_checkpoint(checkpoint), folder, overwrite=True)
-    except CheckpointError as error:
-        raise UserError(f"checkpoint.export: {error}") from error
 
 
 def ranks_in_words(world_size: int, devices_per_rank: int) -> str:

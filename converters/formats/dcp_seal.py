@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from isal import isal_zlib
 
 from converters.errors import CheckpointError
+from converters.manifest import is_named
 from converters.outfile import write_file
 from converters.places import place
 from converters.shard_index import read_json
@@ -56,6 +57,8 @@ class Seal:
 def read_seal(folder: Folder) -> Seal | None:
     """The seal of a DCP folder, None where there is none; CheckpointError where it is damaged."""
     if not (folder.path / SEAL).is_file():
+        if is_named(folder.path, SEAL):
+            raise CheckpointError(f"{folder.path / SEAL}: missing, and the checkpoint's manifest names it")
         return None
     file = folder.file(SEAL)
     found = read_json(file, file.read(0, file.nbytes))

@@ -187,6 +187,7 @@ def build_data(
     known_classes: KnownClasses | None = None,
     problem: Problem | None = None,
     pad_left: bool = False,
+    trust_remote_code: bool = False,
     progress: bool = False,
 ) -> Data:
     """Open the data, tokenizing it first where that was not done before.
@@ -204,6 +205,7 @@ def build_data(
         language model's decoder gets its labels. known_classes: those that the model has already.
         problem: ``problem_type`` of its config.
         pad_left: a classifier's padding stands before the text.
+        trust_remote_code: run Python that comes with the tokenizer.
         progress: show progress on stderr where it takes more than a second.
 
     Raises:
@@ -213,7 +215,7 @@ def build_data(
     source = _source(settings, task, cache)
     name = settings.tokenizer or model_tokenizer
     if name is not None:
-        tokenizer = load_tokenizer(name, **_languages(settings, task))
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **_languages(settings, task))
     else:
         size = settings.vocab_size or model_vocab_size
         tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED, ends=ends_texts)
@@ -287,6 +289,7 @@ def inspect_data(
     task: str = CAUSAL,
     model_tokenizer: str | None = None,
     model_vocab_size: int | None = None,
+    trust_remote_code: bool = False,
     ends_texts: bool = False,
 ) -> DataSizes:
     """What ``build_data`` would give, as far as that can be told without writing or downloading anything.
@@ -309,7 +312,9 @@ def inspect_data(
     tokens = None
     if folder is not None:
         try:
-            tokenizer = load_tokenizer(folder, offline=True, **_languages(settings, task))
+            tokenizer = load_tokenizer(
+                folder, offline=True, trust_remote_code=trust_remote_code, **_languages(settings, task)
+            )
         except UserError:
             if name is not None and Path(name).exists():
                 raise

@@ -2,11 +2,14 @@
 
 A cache is a folder. For each field (``text``; ``target`` for seq2seq) it holds ``<field>.bin``, the tokens
 of all documents one after the other as little-endian uint16 or uint32, and ``<field>.idx``, uint64 offsets
-of which document *d* spans ``[idx[d], idx[d + 1])``; and ``meta.json``. For classification it holds
-``labels.bin``, an int64 for each document, or several, with ``labels.idx``; or, where the labels are
-numbers, ``values.bin``, equally many float64 for each. It is written under another name and appears by
-rename. One process writes; others that want the same one wait for it on a file lock, which the kernel frees
-if the writer dies.
+of which document *d* spans ``[idx[d], idx[d + 1])``. For classification it holds ``labels.bin``, an int64 for
+each document, or several, with ``labels.idx``; or, where the labels are numbers, ``values.bin``, equally many
+float64 for each. ``blocks.crc`` has a CRC-32 of every 64 KiB of these files, and ``meta.json`` a digest of
+itself. It is written under another name and appears by rename. One process writes; others that want the same
+one wait for it on a file lock, which the kernel frees if the writer dies.
+
+Nothing is read unchecked. A block is held against its CRC-32 when it is first touched, which costs a few
+microseconds beside the page fault; a file that is small is checked as a whole when the cache is opened.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ import json
 import os
 import shutil
 import zlib
-from contextlib import contextmanager
+from bisect import bisect_right
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
+from isal import isal_zlib
 
-from portable.errors import UserError, one_line
+from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,11 +36,18 @@ if TYPE_CHECKING:
 
     from portable.data.documents import Label
 
-FORMAT = 1
+FORMAT = 2
+BLOCK = 1 << 16
+"""Bytes that are checked together: about what the system reads ahead anyway."""
+CHECKED_WHOLE = 64 << 20
+"""Bytes of a file that is checked as a whole when it is opened, in milliseconds."""
+_BLOCKS_FILE = "blocks.crc"
+_META_FILE = "meta.json"
 _PROBE = 1 << 16  # bytes at either end of a file that are checked when it is opened
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _OFFSET = np.dtype("<u8")
 _LABEL = np.dtype("<i8")
+_CRC = np.dtype("<u4")
 _VALUE = np.dtype("<f8")
 LabelKind = Literal["classes", "sets", "values"]
 """A class for each document, any number of classes, or numbers, equally many for each."""
@@ -90,6 +102,28 @@ def locked_folder(final: Path) -> Iterator[Draft]:
 # --- writing ------------------------------------------------------------------------------------------------
 
 
+class _BlockSums:
+    """The CRC-32 of each block of what is given to it, piece by piece."""
+
+    def __init__(self) -> None:
+        self._whole: list[int] = []
+        self._crc = self._filled = 0
+
+    def update(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            piece = view[: BLOCK - self._filled]
+            self._crc = isal_zlib.crc32(piece, self._crc)
+            self._filled += len(piece)
+            if self._filled == BLOCK:
+                self._whole.append(self._crc)
+                self._crc = self._filled = 0
+            view = view[len(piece) :]
+
+    def sums(self) -> npt.NDArray[Any]:
+        return np.array([*self._whole, *([self._crc] if self._filled else [])], dtype=_CRC)
+
+
 class _Stream:
     """One file, written in order, with what the reader checks it by."""
 
@@ -97,11 +131,13 @@ class _Stream:
         self._file: BinaryIO = path.open("wb")
         self._path = path
         self._hash = hashlib.blake2b(digest_size=16)
+        self.blocks = _BlockSums()
 
     def write(self, values: npt.NDArray[Any]) -> None:
         data = values.tobytes()
         self._file.write(data)
         self._hash.update(data)
+        self.blocks.update(data)
 
     def close(self) -> None:
         self._file.close()
@@ -161,20 +197,24 @@ class TokenWriter:
             told = {} if kind == "classes" else {"label_kind": kind, "label_width": width}
         streams: dict[str, _Stream] = {f"{name}.bin": stream for name, stream in self._tokens.items()}
         streams |= {f"{name}.idx": stream for name, stream in self._index.items()}
-        files = {name: stream.meta() for name, stream in (streams | labels).items()}
-        content = json.dumps([self._dtype, names, files], sort_keys=True)
-        meta = {
+        streams |= labels
+        files = {name: stream.meta() for name, stream in streams.items()}
+        blocks = np.concatenate([streams[name].blocks.sums() for name in sorted(streams)]).tobytes()
+        (self._folder / _BLOCKS_FILE).write_bytes(blocks)
+        meta: dict[str, Any] = {
             "format": FORMAT,
             "dtype": self._dtype,
             "documents": self._documents,
             "tokens": self._counts,
             "label_names": names,
             "files": files,
-            "fingerprint": hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+            "blocks": hashlib.blake2b(blocks, digest_size=16).hexdigest(),
+            "fingerprint": _digest([self._dtype, names, files]),
             **told,
             **extra,
         }
-        (self._folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        meta["digest"] = _digest(meta)
+        (self._folder / _META_FILE).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
     def close(self) -> None:
         for stream in (*self._tokens.values(), *self._index.values()):
@@ -262,11 +302,18 @@ class _LabelWriter:
         for number, name in enumerate(names):
             final[known[name]] = number
         if names:
+            self._ids.blocks = _BlockSums()
             stored = np.memmap(self._folder / "labels.bin", dtype=_LABEL, mode="r+")
             for start in range(0, len(stored), 1 << 20):
-                stored[start : start + (1 << 20)] = final[stored[start : start + (1 << 20)]]
+                piece = final[stored[start : start + (1 << 20)]]
+                stored[start : start + (1 << 20)] = piece
+                self._ids.blocks.update(piece.tobytes())
             stored.flush()
         return names
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _mixed() -> UserError:
@@ -276,45 +323,136 @@ def _mixed() -> UserError:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
+class CheckedArray:
+    """A file mapped into memory, of which each block is held against its CRC-32 when it is first read.
+
+    Args:
+        path: of the file.
+        dtype: of its values.
+        sums: the CRC-32 of each block.
+        width: values in a row, where it has rows.
+    """
+
+    def __init__(
+        self, path: Path, dtype: np.dtype[Any], sums: npt.NDArray[Any], width: int | None = None
+    ) -> None:
+        self.path = path
+        self.dtype = dtype
+        size = path.stat().st_size
+        # An empty file cannot be mapped.
+        self._bytes: npt.NDArray[np.uint8] = (
+            np.memmap(path, dtype=np.uint8, mode="r") if size else np.zeros(0, dtype=np.uint8)
+        )
+        values = self._bytes.view(dtype)
+        self._values: npt.NDArray[Any] = values if width is None else values.reshape(-1, width)
+        self._item_bytes = dtype.itemsize * (width or 1)
+        self._sums = sums
+        self._seen = bytearray(len(sums))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._values.shape
+
+    def __getitem__(self, at: Any) -> Any:
+        """A value, those of a slice (shared with the file), or those at a list of places (copied).
+
+        Raises:
+            RunError: the file is not as it was written.
+        """
+        if isinstance(at, slice):
+            start, stop, _ = at.indices(len(self._values))
+            self._check(start, stop)
+        elif isinstance(at, int | np.integer):
+            place = int(at) + (len(self._values) if at < 0 else 0)
+            self._check(place, place + 1)
+        else:
+            for place in np.asarray(at).ravel().tolist():
+                self._check(place, place + 1)
+        return self._values[at]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.asarray(self[:], dtype=dtype)
+
+    def tolist(self) -> list[Any]:
+        values: list[Any] = self[:].tolist()
+        return values
+
+    def damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
+        """The first block from ``first`` up to ``last`` that is not as it was written."""
+        last = len(self._sums) if last is None else last
+        while (block := self._seen.find(0, first, last)) >= 0:
+            data = self._bytes[block * BLOCK : (block + 1) * BLOCK]
+            if isal_zlib.crc32(data.data) != self._sums[block]:
+                return block
+            self._seen[block] = 1
+            first = block + 1
+        return None
+
+    def _check(self, start: int, stop: int) -> None:
+        width = self._item_bytes
+        block = self.damaged_block(start * width // BLOCK, -(-stop * width // BLOCK))
+        if block is not None:
+            # Without it the cache is none, and the next leg makes it again.
+            with suppress(OSError):
+                (self.path.parent / _META_FILE).unlink()
+            raise RunError(
+                f"data.cache_dir: {self.path}: not as it was written at byte {block * BLOCK:,}; run the same "
+                "command to tokenize the data anew and go on from the last checkpoint"
+            )
+
+
 @dataclass(frozen=True)
 class TokenCache:
     """An open token cache; pickling it carries the path, not the tokens."""
 
     folder: Path
     meta: dict[str, Any]
-    tokens: dict[str, npt.NDArray[Any]]
+    tokens: dict[str, CheckedArray]
     """For each field all tokens, end to end: uint16 or uint32, mapped from disk."""
-    offsets: dict[str, npt.NDArray[np.uint64]]
-    labels: npt.NDArray[np.int64] | None
+    offsets: dict[str, CheckedArray]
+    labels: CheckedArray | None
     """The number of each document's class; with ``label_offsets``, of its classes."""
-    label_offsets: npt.NDArray[np.uint64] | None = None
-    values: npt.NDArray[np.float64] | None = None
+    label_offsets: CheckedArray | None = None
+    values: CheckedArray | None = None
     """``[documents, width]``, where the labels are numbers."""
 
     @staticmethod
     def open(folder: Path) -> TokenCache:
-        """Map a cache and check the size and both ends of each file.
+        """Map a cache; check what tells of it, the sizes of its files, and all that is small.
 
         Raises:
             CacheDamagedError: there is none, or not all of it is there.
         """
         try:
-            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            meta = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
             if meta["format"] != FORMAT:
                 raise CacheDamagedError(f"{folder}: format {meta['format']}, not {FORMAT}")
-            for name, told in meta["files"].items():
-                path = folder / name
-                if path.stat().st_size != told["bytes"] or _probe(path, told["bytes"]) != told["probe"]:
-                    raise CacheDamagedError(f"{path}: not as it was written")
-            dtype = _DTYPES[meta["dtype"]]
-            tokens = {name: _map(folder / f"{name}.bin", dtype) for name in meta["tokens"]}
-            offsets = {name: _map(folder / f"{name}.idx", _OFFSET) for name in meta["tokens"]}
-            files = meta["files"]
-            labels = _map(folder / "labels.bin", _LABEL) if "labels.bin" in files else None
-            ends = _map(folder / "labels.idx", _OFFSET) if "labels.idx" in files else None
-            values = _map(folder / "values.bin", _VALUE) if "values.bin" in files else None
-            if values is not None:
-                values = values.reshape(-1, meta["label_width"])
+            if _digest({key: value for key, value in meta.items() if key != "digest"}) != meta["digest"]:
+                raise CacheDamagedError(f"{folder / _META_FILE}: not as it was written")
+            blocks = (folder / _BLOCKS_FILE).read_bytes()
+            if hashlib.blake2b(blocks, digest_size=16).hexdigest() != meta["blocks"]:
+                raise CacheDamagedError(f"{folder / _BLOCKS_FILE}: not as it was written")
+            sums, at = np.frombuffer(blocks, dtype=_CRC), 0
+            dtypes = {f"{name}.bin": _DTYPES[meta["dtype"]] for name in meta["tokens"]}
+            dtypes |= {f"{name}.idx": _OFFSET for name in meta["tokens"]}
+            dtypes |= {"labels.bin": _LABEL, "labels.idx": _OFFSET, "values.bin": _VALUE}
+            arrays: dict[str, CheckedArray] = {}
+            for name, told in sorted(meta["files"].items()):
+                count = -(-told["bytes"] // BLOCK)
+                if (folder / name).stat().st_size != told["bytes"]:
+                    raise CacheDamagedError(f"{folder / name}: not as it was written")
+                width = meta["label_width"] if name == "values.bin" else None
+                array = CheckedArray(folder / name, dtypes[name], sums[at : at + count], width)
+                if told["bytes"] <= CHECKED_WHOLE and array.damaged_block() is not None:
+                    raise CacheDamagedError(f"{folder / name}: not as it was written")
+                arrays[name], at = array, at + count
+            tokens = {name: arrays[f"{name}.bin"] for name in meta["tokens"]}
+            offsets = {name: arrays[f"{name}.idx"] for name in meta["tokens"]}
+            labels = arrays.get("labels.bin")
+            ends, values = arrays.get("labels.idx"), arrays.get("values.bin")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
         return TokenCache(folder, meta, tokens, offsets, labels, ends, values)
@@ -347,16 +485,10 @@ class TokenCache:
     def document(self, field: str, number: int) -> npt.NDArray[Any]:
         """The tokens of one document, special tokens included."""
         offsets = self.offsets[field]
-        return self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
+        tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
+        return tokens
 
     def documents_between(self, field: str, start: int, stop: int) -> range:
         """The documents that the tokens ``[start, stop)`` of a field are of."""
         offsets = self.offsets[field]
-        first, last = np.searchsorted(offsets, np.array([start, stop - 1], offsets.dtype), side="right") - 1
-        return range(int(first), int(last) + 1)
-
-
-def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    if not path.stat().st_size:  # an empty file cannot be mapped
-        return np.zeros(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
+        return range(bisect_right(offsets, start) - 1, bisect_right(offsets, stop - 1))

@@ -90,7 +90,7 @@ def classes_of(
                 f"{len(own)} outputs (num_labels); they must be equally many"
             )
         if problem == MULTI:
-            _check_shares(tokens.values)
+            _check_shares(tokens.values[:])
         return Classes(own, (), problem)
     if len(own) != 1:
         raise UserError(

@@ -73,12 +73,28 @@ class Source(ABC):
     def documents(self) -> Iterator[Document]:
         """The documents that are not empty, in a fixed order."""
 
+    def documents_of_key(self) -> Iterator[Document]:
+        """All documents, held to the ``key`` as they are read.
+
+        Raises:
+            UserError: at the end, where they are not those that the key tells of: another program wrote to
+                them meanwhile. What was made of them may be kept under no key.
+        """
+        yield from self.documents()
+
     def check(self) -> None:
         """Look at the first document, writing nothing; raises ``UserError`` as reading would."""
         if next(self.documents(), None) is None:
             raise UserError(
                 f"data.source: {self.name} has no text in it; give a source with at least one document"
             )
+
+
+def changed_meanwhile(path: object) -> UserError:
+    """What to tell a person whose data changed while it was read."""
+    return UserError(
+        f"data.source: {path} has changed while it was read; let what writes to it end, and start again"
+    )
 
 
 def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | None:

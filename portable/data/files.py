@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
 import os
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.data.documents import PIECE_CHARS, Document, Fields, Source, listed, read_row, text_only
+from portable.data.documents import (
+    PIECE_CHARS,
+    Document,
+    Fields,
+    Source,
+    changed_meanwhile,
+    listed,
+    read_row,
+    text_only,
+)
 from portable.data.library import LIBRARY_FORMATS, library_rows
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
+
+    from typing_extensions import Buffer
 
 FORMATS = (".txt", ".jsonl", *LIBRARY_FORMATS)
 _DIGEST_MEMO_FROM = 16 << 20  # bytes; a smaller file is hashed anew at every start
@@ -90,6 +104,8 @@ class LocalFiles(Source):
         self._digests = digests
         self._remember = remember
         self._key: str | None = None
+        self._known: dict[Path, bytes] = {}
+        """The digests that the key is made of."""
         for path in self._files:
             if path.suffix.lower() == ".txt":
                 text_only(fields, f"{path} and other .txt files")
@@ -99,9 +115,8 @@ class LocalFiles(Source):
         if self._key is None:
             digest = hashlib.blake2b(repr(self._told()).encode(), digest_size=16)
             for path in self._files:
-                digest.update(
-                    path.suffix.lower().encode() + b"\0" + _file_digest(path, self._digests, self._remember)
-                )
+                found = self._known[path] = _file_digest(path, self._digests, self._remember)
+                digest.update(path.suffix.lower().encode() + b"\0" + found)
             self._key = digest.hexdigest()
         return self._key
 
@@ -123,39 +138,119 @@ class LocalFiles(Source):
         for path in self._files:
             if left == 0:
                 return
-            suffix, here = path.suffix.lower(), self._here(path)
-            if suffix == ".txt":
-                split = self._fields.text_split
-                for text in _text_file(here) if split == "file" else _pieces_of_text(here, split):
-                    yield text
-                    if split != "file" and text.ends and left is not None:
-                        left -= 1
-                        if left == 0:
-                            return
-                left = left - 1 if split == "file" and left is not None else left
-                continue
-            rows = _jsonl_rows(here) if suffix == ".jsonl" else library_rows(here)
-            for where, row in islice(rows, left):
-                left = None if left is None else left - 1
-                document = read_row(row, self._fields, where)
-                if document is not None:
-                    yield document
+            left = yield from self._documents_of(self._here(path), left, _open)
+
+    def documents_of_key(self) -> Iterator[Document]:
+        """What is read is hashed as it is read; a file of the library's formats is hashed again after it."""
+        self.key  # noqa: B018  (what is read is held against its digests)
+        left = self._max_samples
+        for path in self._files:
+            if left == 0:
+                return
+            opened: list[_Hashed] = []
+
+            def hashed(path: Path, opened: list[_Hashed] = opened) -> io.BufferedReader:
+                opened.append(_Hashed(path))
+                return io.BufferedReader(opened[0], buffer_size=1 << 20)
+
+            refusal = None
+            try:
+                left = yield from self._documents_of(path, left, hashed)
+            except UserError as error:  # half a line, perhaps, of what is being written
+                refusal = error
+            read = opened[0].digest_to_the_end() if opened else _file_digest(path, None, remember=False)
+            if read != self._known[path]:
+                if self._digests is not None and self._remember:
+                    _forget(path, self._digests)
+                raise changed_meanwhile(path) from refusal
+            if refusal is not None:
+                raise refusal
+
+    def _documents_of(
+        self, here: Path, left: int | None, opening: _Opening
+    ) -> Generator[Document, None, int | None]:
+        """The documents of a file, at most ``left``; returns how many are left then."""
+        suffix = here.suffix.lower()
+        if suffix == ".txt":
+            split = self._fields.text_split
+            texts = _text_file(here, opening) if split == "file" else _pieces_of_text(here, split, opening)
+            for text in texts:
+                yield text
+                if split != "file" and text.ends and left is not None:
+                    left -= 1
+                    if left == 0:
+                        return left
+            return left - 1 if split == "file" and left is not None else left
+        rows = _jsonl_rows(here, opening) if suffix == ".jsonl" else library_rows(here)
+        for where, row in islice(rows, left):
+            left = None if left is None else left - 1
+            document = read_row(row, self._fields, where)
+            if document is not None:
+                yield document
+        return left
 
     def _here(self, path: Path) -> Path:
         """Where on this machine to read a file."""
         return path
 
 
+_Opening = Callable[["Path"], io.BufferedReader]
+
+
+def _open(path: Path) -> io.BufferedReader:
+    return path.open("rb")
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is hashed as it is read, from its start to its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        count = self._file.readinto(view) or 0
+        self._hash.update(view[:count])
+        return count
+
+    def close(self) -> None:
+        """Nothing: there may be more to hash."""
+
+    def digest_to_the_end(self) -> bytes:
+        """The digest of the file, also of what nobody has read; it is closed then."""
+        buffer = bytearray(1 << 20)
+        with self._file:
+            while self.readinto(buffer):
+                pass
+        return self._hash.digest()
+
+
+def _memo_file(path: Path, memo: Path) -> Path:
+    """Where the digest of a file as it is now is remembered."""
+    stat = path.stat()
+    told = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    key = "\0".join([str(path.resolve()), *map(str, told)])
+    return memo / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def _forget(path: Path, memo: Path) -> None:
+    with suppress(OSError):
+        _memo_file(path, memo).unlink()
+
+
 def _file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
     """The digest of a file's bytes; that of a large file is remembered in the folder ``memo``."""
     try:
         stat = path.stat()
-        key = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
         # A file touched a moment ago may still change within one tick of its clock.
         settled = time.time_ns() - stat.st_mtime_ns > 2_000_000_000
         remembered = None
         if memo is not None and settled and stat.st_size >= _DIGEST_MEMO_FROM:
-            remembered = memo / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+            remembered = _memo_file(path, memo)
             if remembered.is_file() and len(digest := remembered.read_bytes()) == 16:
                 return digest
         with path.open("rb") as file:
@@ -179,10 +274,10 @@ def _remember(path: Path, digest: bytes) -> None:
         return
 
 
-def _text_file(path: Path) -> Iterator[Document]:
+def _text_file(path: Path, opening: _Opening = _open) -> Iterator[Document]:
     """One document, in pieces that end at a line's end where it is long; nothing for an empty file."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(opening(path), encoding="utf-8-sig", newline="") as file:
             piece = file.read(PIECE_CHARS)
             while piece:
                 if len(piece) == PIECE_CHARS:
@@ -197,7 +292,7 @@ def _text_file(path: Path) -> Iterator[Document]:
         raise UserError(f"data.source: {path}: cannot read it: {one_line(error.strerror)}") from error
 
 
-def _pieces_of_text(path: Path, split: str) -> Iterator[Document]:
+def _pieces_of_text(path: Path, split: str, opening: _Opening = _open) -> Iterator[Document]:
     """A document a line, or a paragraph (which blank lines part), without the line's end behind it.
 
     One that is very long comes in pieces.
@@ -205,7 +300,7 @@ def _pieces_of_text(path: Path, split: str) -> Iterator[Document]:
     held: list[str] = []
     begun = False  # pieces of the present document were given away
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(opening(path), encoding="utf-8-sig", newline="") as file:
             within_line = False
             while line := file.readline(PIECE_CHARS):
                 blank = not within_line and not line.strip()
@@ -227,10 +322,10 @@ def _pieces_of_text(path: Path, split: str) -> Iterator[Document]:
         raise UserError(f"data.source: {path}: cannot read it: {one_line(error.strerror)}") from error
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _jsonl_rows(path: Path, opening: _Opening = _open) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
     try:
-        with path.open("rb") as file:
+        with opening(path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from portable.data.order import locate
 from portable.data.samples import IGNORED, Batch, Samples
-from portable.errors import UserError
+from portable.errors import RunError, UserError
 
+_BOUND = "portable.bound_worker"
 _AHEAD = 4  # micro-batches that wait ready
 
 
@@ -178,8 +179,18 @@ class BatchIterator(Iterator[Batch]):
 def _worker_batches(
     dataset: Samples, places: Iterable[list[tuple[int, int]]], num_workers: int, pin_memory: bool
 ) -> Iterator[Batch]:
-    methods = multiprocessing.get_all_start_methods()
-    return iter(
+    # A plain fork would copy the locks that threads of NCCL, gloo or the accelerator happen to hold.
+    server = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if server else "spawn")
+    # The system counts the thread that began a process as its parent, and another may end before the run.
+    if server and threading.current_thread() is threading.main_thread():
+        from multiprocessing.forkserver import _forkserver
+
+        before: list[str] = getattr(_forkserver, "_preload_modules", ["__main__"])
+        others = [name for name in before if name != _BOUND]
+        context.set_forkserver_preload([_BOUND, *others])
+    return map(
+        _raised,
         DataLoader(
             _Feed(dataset),
             sampler=_Listed(places),
@@ -187,10 +198,16 @@ def _worker_batches(
             num_workers=num_workers,
             pin_memory=pin_memory and torch.accelerator.is_available(),
             generator=torch.Generator(),  # else it draws from the global one, which dropout needs undisturbed
-            # A plain fork would copy the locks that threads of NCCL, gloo or the accelerator happen to hold.
-            multiprocessing_context="forkserver" if "forkserver" in methods else "spawn",
-        )
+            multiprocessing_context=context,
+        ),
     )
+
+
+def _raised(batch: Batch | RunError) -> Batch:
+    """What a worker has fetched, or why it could not."""
+    if isinstance(batch, RunError):
+        raise batch
+    return batch
 
 
 class _Listed(Sampler[list[tuple[int, int]]]):
@@ -201,14 +218,17 @@ class _Listed(Sampler[list[tuple[int, int]]]):
         return iter(self._places)
 
 
-class _Feed(Dataset[Batch]):
+class _Feed(Dataset[Batch | RunError]):
     """What a worker process gets: the data set, asked for a whole batch at a time."""
 
     def __init__(self, dataset: Samples) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, places: Sequence[tuple[int, int]]) -> Batch:
-        return fetch(self._dataset, places)
+    def __getitem__(self, places: Sequence[tuple[int, int]]) -> Batch | RunError:
+        try:
+            return fetch(self._dataset, places)
+        except RunError as error:  # raised here, it would come out as a worker's traceback
+            return error
 
 
 class _ReadAhead(Iterator[Batch]):

@@ -90,6 +90,10 @@ class RemoteFiles(LocalFiles):
                 message = message.replace(str(copy), str(path))
             raise UserError(message) from error
 
+    def documents_of_key(self) -> Iterator[Document]:
+        """The copies are kept by version, and nobody else writes to them."""
+        return self.documents()
+
     def check(self) -> None:
         """Nothing: they are there, and a look into them would fetch them."""
 

@@ -130,8 +130,9 @@ class PackedCausal(Samples):
         labels = np.empty_like(inputs)
         for row, (_, index) in enumerate(places):
             at = self._part(index) * length
-            inputs[row] = tokens[at : at + length]
-            labels[row] = tokens[at + 1 : at + length + 1]
+            block = tokens[at : at + length + 1]
+            inputs[row] = block[:-1]
+            labels[row] = block[1:]
         return {"input_ids": inputs, "labels": labels}
 
     def documents(self, index: int) -> range:

@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.data.documents import Document, Source
+from portable.data.documents import Document, Source, changed_meanwhile
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,6 +20,22 @@ _STDLIB_LARGEST = 512_000
 _STDLIB_SKIPS = re.compile(
     "tests?|idle_test|idlelib|lib2to3|turtledemo|ensurepip|encodings|pydoc_data|.*-packages|__pycache__|config-.*"
 )
+
+
+class _Digest:
+    """The digest of documents in their order."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(b"stdlib", digest_size=16)
+
+    def add(self, document: Document) -> int:
+        """Add one; returns its size in bytes."""
+        content = document.text.encode()
+        self._hash.update(hashlib.blake2b(content, digest_size=16).digest())
+        return len(content)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
 
 
 class StandardLibrary(Source):
@@ -40,14 +56,18 @@ class StandardLibrary(Source):
     @property
     def key(self) -> str:
         if self._key is None:
-            digest = hashlib.blake2b(b"stdlib", digest_size=16)
-            self._size = 0
-            for document in self.documents():
-                content = document.text.encode()
-                self._size += len(content)
-                digest.update(hashlib.blake2b(content, digest_size=16).digest())
+            digest = _Digest()
+            self._size = sum(map(digest.add, self.documents()))
             self._key = digest.hexdigest()
         return self._key
+
+    def documents_of_key(self) -> Iterator[Document]:
+        key, digest = self.key, _Digest()
+        for document in self.documents():
+            digest.add(document)
+            yield document
+        if digest.hexdigest() != key:
+            raise changed_meanwhile(self._root)
 
     @property
     def size_bytes(self) -> int | None:

@@ -223,11 +223,11 @@ class Classification(Samples):
     def _labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
         cache = self._cache
         if cache.values is not None:
-            values = cache.values[numbers].astype(np.float32)
+            values: npt.NDArray[np.float32] = cache.values[numbers].astype(np.float32)
             return values if self._problem == MULTI or self._outputs > 1 else values[:, 0]
         assert cache.labels is not None
         if cache.label_offsets is None:
-            labels = cache.labels[numbers]
+            labels: npt.NDArray[np.int64] = cache.labels[numbers]
             return labels if self._ids is None else self._ids[labels]
         assert self._ids is not None
         several = np.zeros((len(numbers), self._outputs), dtype=np.float32)

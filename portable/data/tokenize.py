@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from portable.data.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, locked_folder
 from portable.data.documents import PIECE_CHARS, Document, Fields, Source
 from portable.data.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
-from portable.errors import UserError
+from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,8 +95,9 @@ def tokenize(
     with locked_folder(folder) as draft:
         try:
             return TokenCache.open(folder)
-        except CacheDamagedError:
-            pass
+        except CacheDamagedError as error:
+            if folder.exists():
+                print(f"warning: data.cache_dir: {error}; tokenizing again", file=sys.stderr)
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
         writer = TokenWriter(draft.path, names, vocabulary.size, labels=fields.label is not None)
@@ -110,7 +112,7 @@ def tokenize(
                 disable=not progress,
             )
             with bar:
-                for batch in _batches(source.documents()):
+                for batch in _batches(source.documents_of_key()):
                     written += _write(batch, tokenizer, framed, writer)
                     bar.update(sum(_size(document) for document in batch))
             if not written:
@@ -119,7 +121,10 @@ def tokenize(
                 )
             writer.finish(suffix=list(framed.suffix), source=source.name)
         draft.commit()
-    return TokenCache.open(folder)
+    try:
+        return TokenCache.open(folder)
+    except CacheDamagedError as error:
+        raise RunError(f"data.cache_dir: {error}, a moment ago; name a folder on another disk") from error
 
 
 def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWriter) -> int:

@@ -37,6 +37,7 @@ def load_tokenizer(
     name_or_path: str,
     *,
     offline: bool = False,
+    trust_remote_code: bool = False,
     source_language: str | None = None,
     target_language: str | None = None,
 ) -> Any:
@@ -45,6 +46,7 @@ def load_tokenizer(
     Args:
         name_or_path: id or folder.
         offline: as above.
+        trust_remote_code: run Python that comes with the tokenizer; else such a one is refused.
         source_language: of the texts, for a tokenizer of many languages.
         target_language: of the targets, for the same.
 
@@ -56,14 +58,28 @@ def load_tokenizer(
     languages = {"src_lang": source_language, "tgt_lang": target_language}
     languages = {key: code for key, code in languages.items() if code is not None}
     try:
-        return AutoTokenizer.from_pretrained(name_or_path, local_files_only=offline, **languages)
+        # Always said: left out, transformers asks on the standard input whether to run what comes with it.
+        return AutoTokenizer.from_pretrained(
+            name_or_path, local_files_only=offline, trust_remote_code=bool(trust_remote_code), **languages
+        )
+    except ValueError as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"data.tokenizer: {name_or_path!r} comes with Python of its own, which is not run unless "
+                "model.trust_remote_code is true; set that if you trust it, or give another tokenizer"
+            ) from error
+        raise _unloadable(name_or_path, error) from error
     except Exception as error:  # what comes out depends on what is wrong with the files or the network
-        reason = one_line(error)
-        reason = reason if len(reason) <= 200 else reason[:197] + "..."
-        raise UserError(
-            f"data.tokenizer: cannot load {name_or_path!r} ({reason}); give a folder with tokenizer files, "
-            "a hub id, or null to train one on the source"
-        ) from error
+        raise _unloadable(name_or_path, error) from error
+
+
+def _unloadable(name_or_path: str, error: Exception) -> UserError:
+    reason = one_line(error)
+    reason = reason if len(reason) <= 200 else reason[:197] + "..."
+    return UserError(
+        f"data.tokenizer: cannot load {name_or_path!r} ({reason}); give a folder with tokenizer files, a hub "
+        "id, or null to train one on the source"
+    )
 
 
 def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -> None:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from portable.data import cache as caching
 from portable.data import tokenize as tokenizing
 from portable.data.cache import CacheDamagedError, TokenCache, TokenWriter, locked_folder
 from portable.data.sources import Document, Fields, Source, open_source
 from portable.data.tokenize import frame, token_cache_folder, tokenize
 from portable.data.tokenizer import Vocabulary, train_tokenizer
-from portable.errors import UserError
+from portable.errors import RunError, UserError
 from portable.places import default_cache_dir
 from tests.portable.data_support import corpus, texts, token_cache, write_jsonl
 
@@ -67,7 +68,7 @@ def test_tokens_are_those_of_the_tokenizer(tokenizer: Any, tmp_path: Path) -> No
     assert [cache.document("text", number).tolist() for number in range(50)] == expected
     assert cache.tokens["text"].tolist() == list(chain.from_iterable(expected))
     assert cache.tokens["text"].dtype == np.uint16
-    assert isinstance(cache.tokens["text"], np.memmap)
+    assert isinstance(cache.tokens["text"][:1], np.memmap)
     assert cache.documents == 50
     assert cache.total_tokens == sum(map(len, expected))
 
@@ -163,6 +164,51 @@ def test_a_damaged_cache_is_built_again(tokenizer: Any, tmp_path: Path, name: st
     )
 
 
+@pytest.mark.parametrize("name", ["text.bin", "text.idx", "labels.bin", "blocks.crc"])
+def test_one_flipped_bit_anywhere_is_seen(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "cache"
+    token_cache(folder, [[i % 1000] * 40 for i in range(9000)], labels=list(range(9000)))
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 4
+    (folder / name).write_bytes(content)
+    with pytest.raises(CacheDamagedError, match=rf"{name}: not as it was written"):
+        TokenCache.open(folder)
+
+
+def test_what_tells_of_the_cache_is_checked_too(tmp_path: Path) -> None:
+    """The fingerprint guards resuming: a changed one would let other text pass."""
+    cache = token_cache(tmp_path / "cache", [[1, 2]])
+    meta = cache.folder / "meta.json"
+    meta.write_text(meta.read_text().replace(cache.fingerprint, "0" * 32))
+    with pytest.raises(CacheDamagedError, match=r"meta\.json: not as it was written"):
+        TokenCache.open(cache.folder)
+
+
+def test_blocks_of_a_large_cache_are_checked_when_first_read(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Given([Document(text) for text in texts(50)])
+    monkeypatch.setattr(caching, "CHECKED_WHOLE", 0)
+    monkeypatch.setattr(caching, "BLOCK", 256)
+    whole = build(source, tokenizer, tmp_path)
+    tokens = whole.tokens["text"].tolist()
+    path = whole.folder / "text.bin"
+    content = bytearray(path.read_bytes())
+    content[600] ^= 1
+    path.write_bytes(content)
+    cache = TokenCache.open(whole.folder)
+    assert cache.tokens["text"][:256].tolist() == tokens[:256]
+    assert cache.tokens["text"][-1] == tokens[-1]
+    carried = pickle.loads(pickle.dumps(cache))  # noqa: S301
+    with pytest.raises(RunError, match=r"text\.bin: not as it was written at byte 512; run"):
+        cache.tokens["text"][250:300]
+    with pytest.raises(RunError):
+        carried.document("text", next(n for n in range(50) if cache.offsets["text"][n + 1] > 300))
+    again = build(source, tokenizer, tmp_path)  # as the next leg does
+    assert again.tokens["text"].tolist() == tokens
+    assert "warning: data.cache_dir" in capsys.readouterr().err
+
+
 def test_another_format_is_built_again(tokenizer: Any, tmp_path: Path) -> None:
     source = Given([Document("a text")])
     meta = build(source, tokenizer, tmp_path).folder / "meta.json"
@@ -178,6 +224,34 @@ def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
     assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
     with pytest.raises(UserError, match="has no text in it"):
         build(Given([]), tokenizer, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv"])
+@pytest.mark.parametrize("max_samples", [None, 20])
+def test_a_file_that_changes_while_it_is_tokenized_is_kept_under_no_key(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, max_samples: int | None
+) -> None:
+    path = tmp_path / f"data{suffix}"
+    line = {".txt": "a text\n", ".jsonl": '{"text": "a text"}\n', ".csv": "a text\n"}[suffix]
+    path.write_text(("text\n" if suffix == ".csv" else "") + line * 40)
+    options: dict[str, Any] = {"max_samples": max_samples, "fields": Fields(text_split="line")}
+    source = open_source(str(path), **options)
+    batches = tokenizing._batches
+
+    def grown(documents: Iterator[Document]) -> Iterator[list[Document]]:
+        with path.open("a") as file:
+            file.write(line)
+        return batches(documents)
+
+    with monkeypatch.context() as patch:
+        assert source.key
+        patch.setattr(tokenizing, "_batches", grown)
+        with pytest.raises(UserError, match=rf"data{suffix} has changed while it was read; let what writes"):
+            build(source, tokenizer, tmp_path / "cache")
+    assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
+    assert build(open_source(str(path), **options), tokenizer, tmp_path / "cache").documents == (
+        max_samples or 41
+    )
 
 
 def test_what_a_dead_writer_left_is_removed(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
+from portable.data.build import build_data, inspect_data
 from portable.data.sources import Fields, StandardLibrary, open_source
 from portable.data.tokenize import Frame, frame, tokenize
 from portable.data.tokenizer import (
@@ -25,7 +26,7 @@ from portable.data.tokenizer import (
     trained_vocab_size,
 )
 from portable.errors import UserError
-from tests.portable.data_support import corpus, write_jsonl
+from tests.portable.data_support import Settings, corpus, write_jsonl
 
 HARD = "Def  f(x):\r\n\n\t return 'ß 漢字 🙂' \u200b\x00 # ſ  . , 's  <|end"
 
@@ -228,3 +229,43 @@ def test_threads_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "0")
     with parallel_tokenizers():
         assert os.environ[name] == "0"
+
+
+EVIL = """
+from pathlib import Path
+Path({mark!r}).touch()
+from transformers import PreTrainedTokenizerFast
+
+class Evil(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_python_of_a_tokenizer_is_not_run_unless_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_tokenizer(open_source(str(corpus(tmp_path))), 300, tmp_path / "cache").save_pretrained(
+        folder := tmp_path / "evil"
+    )
+    mark = tmp_path / "it ran"
+    (folder / "evil.py").write_text(EVIL.format(mark=str(mark)))
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
+    path.write_text(json.dumps(settings))
+    asked: list[str] = []
+
+    def answer(prompt: str = "") -> str:
+        asked.append(prompt)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    data = Settings(source=str(corpus(tmp_path)), cache_dir=tmp_path / "cache", tokenizer=str(folder))
+    for build in (build_data, inspect_data):
+        with pytest.raises(UserError, match=r"data\.tokenizer: .*evil' comes with Python of its own"):
+            build(data)
+    assert not asked
+    assert not mark.exists()
+    assert type(build_data(data, trust_remote_code=True).tokenizer).__name__ == "Evil"
+    assert mark.exists()

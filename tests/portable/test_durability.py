@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
+from contextlib import suppress
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from converters import open_checkpoint, write_dcp, write_safetensors
+from converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
+from converters.exchange import exchange
+from converters.manifest import MANIFEST
 from portable import checkpointing
 from portable.checkpointing import CheckpointFolder, TrainerState
 from portable.errors import RunError
@@ -90,6 +95,9 @@ def test_all_is_synced_before_the_name(
     partial = final.with_name(f".{final.name}.partial")
     files = [path for path in final.rglob("*") if path.is_file()]
     assert len(files) > 6
+    manifest = check_manifest(final)
+    assert manifest is not None
+    assert {*manifest["files"], MANIFEST} == {path.relative_to(final).as_posix() for path in files}
     for path in [*files, *(path for path in final.rglob("*") if path.is_dir()), final]:
         then = str(partial / path.relative_to(final))
         if path.name == checkpointing.STATE_FILE:  # written under another name, then replaced
@@ -106,7 +114,8 @@ def test_all_is_synced_before_the_name(
         assert own
         assert all(str(partial / path.relative_to(final)) in log["synced"] for path in own)
     assert any(moment >= named for moment in logs[0]["synced"][str(final.parent)])  # and then the name
-    exported = {Path(name).name for name in logs[0]["synced"] if "/.final.tmp-" in name}
+    exported = {Path(name).name for name in logs[0]["synced"] if "final.new" in name}
+    exported |= {name.removeprefix(".").removesuffix(".partial") for name in exported}
     assert {path.name for path in (tmp_path / "run" / "final").iterdir()} <= exported
 
 
@@ -219,7 +228,7 @@ def test_half_a_checkpoint_never_passes_for_one(
         save(checkpoints, 2)
     found = CheckpointFolder(tmp_path, keep=1).complete()
     assert [step for step, _ in found] == [2]
-    assert all(len(list(folder.iterdir())) == 21 for _, folder in found)
+    assert all(len(list(folder.iterdir())) == 22 for _, folder in found)
     checkpoints.remove_partial()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002"]
 
@@ -254,9 +263,46 @@ def test_a_disk_that_is_full_is_one_line(
     assert train_leg("cpu", configured(folder, corpus, train__stop_after=4)) == 0
     from portable import metrics
 
-    monkeypatch.setattr(metrics, "METRICS_FILE", "full")
-    (folder / "full").symlink_to("/dev/full")
-    monkeypatch.setattr(metrics, "read_metrics", lambda _: [])
-    monkeypatch.setattr(Path, "read_bytes", lambda _: b"\n")
+    monkeypatch.setattr(metrics, "open_own", lambda _, flags: os.open("/dev/full", flags))
     with pytest.raises(RunError, match=r"cannot be written to: No space left.*free some.*step-000004"):
         train_leg("cpu", configured(folder, corpus))
+
+
+def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at any call that changes a name, which is emulated: one of the two is a checkpoint."""
+    for survived in range(4):
+        folder = tmp_path / str(survived)
+        checkpoints = CheckpointFolder(folder)
+        save(checkpoints, 1)
+        left = survived
+
+        def dies(*arguments: Any, real: Any, **options: Any) -> Any:
+            nonlocal left
+            if left <= 0:
+                raise MemoryError("killed")
+            left -= 1
+            return real(*arguments, **options)
+
+        with monkeypatch.context() as patch, suppress(RunError):
+            patch.setattr(Path, "rename", partialmethod(dies, real=Path.rename))
+            patch.setattr(checkpointing, "exchange", partial(dies, real=exchange))
+            patch.setattr(shutil, "rmtree", partial(dies, real=shutil.rmtree))
+            save(checkpoints, 1)
+        assert [step for step, _ in CheckpointFolder(folder).complete()] == [1]
+        CheckpointFolder(folder).remove_partial()
+        assert [path.name for path in folder.iterdir()] == ["step-000001"]
+
+
+def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "step-000001" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("kept")
+    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints.remove_partial()
+    assert (
+        "step-000001: holds no trainer_state.json, so it counts as no checkpoint" in capsys.readouterr().err
+    )
+    save(checkpoints, 1)
+    assert (tmp_path / "step-000001.kept" / "mine.txt").read_text() == "kept"
+    assert "kept as" in capsys.readouterr().err
+    assert [step for step, _ in checkpoints.complete()] == [1]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from portable.errors import RunError, UserError
 from portable.launch import STOP_REQUESTED, _stopped, failing, launch
@@ -357,8 +358,26 @@ def _rank_function(how: str) -> int:
         (notes / str(rank)).touch()
     if how == "returns":
         return 75
+    if how == "listens":
+        torch.distributed.init_process_group("gloo")
+        torch.distributed.barrier()
+        print("listening on", *sorted({*listening(os.getpid()), *listening(os.getppid())}), flush=True)
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        return 0
     time.sleep(2 * AT_MOST)
     return 0
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses, in hexadecimal, on which a process listens for TCP."""
+    sockets = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in _lines(Path(f"/proc/net/{name}"))]
+    return {f[1].split(":")[0] for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in sockets}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def report(how: str, counted: tuple[int | None, ...] = ()) -> None:
@@ -492,3 +511,10 @@ def test_what_a_stopped_run_goes_on_from_is_there(requests: list[int]) -> None:
 
 def test_the_ranks_exit_code_is_handed_on(notes: Path, zygote: Zygote) -> None:
     assert reported(zygote, notes, "returns") == ("75", "waiting for 2 ranks to load\n")
+
+
+def test_local_ranks_listen_on_the_loopback_interface_only(notes: Path, zygote: Zygote) -> None:
+    """Whoever reaches a store can write to it, and what ranks read there decides where they connect."""
+    told, errors = reported(zygote, notes, "listens")
+    lines = [line for line in (told + errors).splitlines() if line.startswith("listening on")]
+    assert lines == ["listening on 0100007F"] * 2  # 127.0.0.1

@@ -402,3 +402,23 @@ def test_a_lease_that_nobody_renews_is_taken_over(
         first.__exit__(None, None, None)
         second.check()  # whoever lost the lease does not remove it
         assert s3.names("run/") == [LEASE_FILE]
+
+
+@pytest.mark.parametrize("trap", ["a link", "another user's"])
+def test_a_staging_folder_that_somebody_else_made_is_refused(
+    trap: str, s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name in the system's folder for temporary files is known to all who may write there."""
+    monkeypatch.setattr("portable.remote_output.tempfile.gettempdir", lambda: str(tmp_path))
+    base = tmp_path / f"portable-{os.getuid()}"
+    if trap == "a link":
+        (tmp_path / "theirs").mkdir()
+        base.symlink_to("theirs")
+    elif os.getuid():
+        pytest.skip("only root can make another user's folder")
+    else:
+        base.mkdir()
+        os.chown(base, 12345, 12345)
+    with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* is a link, or another user's"):
+        train_leg("cpu", configured(s3.url("run"), corpus))
+    assert not list(base.iterdir())

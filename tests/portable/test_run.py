@@ -15,17 +15,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from converters.formats.dcp_seal import SEAL
+from converters.manifest import MANIFEST
 from portable import run
 from portable.checkpointing import CheckpointFolder, TrainerState
 from portable.config import load_config
-from portable.errors import RunError, UserError
+from portable.errors import DamagedError, RunError, UserError
+from portable.html_report import write_report
 from portable.lock import locked
 from portable.metrics import read_metrics
 from portable.output import open_output
+from portable.plot import plot_loss
 from portable.run import train_leg
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.ranks import RankPool
@@ -66,7 +71,7 @@ def test_leaves_what_the_design_promises(finished: Path) -> None:
     names = [folder.name for _, folder in CheckpointFolder(finished / "checkpoints", keep=None).complete()]
     assert names == ["step-000004", "step-000008"]
     state = json.loads((finished / "checkpoints" / "step-000008" / "trainer_state.json").read_text())
-    assert (state["step"], state["samples"], state["format_version"]) == (8, 48, 1)
+    assert (state["step"], state["samples"], state["format_version"]) == (8, 48, 2)
     assert load_config(finished / "config.yaml").train.steps == 8
 
 
@@ -465,6 +470,103 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert (folder / "checkpoints" / "step-000005.damaged").is_dir()
     resumed = [row["step"] for row in read_metrics(folder) if "loss" in row]
     assert resumed == [1, 2, 3, 4, 5, 6, 7, 8], "the steps after the damage are on record once"
+
+
+def test_logs_never_stop_a_run(
+    finished: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    shutil.rmtree(folder / "checkpoints" / "step-000008")
+    path = folder / "metrics.jsonl"
+    good = path.read_bytes()
+    bad = [b'{"step": 2, "loss": "\xff"}', b"[" * 100_000, b'{"step": true}', b"5"]
+    nan = b'{"step": 3, "loss": NaN, "learning_rate": 1e-3}'
+    path.write_bytes(good + b"\n".join([*bad, nan]) + b"\n")
+    with (folder / "events.jsonl").open("ab") as events:
+        events.write(b'{"event": "save", "step": 4}\n{"event": "save", "step": 4, "time": "noon"}\n\xff\n')
+    assert leg(folder, corpus) == 0
+    assert "metrics.jsonl: 4 rows cannot be read" in capsys.readouterr().err
+    write_report([folder], folder / "report.html")
+    assert plot_loss(folder) is not None
+    assert losses(folder).keys() == losses(finished).keys()
+    assert weights(folder) == weights(finished)
+
+
+def _flip_in_samples(checkpoint: Path) -> None:
+    path = checkpoint / "trainer_state.json"
+    path.write_text(path.read_text().replace('"samples": 24', '"samples": 26'))
+
+
+def _swap_shards(checkpoint: Path) -> None:
+    """Those of the other step of the same run, with all that tells of them but the state."""
+    other = checkpoint.with_name("step-000008")
+    for path in other.iterdir():
+        if path.suffix == ".distcp" or path.name in (".metadata", SEAL):
+            (checkpoint / path.name).write_bytes(path.read_bytes())
+
+
+def _forge(checkpoint: Path) -> None:
+    """Another step's folder, as a whole, under this one's name."""
+    shutil.rmtree(checkpoint)
+    shutil.copytree(checkpoint.with_name("step-000008"), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (_flip_in_samples, "trainer_state.json: damaged, or of another save"),
+        (_swap_shards, "damaged, or of another save"),
+        (_forge, r"trainer_state.json: damaged \(ValueError: step is 8\)"),
+        (lambda folder: (folder / SEAL).unlink(), f"{SEAL}: missing, and"),
+        (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST}: missing"),
+        (lambda folder: (folder / MANIFEST).write_text("{}"), f"{MANIFEST}: damaged"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: has 2 bytes, and"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json: missing, and"),
+    ],
+    ids=["samples", "shards", "another step", "seal", "no manifest", "manifest", "tokenizer", "config"],
+)
+def test_every_file_of_a_checkpoint_is_checked(
+    damage: Callable[[Path], object], told: str, finished: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "step-000004"
+    for name in ("step-000004", "step-000008"):
+        shutil.copytree(finished / "checkpoints" / name, tmp_path / name)
+    assert TrainerState.read(folder).check_files(folder) is None
+    damage(folder)
+    with pytest.raises(DamagedError, match=told):
+        TrainerState.read(folder).check_files(folder)
+
+
+def test_a_checkpoint_of_which_a_small_file_is_damaged_is_set_aside(
+    finished: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    _flip_in_samples(folder / "checkpoints" / "step-000004")
+    (folder / "checkpoints" / "step-000008" / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer.json: has 2 bytes, and"):
+        leg(folder, corpus)
+    shutil.copytree(finished / "checkpoints" / "step-000004", folder / "checkpoints" / "whole")
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    (folder / "checkpoints" / "whole").rename(folder / "checkpoints" / "step-000004")
+    assert leg(folder, corpus) == 0
+    assert "step-000008.damaged, going on from" in capsys.readouterr().err
+    assert weights(folder) == weights(finished)
+
+
+def test_a_checkpoint_of_an_older_version_is_gone_on_from_with_a_warning(
+    finished: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished / "checkpoints" / "step-000004", folder / "checkpoints" / "step-000004")
+    checkpoint = folder / "checkpoints" / "step-000004"
+    (checkpoint / MANIFEST).unlink()
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    (checkpoint / "trainer_state.json").write_text(json.dumps({**state, "format_version": 1}))
+    assert leg(folder, corpus) == 0
+    assert "an older version of this program wrote it, without a manifest" in capsys.readouterr().err
+    assert weights(folder) == weights(finished)
 
 
 def test_resume_from_a_path(tmp_path: Path, corpus: Path, finished: Path) -> None:

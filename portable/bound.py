@@ -1,0 +1,66 @@
+"""Processes that end with their parent, however it ends. Imports nothing that takes time."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from multiprocessing import spawn
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PR_SET_PDEATHSIG = 1
+# What a spawned process does first of all. In seconds of imports its parent may be killed.
+_FIRST = (
+    "import ctypes, os; ctypes.CDLL(None).prctl({option}, {signal}, 0, 0, 0); "
+    "os.getppid() == {parent} or os._exit(1); "
+)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the system kill this process when its parent ends, however it ends.
+
+    Args:
+        parent: the parent's process id as it was known before; if it is already gone, this ends at once.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def spawned_bound() -> Iterator[None]:
+    """Bind what ``multiprocessing`` spawns meanwhile to this process, before it imports anything."""
+    if sys.platform != "linux":
+        yield
+        return
+    first = _FIRST.format(option=_PR_SET_PDEATHSIG, signal=int(signal.SIGKILL), parent=os.getpid())
+    original = spawn.get_command_line
+
+    def command_line(**arguments: object) -> list[str]:
+        line: list[str] = original(**arguments)
+        if "-c" in line:  # a frozen program has none
+            at = line.index("-c") + 1
+            line[at] = first + line[at]
+        return line
+
+    spawn.get_command_line = command_line
+    try:
+        yield
+    finally:
+        spawn.get_command_line = original

@@ -1,0 +1,82 @@
+"""How local ranks find each other: a store of their launcher's that listens on the loopback interface alone.
+
+Torch's own rendezvous opens stores on every interface, to which anybody in the network could write; and its
+state is a pickle.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+if TYPE_CHECKING:
+    from typing import Any
+
+LOOPBACK = "127.0.0.1"
+BACKEND = "portable-loopback"
+_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """Of one launcher with ranks on its own machine, which use its store, too."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        listener = socket.create_server((LOOPBACK, 0), backlog=2048)
+        self._port: int = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK,
+            self._port,
+            None,
+            is_master=True,
+            timeout=_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """There is one round only."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def register() -> str:
+    """Make it known to torch; returns its name there."""
+
+    def create(parameters: RendezvousParameters) -> Any:
+        return LoopbackRendezvous(parameters.run_id)
+
+    if BACKEND not in rendezvous_handler_registry._registry:
+        rendezvous_handler_registry.register(BACKEND, create)
+    return BACKEND

@@ -1,0 +1,84 @@
+"""No process outlives the one that began it: not while it imports, nor as a data worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.portable.test_launch import alive, wait_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.zygote import Zygote
+
+SPAWNS = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+if __name__ != "__main__":  # in the child, which imports this first
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    time.sleep(60)
+from portable.bound import spawned_bound
+if __name__ == "__main__":
+    with spawned_bound():
+        multiprocessing.get_context("spawn").Process(target=print).start()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread looks after it, once there is one")
+def test_a_rank_that_is_still_importing_ends_with_its_launcher(tmp_path: Path) -> None:
+    note, script = tmp_path / "child", tmp_path / "main.py"
+    script.write_text(SPAWNS)
+    parent = subprocess.Popen([sys.executable, str(script), str(note)])
+    wait_for(lambda: note.exists() and note.read_text() != "")
+    child = int(note.read_text())
+    assert alive(child)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not alive(child), 5)
+
+
+def load_and_wait(folder: str) -> None:
+    """Be a rank with two data workers."""
+    from pathlib import Path
+
+    from portable.data.loader import TrainLoader
+    from portable.data.samples import PackedCausal, Part
+    from tests.portable.data_support import token_cache
+
+    samples = PackedCausal(token_cache(Path(folder) / "cache", [list(range(200))]), Part(0, 20), 8)
+    batches = iter(TrainLoader(samples, global_batch_size=2, micro_batch_size=2, num_workers=2, seed=0))
+    next(batches)
+    (Path(folder) / "loading").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def below(pid: int) -> list[int]:
+    """The processes that ``pid`` began, and those that these began."""
+    done = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    children = [int(child) for child in done.stdout.split()]
+    return children + [process for child in children for process in below(child)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no such order to the system")
+def test_data_workers_end_with_a_killed_rank(tmp_path: Path, zygote: Zygote) -> None:
+    call = f"from tests.portable.test_bound import load_and_wait; load_and_wait({str(tmp_path)!r})"
+    started = zygote.start("python", "-c", call)
+    note = tmp_path / "loading"
+    wait_for(lambda: (note.exists() and note.read_text() != "") or started.poll() is not None)
+    rank = int(note.read_text())
+    processes = below(rank)
+    assert len(processes) >= 3  # the server and two workers
+    os.kill(rank, signal.SIGKILL)
+    started.communicate(timeout=60)
+    wait_for(lambda: not any(map(alive, processes)), 5)
