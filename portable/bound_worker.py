@@ -12,5 +12,21 @@ from portable.bound import die_with_parent
 
 _SERVER = os.getpid()
 
+
+class _Fork:
+    """Who forks; a worker's own children are its own affair."""
+
+    parent = _SERVER
+
+    @classmethod
+    def before(cls) -> None:
+        cls.parent = os.getpid()
+
+    @classmethod
+    def in_child(cls) -> None:
+        if cls.parent == _SERVER:
+            die_with_parent(_SERVER)
+
+
 die_with_parent()
-os.register_at_fork(after_in_child=lambda: die_with_parent(_SERVER))
+os.register_at_fork(before=_Fork.before, after_in_child=_Fork.in_child)
