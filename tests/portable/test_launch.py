@@ -361,7 +361,8 @@ def _rank_function(how: str) -> int:
     if how == "listens":
         torch.distributed.init_process_group("gloo")
         torch.distributed.barrier()
-        print("listening on", *sorted({*listening(os.getpid()), *listening(os.getppid())}), flush=True)
+        found = sorted({*listening(os.getpid()), *listening(os.getppid())})
+        os.write(1, f"listening on {' '.join(found)}\n".encode())  # in one piece, as the other rank's
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         return 0
