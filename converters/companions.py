@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from converters.dtypes import CASTABLE, TO_TORCH
 from converters.errors import CheckpointError, printable
 from converters.guarded import LinkError, read_small_text, real_path
+from converters.manifest import check_manifest
 from converters.places import place
 from converters.remote import RemotePath
 from converters.remote_errors import AccessDeniedError
@@ -51,6 +52,8 @@ def find_companions(root: Place) -> dict[str, Place]:
         upwards.append(folder.parent.parent)
     elif folder.parent.parent.name == _RUN_CHECKPOINTS:
         upwards += [folder.parent.parent, folder.parent.parent.parent]
+    # Of a checkpoint of this project, what is copied is what was saved.
+    check_manifest(folder, only=lambda name: name == "trainer_state.json" or _NAMES.fullmatch(name))
     return _companions_in(upwards)
 
 

@@ -12,15 +12,18 @@ CRC32s of what is in the file, as torch took them while it wrote. Whoever reads 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, printable
+from converters.guarded import open_regular, read_small_text, real_path
 from converters.remote import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from converters.places import Place
@@ -64,7 +67,7 @@ def read_manifest(folder: Place) -> dict[str, Any] | None:
     """The manifest of a checkpoint; None where there is none; CheckpointError where it is damaged."""
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(read_small_text(path, folder))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
@@ -73,17 +76,25 @@ def read_manifest(folder: Place) -> dict[str, Any] | None:
         raise CheckpointError(f"{path}: damaged")
     rest = {key: value for key, value in found.items() if key != "crc32"}
     files = found.get("files")
-    if found.get("crc32") != _own_crc32(rest) or not isinstance(files, dict):
+    if (
+        found.get("crc32") != _own_crc32(rest)
+        or not isinstance(files, dict)
+        or not all(map(_sound, files.items()))
+    ):
         raise CheckpointError(f"{path}: damaged")
     if found.get("version") != _VERSION:
         raise CheckpointError(f"{path}: of a newer version than this program")
     return found
 
 
-def check_manifest(folder: Place) -> dict[str, Any] | None:
+def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -> dict[str, Any] | None:
     """Hold the files of a checkpoint against its manifest; None where it has none.
 
     Files that the manifest does not name are nobody's concern here.
+
+    Args:
+        folder: of the checkpoint.
+        only: whether a file of that name is to be looked at; all are by default.
 
     Raises:
         CheckpointError: a file is missing, or another one than was written.
@@ -93,17 +104,23 @@ def check_manifest(folder: Place) -> dict[str, Any] | None:
         return None
     there = folder.files() if isinstance(folder, RemotePath) else None
     for name, told in found["files"].items():
+        if only is not None and not only(name):
+            continue
         path = folder / name
         try:
+            if there is None:
+                real_path(path, folder)  # type: ignore[arg-type]
             size = path.stat().st_size if there is None else there[name]
             if size != told["bytes"]:
-                raise CheckpointError(f"{path}: has {size:,} bytes, and {told['bytes']:,} were written")
+                raise CheckpointError(
+                    f"{printable(path)}: has {size:,} bytes, and {told['bytes']:,} were written"
+                )
             if "crc32" in told and _crc32(path) != told["crc32"]:
-                raise CheckpointError(f"{path}: damaged, or of another save")
+                raise CheckpointError(f"{printable(path)}: damaged, or of another save")
             if "directory" in told and _directory(folder, name) != told["directory"]:
-                raise CheckpointError(f"{path}: damaged, or of another save")
+                raise CheckpointError(f"{printable(path)}: damaged, or of another save")
         except (KeyError, FileNotFoundError):
-            raise CheckpointError(f"{path}: missing, and {MANIFEST} names it") from None
+            raise CheckpointError(f"{printable(path)}: missing, and {MANIFEST} names it") from None
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
     return found
@@ -115,6 +132,19 @@ def is_named(folder: Place, name: str) -> bool:
     return found is not None and name in found["files"]
 
 
+def _sound(item: tuple[str, Any]) -> bool:
+    """Whether an entry names a file below the folder, and tells numbers of it."""
+    name, told = item
+    path = PurePosixPath(name)
+    return (
+        not path.is_absolute()
+        and ".." not in path.parts
+        and isinstance(told, dict)
+        and isinstance(told.get("bytes"), int)
+        and all(isinstance(value, int) for value in told.values())
+    )
+
+
 def _own_crc32(document: Mapping[str, Any]) -> int:
     return isal_zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
@@ -123,7 +153,7 @@ def _crc32(path: Place) -> int:
     if isinstance(path, RemotePath):
         return isal_zlib.crc32(path.read_bytes())
     crc = 0
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while chunk := file.read(_CHUNK):
             crc = isal_zlib.crc32(chunk, crc)
     return crc

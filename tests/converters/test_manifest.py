@@ -1,0 +1,66 @@
+"""The manifest of a checkpoint: whoever wrote it, it leads nowhere else and is no reason for a traceback."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
+from converters.cli import main
+from converters.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "step-000004"
+    made.mkdir()
+    save_file({"a": torch.arange(4.0)}, made / "model.safetensors")
+    (made / "config.json").write_text('{"model_type": "llama"}')
+    (made / "tokenizer.json").write_text('{"version": "1.0"}')
+    (made / MANIFEST).write_text(manifest_text(manifest_entries(made), step=4))
+    return made
+
+
+def named(folder: Path, files: Any) -> None:
+    (folder / MANIFEST).write_text(manifest_text(files if isinstance(files, dict) else {}, step=4))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"../outside": {"bytes": 1, "crc32": 0}},
+        {"/dev/zero": {"bytes": 0, "crc32": 0}},
+        {"config.json": {"bytes": "23"}},
+        {"config.json": {}},
+        {"config.json": [23]},
+    ],
+)
+def test_what_it_must_not_name(folder: Path, files: Any) -> None:
+    named(folder, files)
+    with pytest.raises(CheckpointError, match="damaged"):
+        check_manifest(folder)
+
+
+def test_a_link_that_leads_out_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / "config.json").rename(tmp_path / "elsewhere.json")
+    (folder / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(CheckpointError, match="leads out"):
+        check_manifest(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_conversion_copies_what_was_saved(
+    name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(folder), str(tmp_path / "out")]) == 0
+    text = (folder / name).read_text()
+    (folder / name).write_text(text.replace("l", "m").replace("1", "2"))  # as long as it was
+    assert main([str(folder), str(tmp_path / "other")]) == 2
+    assert f"{name}: damaged, or of another save" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
