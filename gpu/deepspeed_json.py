@@ -160,14 +160,21 @@ def modernise(values: dict[str, Any], name: str) -> list[str]:
         if size is not None and values["zero_optimization"]["stage"]:
             values["zero_optimization"]["allgather_bucket_size"] = size
         notices.append("zero_optimization true or false is called zero_optimization.stage 1 or 0 today")
+    zero = values.get("zero_optimization", {})
+    require(
+        isinstance(zero, dict),
+        f"{name}: zero_optimization must be a mapping, not {shown(zero)}; remove it, or set its stage in it",
+    )
+    stage = zero.get("stage")
+    if isinstance(stage, float) and stage.is_integer():  # which DeepSpeed takes
+        zero["stage"] = int(stage)
     for path, model in models().items():
         section: Any = values
         for part in path:
             section = section.get(part) if isinstance(section, dict) else None
         if isinstance(section, dict):
             notices += replace_deprecated(model, section, path, name)
-    zero = values.get("zero_optimization")
-    if isinstance(zero, dict) and "aio" in zero:
+    if "aio" in zero:
         aio = zero.pop("aio")
         values.setdefault("aio", aio)
         notices.append("aio stands at the top level today, and was moved there from zero_optimization")

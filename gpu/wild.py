@@ -62,9 +62,9 @@ top, names without `fsdp_`) are understood.
 
 **Passed over in silence**, since a launcher answers them or they are so here anyway: {free}.
 
-**Noted:** `tpu_*` and `downcast_bf16` off TPUs; offloading that a `zero_stage` does not do; `gpu_ids`,
-which `CUDA_VISIBLE_DEVICES` is set to; XLA without `fsdp_config`, which shards here and replicates there:
-the numbers are the same. Further:
+**Noted:** `tpu_*` and `downcast_bf16` off TPUs; offloading that a `zero_stage` does not do; `use_cpu`
+with MULTI_GPU, which runs on GPUs; `gpu_ids`, which `CUDA_VISIBLE_DEVICES` is set to; XLA without
+`fsdp_config`, which shards here and replicates there: the numbers are the same. Further:
 
 {noted}
 

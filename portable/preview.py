@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError
+from converters.console import say
 from portable import model as models
 from portable.adopt import SpecialTokens, problem_of
 from portable.backend import backend_room
@@ -61,13 +62,13 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     rows += memory_rows(planner)
     for line in _notes(config, backend, model, special_tokens, data, plan):
         print(line, file=sys.stderr)
-    print(dump_yaml(config))
+    say(dump_yaml(config))
     if config.came_from:
-        print("# Where it was set; all else is a default, or follows from these")
-        print(table(list(config.came_from.items())))
-        print()
-    print("# What this run will do")
-    print(table(rows))
+        say("# Where it was set; all else is a default, or follows from these")
+        say(table(list(config.came_from.items())))
+        say("")
+    say("# What this run will do")
+    say(table(rows))
     return 0
 
 
@@ -152,9 +153,9 @@ def describe_checkpoint(path: str, backend_name: str) -> int:
             raise UserError(f"--resume-info: {place} is missing; give the folder of a run or of a checkpoint")
         if (foreign := open_foreign(place)) is not None:
             try:
-                print(table(foreign.rows()))
+                say(table(foreign.rows()))
             except CheckpointError as error:
                 raise UserError(f"--resume-info: {error}") from error
             return 0
-        print(describe(checkpoint_of(place), backend_name))
+        say(describe(checkpoint_of(place), backend_name))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -61,6 +62,20 @@ def test_a_reader_that_has_gone_is_no_error(module: str) -> None:
     assert process.stderr.read() == b""
     assert process.wait() in (141, 0)  # argparse takes no notice of what it cannot print
     process.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("module", ["portable.cli", "portable.planner.cli"])
+def test_a_full_disk_behind_standard_output_is_told(module: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run(
+            [sys.executable, "-c", f"import sys; from {module} import main; sys.exit(main(['--help']))"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert process.stderr.splitlines() == ["error: standard output: No space left on device"]
+    assert process.returncode == 1
 
 
 def test_another_broken_pipe_is_one() -> None:

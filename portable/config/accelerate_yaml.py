@@ -262,7 +262,11 @@ class _Reader:
             self._put(path, "precision", self._choose(path, value, choices))
 
     def use_cpu(self, path: Path, value: Any) -> None:
-        if self._flag(path, value):
+        if not self._flag(path, value):
+            return
+        if str(self._values.get("distributed_type", "")).upper() == "MULTI_GPU":
+            self._note(path, "has no effect: with distributed_type MULTI_GPU Accelerate runs on GPUs")
+        else:
             self._put(path, "backend", "cpu")
 
     def dynamo_backend(self, path: Path, value: Any) -> None:
@@ -347,7 +351,7 @@ class _Reader:
     def min_num_params(self, path: Path, value: Any) -> None:
         policy = str((self._values.get("fsdp_config") or {}).get("fsdp_auto_wrap_policy", "")).upper()
         if policy == "SIZE_BASED_WRAP" and not self._xla:  # Accelerate writes it beside other policies too
-            self._put(path, "fsdp.min_num_params", value)
+            self._put(path, "fsdp.min_num_params", _number(value))
 
     def prefetch(self, path: Path, value: Any) -> None:
         name = path[-1].removeprefix("fsdp_").removesuffix("_policy")
@@ -408,7 +412,7 @@ class _Reader:
 
     def gradient_clipping(self, path: Path, value: Any) -> None:
         if value not in (None, "auto"):
-            self._put(path, "train.max_grad_norm", value or None)
+            self._put(path, "train.max_grad_norm", _number(value) or None)
 
     def zero_offload(self, path: Path, value: Any) -> None:
         key = {"offload_optimizer_device": "offload_optimizer", "offload_param_device": "offload_params"}
@@ -503,6 +507,15 @@ def _prefixed(section: Any) -> Any:
         key if key in _XLA or str(key).startswith("fsdp") else f"fsdp_{key}": value
         for key, value in section.items()
     }
+
+
+def _number(value: Any) -> Any:
+    """Read a number in quotes, as Accelerate does, to which all of these are words in the environment."""
+    try:
+        number = float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    return int(value) if isinstance(value, str) and value.strip().isdigit() else number
 
 
 def _truth(value: Any) -> Any:

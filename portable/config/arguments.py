@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.commands import exit_codes, version_line
+from converters.console import say
 from portable.config import flags, help_text
 from portable.config.accelerate_yaml import read_environment
 from portable.config.flags import Option
@@ -120,10 +121,10 @@ def read_command(
     parsed = flags.parse(argv, RunConfig, options)
     if parsed.help is not None:
         columns = shutil.get_terminal_size().columns
-        print(help_text.render(parsed.help, RunConfig, options, usage, columns))
+        say(help_text.render(parsed.help, RunConfig, options, usage, columns))
         raise SystemExit(0)
     if parsed.options.pop("version", False):
-        print(version_line())
+        say(version_line())
         raise SystemExit(0)
     accelerate = [] if (launched := read_environment(os.environ)) is None else [launched]
     if (path := parsed.options.pop("accelerate_config", None)) is not None:

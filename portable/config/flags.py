@@ -113,6 +113,9 @@ class _Parser:
                 value = path_given(flag, value)
         if option.kind == "paths":
             value = [*self._parsed.options.get(option.attribute, ()), value]
+        elif option.kind == "path" and self._parsed.options.get(option.attribute, value) != value:
+            first = self._parsed.options[option.attribute]  # which would be dropped without a word
+            raise UserError(f"{flag} is given twice, as {first} and as {value}; give one of the two")
         self._parsed.options[option.attribute] = value
 
     def _setting(self, name: str, flag: str, inline: str | None) -> None:

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from converters.commands import DONE, REFUSED, command, exit_codes
+from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
 from portable.errors import UserError, one_line
@@ -82,9 +83,9 @@ def run(argv: Sequence[str]) -> int:
     best = planner.best(found)
     subject.keep()
     if given.get("json"):
-        print(json.dumps(as_json(planner, found, best), indent=1))
+        say(json.dumps(as_json(planner, found, best), indent=1))
     else:
-        print(as_text(planner, found, best))
+        say(as_text(planner, found, best))
     return 0
 
 

@@ -401,6 +401,8 @@ def test_contradictions_name_both_sides(
         ("[]", ["must be a mapping"]),
         ('{"fp16": {}, "fp16": {}}', ["fp16", "twice"]),
         ("\x00", ["not JSON"]),
+        ('{"zero_optimization": null}', ["zero_optimization must be a mapping, not null"]),
+        ('{"zero_optimization": 2}', ["zero_optimization must be a mapping, not 2"]),
     ],
 )
 def test_files_that_are_no_configuration(text: str, words: list[str], tmp_path: Path, corpus: Path) -> None:
@@ -579,6 +581,11 @@ def test_words_are_read_as_deepspeed_reads_them(tmp_path: Path, corpus: Path) ->
     document = {"zero_optimization": {"stage": 2, "overlap_comm": "no"}, "bf16": {"enabled": "true"}}
     config = resolved(tmp_path, corpus, document, precision="auto")
     assert config.precision == "bf16"
+
+
+def test_a_stage_with_a_point_is_a_whole_one(tmp_path: Path, corpus: Path) -> None:
+    """DeepSpeed's parser takes 2.0, which some programs write."""
+    assert resolved(tmp_path, corpus, {"zero_optimization": {"stage": 2.0}}).strategy == "zero2"
 
 
 def test_the_schedulers_rate_is_the_runs(tmp_path: Path, corpus: Path) -> None:

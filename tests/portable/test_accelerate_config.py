@@ -144,6 +144,7 @@ def test_deepspeed(tmp_path: Path) -> None:
         ("fsdp_backward_prefetch: NO_PREFETCH", "fsdp.backward_prefetch", "no_prefetch"),
         ("fsdp_auto_wrap_policy: NO_WRAP", "fsdp.auto_wrap_policy", "no_wrap"),
         ("{fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 9}", "fsdp.min_num_params", 9),
+        ("{fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: '9'}", "fsdp.min_num_params", 9),
         ("{fsdp_auto_wrap_policy: NO_WRAP, fsdp_min_num_params: 9}", "fsdp.min_num_params", None),
         (
             "fsdp_transformer_layer_cls_to_wrap: A, B",
@@ -173,6 +174,11 @@ def test_each_key_of_fsdp(lines: str, key: str, value: Any, tmp_path: Path) -> N
             "deepspeed.config",
             {"gradient_accumulation_steps": 8},
         ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_clipping: '0.5'}",
+            "train.max_grad_norm",
+            0.5,
+        ),
         ("dynamo_backend: AOT_EAGER", "compile_backend", "aot_eager"),
         ("dynamo_backend: 'NO'", "compile", False),
         ("dynamo_config: {backend: INDUCTOR}", "compile", True),
@@ -180,6 +186,8 @@ def test_each_key_of_fsdp(lines: str, key: str, value: Any, tmp_path: Path) -> N
         ("mixed_precision: null", "precision", "auto"),
         ("mixed_precision: 'no'", "precision", "fp32"),
         ("use_cpu: true", "backend", "cpu"),
+        ("use_cpu: true\ndistributed_type: MULTI_GPU", "backend", "cuda"),
+        ("distributed_type: MULTI_GPU\nuse_cpu: true", "backend", "cuda"),
         ("dynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: default}", "compile", True),
         ("dynamo_config: {dynamo_backend: AOT_EAGER}", "compile_backend", "aot_eager"),
         (
@@ -242,6 +250,7 @@ def test_refused_by_name(text: str, words: list[str], tmp_path: Path) -> None:
         ("downcast_bf16: true", ["downcast_bf16", "for TPUs"]),
         ("tpu_name: a", ["tpu_name", "for TPUs"]),
         ("debug: true", ["debug", "no effect"]),
+        ("use_cpu: true\ndistributed_type: MULTI_GPU", [":1: use_cpu", "MULTI_GPU"]),
         ("dynamo_config: {dynamo_use_dynamic: true}", ["dynamo_use_dynamic", "no effect"]),
         (
             "distributed_type: FSDP\nfsdp_config:\n  fsdp_use_orig_params: false",

@@ -257,3 +257,8 @@ def test_no_command_line_brings_a_traceback(argv: list[str]) -> None:
         parse_args(argv)
     except UserError as error:
         assert "\n" not in str(error)
+
+
+def test_a_second_file_for_an_option_that_takes_one_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--accelerate-config is given twice, as a\.yaml and as b\.yaml"):
+        parse_args(["--accelerate-config", "a.yaml", "--accelerate-config=b.yaml"])
