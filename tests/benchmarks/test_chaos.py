@@ -23,13 +23,8 @@ from tests.runs import configured
 
 def kill_forks(run: Run) -> None:
     """SIGKILL for what stands for the leg here, and for the fork that it is, which would outlive that."""
-    said = str(run._notes / "stderr")
     run.signal(signal.SIGKILL)
-    forks = []
-    for process in Path("/proc").iterdir():
-        with suppress(OSError):  # no process, or one that has ended
-            if str((process / "fd" / "2").readlink()) == said:
-                forks.append(int(process.name))
+    forks = run.processes()
     for pid in forks:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
