@@ -1,12 +1,12 @@
 """A thousand kills at random moments: of runs from their start to their export, and of conversions.
 
-``python -m benchmarks.kills --forks --minutes 20`` has each engine train a tiny model, from an empty cache to
-``final/``, again and again. Each leg is ended by a SIGKILL, of the launcher or of one rank, at a random moment
-of the leg or of one of its phases, and the next one goes on. What ends undisturbed at last has to equal a run
-that nothing disturbed byte for byte, and to leave the same names and not one more: in its folder, in the cache
-and among temporary files. Between these, ``portable-convert --overwrite`` replaces the model of one step by
-that of another, and is killed as often. ``--forks`` takes commands as forks of one process that has everything
-loaded, without the seconds of imports. Exits with 1 where a promise was broken.
+``python -m benchmarks.kills --forks --minutes 20`` has each engine train a tiny model, from an empty cache
+to ``final/``, again and again. Each leg is ended by a SIGKILL, of the launcher or of one rank, at a random
+moment of the leg or of one of its phases, and the next one goes on. What ends undisturbed at last has to
+equal a run that nothing disturbed byte for byte, and to leave the same names and not one more: in its
+folder, in the cache and among temporary files. Between these, ``portable-convert --overwrite`` replaces the
+model of one step by that of another, and is killed as often. ``--forks`` takes commands as forks of one
+process that has everything loaded, without the seconds of imports. Exits with 1 where a promise was broken.
 """
 
 from __future__ import annotations

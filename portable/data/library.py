@@ -9,8 +9,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from portable.data.documents import Document, Fields, Source, read_row
-from portable.errors import UserError
-from portable.scratch import one_line, scratch_folder
+from portable.errors import UserError, one_line
+from portable.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,7 @@ import random
 import shutil
 import signal
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +18,9 @@ from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.small_disk import small_disk
 from portable.checkpointing import STATE_FILE, CheckpointFolder
 from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def kill_forks(run: Run) -> None:
