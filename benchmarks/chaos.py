@@ -116,10 +116,22 @@ class Run:
         scratch: for the launchers' notes, the text and the token cache.
         folder: of the run.
         steps: of its schedule.
+        ranks: of each leg, or devices; by default what this module says.
+        temporary: for the temporary files of all legs; by default each leg has a folder of its own.
     """
 
-    def __init__(self, scratch: Path, folder: Path, steps: int) -> None:
+    def __init__(
+        self,
+        scratch: Path,
+        folder: Path,
+        steps: int,
+        *,
+        ranks: int | None = None,
+        temporary: Path | None = None,
+    ) -> None:
         self.folder = folder
+        self.ranks_wanted = ranks or RANKS
+        self._temporary = temporary
         self.checkpoints = CheckpointFolder(folder / "checkpoints", keep=None)
         self._scratch = scratch
         self._steps = steps
@@ -157,17 +169,23 @@ class Run:
         flags = [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if engine == "xla":
-            environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(RANKS)}
+            environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self.ranks_wanted)}
         else:
-            flags += ["--nproc", str(RANKS)]
+            flags += ["--nproc", str(self.ranks_wanted)]
         self._notes = Path(tempfile.mkdtemp(prefix="notes-", dir=self._scratch))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "portable.cli", *flags],
-            env={**environment, "TMPDIR": str(self._notes)},
+            env={**environment, "TMPDIR": str(self._temporary or self._notes)},
             stdout=subprocess.DEVNULL,
             stderr=(self._notes / "stderr").open("w"),
             text=True,
         )
+
+    @property
+    def pid(self) -> int:
+        """The leg's first process."""
+        assert self._process is not None
+        return self._process.pid
 
     def wait(self) -> tuple[int, str]:
         """The leg's exit code and what it said; its processes have then gone."""
@@ -175,12 +193,24 @@ class Run:
         pids = self.ranks()
         code = self._process.wait(PATIENCE)
         until(lambda: not any(map(_alive, pids)))
-        return code, (self._notes / "stderr").read_text()
+        return code, self.said()
+
+    def said(self) -> str:
+        return (self._notes / "stderr").read_text()
+
+    def processes(self) -> list[int]:
+        """Every process of the leg that lives: all of them say what they say to the same file."""
+        said = str(self._notes / "stderr")
+        found = []
+        for process in Path("/proc").iterdir():
+            with suppress(OSError):  # no process, or one that has ended
+                if process.name.isdigit() and str((process / "fd" / "2").readlink()) == said:
+                    found.append(int(process.name))
+        return found
 
     def begun(self) -> bool:
         """Whether the leg has said where it goes on from, and is about to train."""
-        said = (self._notes / "stderr").read_text()
-        return any(line.startswith(("resuming at step ", "starting")) for line in said.splitlines())
+        return any(line.startswith(("resuming at step ", "starting")) for line in self.said().splitlines())
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -188,7 +218,9 @@ class Run:
     def ranks(self) -> list[int]:
         """The process of each rank that has come up; that of XLA is the one that was started."""
         assert self._process is not None
-        names = [path.name.split(".") for path in self._notes.glob("portable-launch-*/rank*.*.pid")]
+        folder = self._temporary or self._notes
+        names = [path.name.split(".") for path in folder.glob("portable-launch-*/rank*.*.pid")]
+        names = [name for name in names if _alive(int(name[1]))]  # others are of a leg before
         return [int(pid) for _, pid, _ in sorted(names)] or [self._process.pid]
 
     def signal(self, number: int) -> None:
@@ -215,7 +247,7 @@ class Run:
         return (self.folder / "final" / "model.safetensors").read_bytes()
 
 
-def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+def until(condition: Callable[[], bool], seconds: float = PATIENCE, poll: float = 0.002) -> None:
     """Wait for ``condition``, looking often.
 
     Raises:
@@ -225,7 +257,7 @@ def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError("what was waited for did not happen")
-        time.sleep(0.002)
+        time.sleep(poll)
 
 
 def _alive(pid: int) -> bool:

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import uuid
@@ -30,6 +29,7 @@ from portable.errors import (
 )
 from portable.metrics import human_count
 from portable.oom import killed_since, oom_kills
+from portable.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,7 +106,8 @@ def launch(
 
     if sys.stderr.isatty():  # each loads the libraries anew, which takes seconds
         print(f"waiting for {human_count(ranks, 'rank')} to load", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="portable-launch-") as scratch:
+    with scratch_folder("portable-launch") as folder:
+        scratch = str(folder)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import tempfile
 from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from portable.data.documents import Document, Fields, Source, read_row
 from portable.errors import UserError, one_line
+from portable.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,10 +34,14 @@ def library_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The rows of a .json, .csv or .parquet file, streamed, with no copy left in a cache."""
     datasets = _datasets(f"reading {path}")
     reader = LIBRARY_FORMATS[path.suffix.lower()]
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder("portable-rows") as scratch:
         try:
             rows = datasets.load_dataset(
-                reader, data_files=[glob.escape(str(path))], split="train", streaming=True, cache_dir=scratch
+                reader,
+                data_files=[glob.escape(str(path))],
+                split="train",
+                streaming=True,
+                cache_dir=str(scratch),
             )
             for number, row in enumerate(rows, start=1):
                 yield f"{path}: row {number}", row

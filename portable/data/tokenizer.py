@@ -9,20 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.data.cache import locked_folder
 from portable.data.documents import listed
 from portable.errors import UserError, one_line
+from portable.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from portable.data.documents import Source
 
@@ -366,9 +366,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
 def _files_digest(tokenizer: Any) -> str:
     """A digest of the files of a tokenizer in Python, such as the two sentencepiece models of a Marian."""
     hasher = hashlib.blake2b(digest_size=16)
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder("portable-vocabulary") as folder:
         with suppress(NotImplementedError, OSError, ValueError):  # without one, the vocabulary tells all
-            tokenizer.save_vocabulary(folder)
-        for path in sorted(Path(folder).iterdir()):
+            tokenizer.save_vocabulary(str(folder))
+        for path in sorted(folder.iterdir()):
             hasher.update(path.name.encode() + b"\0" + path.read_bytes())
     return hasher.hexdigest()

@@ -8,8 +8,7 @@ import random
 import shutil
 import signal
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,16 +19,14 @@ from benchmarks.small_disk import small_disk
 from portable.checkpointing import STATE_FILE, CheckpointFolder
 from tests.runs import configured
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 def kill_forks(run: Run) -> None:
     """SIGKILL for what stands for the leg here, and for the fork that it is, which would outlive that."""
-    said = str(run._notes / "stderr")
     run.signal(signal.SIGKILL)
-    forks = []
-    for process in Path("/proc").iterdir():
-        with suppress(OSError):  # no process, or one that has ended
-            if str((process / "fd" / "2").readlink()) == said:
-                forks.append(int(process.name))
+    forks = run.processes()
     for pid in forks:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

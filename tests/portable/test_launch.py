@@ -148,6 +148,7 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zyg
     _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode == 1
     assert "error: rank 1 failed first: it was killed by SIGKILL" in errors
+    assert not list(scratch.glob("portable-launch-*"))  # nor what the killed launcher had left
 
     # And it still goes on; on one rank now, which moves no loss by more than rounding.
     end = steps_logged(folder) + 10

@@ -1,0 +1,73 @@
+"""What a killed process leaves among temporary files, the next one removes; nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import TYPE_CHECKING
+
+import pytest
+
+from portable.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KILLED = """
+import os, signal
+from portable.scratch import scratch_folder
+with scratch_folder("kind") as folder:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "file").touch()
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The system's folder for temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_what_a_killed_process_left_is_removed(temporary: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (left,) = temporary.iterdir()
+    assert str(left) == killed.stdout.strip()
+    with scratch_folder("other"):
+        assert left.exists()
+    with scratch_folder("kind") as folder:
+        assert [*temporary.iterdir()] == [folder]
+        (folder / "file").touch()
+    assert [*temporary.iterdir()] == []
+
+
+def test_what_is_in_use_or_no_folder_stays(temporary: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (temporary / "kind-link").symlink_to(kept)
+    (temporary / "kind-file").touch()
+    with scratch_folder("kind") as one, scratch_folder("kind") as other:
+        assert one != other
+        assert one.exists()
+        assert other.exists()
+    assert kept.exists()
+    assert sorted(path.name for path in temporary.iterdir()) == ["kind-file", "kind-link"]
+
+
+def test_a_folder_of_another_user_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (temporary / "kind-theirs").mkdir()
+    theirs = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: theirs)
+    with scratch_folder("kind"):
+        assert (temporary / "kind-theirs").exists()
