@@ -192,7 +192,8 @@ def answer(connection: socket.socket) -> None:
         os.kill(command, signal.SIGKILL)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
-    connection.sendall(bytes([code if code >= 0 else 128 - code]))
+    with suppress(BrokenPipeError):  # who asked was killed at the same time
+        connection.sendall(bytes([code if code >= 0 else 128 - code]))
 
 
 def execute(words: list[str]) -> object:
