@@ -111,6 +111,7 @@ def write_dcp(
         overwrite: replace `out` where it exists.
         progress: a bar in bytes on a terminal's stderr.
         verify: read everything back and compare before `out` appears.
+        expand: write tensors that repeat the bytes of SRC's files however often they do.
 
     Returns:
         The plan that was carried out.

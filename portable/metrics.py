@@ -9,12 +9,12 @@ import math
 import os
 import sys
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.guarded import open_own
 from portable.checkpointing import write_durably
 from portable.errors import UserError
+from portable.rows import json_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,20 +70,14 @@ def read_metrics(folder: Place) -> list[dict[str, Any]]:
 def read_rows(path: Place) -> tuple[list[dict[str, Any]], int]:
     """The rows of a file of JSON lines that tell a step, and how many lines are no such rows.
 
-    A last line that a crash cut short is not counted among those. A number that is not finite reads as null,
-    which stands for it in what this program writes.
+    A last line that a crash cut short is not counted among those.
     """
-    content = path.read_bytes()
-    lines = content.splitlines()
     rows: list[dict[str, Any]] = []
     unreadable = 0
-    for number, line in enumerate(lines, start=1):
-        row = None
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line, parse_constant=lambda _: None)
-        if isinstance(row, dict) and type(row.get("step")) is int:
+    for row, ended in json_lines(path.read_bytes()):
+        if row is not None and type(row.get("step")) is int:
             rows.append({key: _json_number(value) for key, value in row.items()})
-        elif line.strip() and (number < len(lines) or content.endswith(b"\n")):
+        elif ended:
             unreadable += 1
     return rows, unreadable
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from converters.guarded import read_small
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from portable.places import Place
 
 # JavaScript's integers, which draw the page.
@@ -37,22 +39,32 @@ def read_rows(path: Place, *needed: str) -> tuple[list[dict[str, Any]], int]:
         CheckpointError: it lies behind a link that leads out of its folder.
     """
     rows, skipped = [], 0
-    for line in read_small(path, limit=_MOST_BYTES).split(b"\n"):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
+    for row, _ in json_lines(read_small(path, limit=_MOST_BYTES)):
+        if row is not None:
             row = {key: kept for key, value in row.items() if (kept := _kept(value)) is not None}
-        if not isinstance(row, dict) or not count(row.get("step")) or any(key not in row for key in needed):
+        if row is None or not count(row.get("step")) or any(key not in row for key in needed):
             skipped += 1
             continue
         if not number(row.get("time")) or not 0 <= row["time"] <= _LATEST:
             row.pop("time", None)
         rows.append(row)
     return rows, skipped
+
+
+def json_lines(content: bytes) -> Iterator[tuple[dict[str, Any] | None, bool]]:
+    """The object in each line that is not empty, None where it is none; and whether the line has an end.
+
+    A number that is not finite reads as null, which stands for it in what this program writes.
+    """
+    lines = content.split(b"\n")
+    for place, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
+        except (ValueError, RecursionError):
+            row = None
+        yield row if isinstance(row, dict) else None, place < len(lines)
 
 
 def number(value: Any) -> bool:
