@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from converters.exchange import exchange
-from portable import exporting
-from portable.exporting import MARKER, export, recover_export
-from portable.run import train_leg
+from converters.writers.replace_folder import exchange
+from portable.output import export as exporting
+from portable.output.export import MARKER, export, recover_export
+from portable.run.leg import train_leg
 from tests.runs import configured
 
 if TYPE_CHECKING:
