@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from portable.config import load_config
 from portable.loop import train_step
 from portable.ranks.launch import launch
+from portable.run.batches import train_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portable.backend import Engine
     from portable.config import RunConfig
-    from portable.run.leg import Prepared
+    from portable.run.prepare import Prepared
 
 RANKS = 2
 
@@ -67,7 +68,7 @@ def config(folder: Path, strategy: str, hidden: int, layers: int) -> RunConfig:
 
 def step(run: Prepared, engine: Engine, number: int = 0) -> None:
     """One optimizer step, after which the optimizer has its state."""
-    batches = iter(run.train_loader(number * run.plan.global_batch_size))
+    batches = iter(train_loader(run, number * run.plan.global_batch_size))
     train_step(
         run.backend,
         engine,

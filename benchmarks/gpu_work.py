@@ -16,10 +16,11 @@ import torch
 
 from benchmarks.loops import AccelerateLoop, BareLoop, Loop, PortableLoop, Setting, TrainerLoop
 from benchmarks.train_overhead import forget_accelerators
-from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import UserError
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend
+from portable.run.prepare import Prepared, prepare
+from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,10 +143,10 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _prepared(settings: dict[str, Any], backend: Backend) -> Prepared:
-    config = resolve(load_config(None, settings), backend)
+    settled = settle(load_config(None, settings), backend.name)
     backend.start()
     with redirect_stderr(StringIO()):
-        return Prepared(config, backend)
+        return prepare(settled, backend)
 
 
 def _llama(scale: Scale, folder: Path, backend: Backend) -> Prepared:
@@ -168,7 +169,7 @@ def _llama(scale: Scale, folder: Path, backend: Backend) -> Prepared:
 
 def measure_loop(name: str, scale: Scale, device: str, folder: Path) -> dict[str, Any]:
     """Train the Llama with one contestant: its steps' seconds, tokens/s, MFU, memory and last loss."""
-    backend = backend_room(device).create(device)
+    backend = create_backend(device)
     prepared = _llama(scale, folder, backend)
     scratch = _fresh(folder / "loop")
     loop: Loop | TrainerLoop
@@ -256,7 +257,7 @@ def measure_row(row: Row, scale: Scale, device: str, folder: Path) -> dict[str, 
 
     Two steps before it are not counted.
     """
-    backend = backend_room(device).create(device)
+    backend = create_backend(device)
     steps = scale.bert_samples // 4
     settings = {
         **_settings(folder),
@@ -278,7 +279,7 @@ def measure_row(row: Row, scale: Scale, device: str, folder: Path) -> dict[str, 
         loop.turn(2)
         seconds = sum(loop.turn(steps).seconds)
         loop.close()
-        counted = backend.driver_memory()
+        counted = backend.diagnostics.driver_memory()
     except UserError as error:  # a precision that this device has not
         return {"name": row.name, "guide": row.guide, "refused": str(error)}
     finally:
@@ -306,7 +307,7 @@ KINDS = {
 
 def measure_roofline(scale: Scale, device: str, folder: Path) -> dict[str, Any]:
     """What a step would take at the speeds that the device reaches, and where the measured time went."""
-    backend = backend_room(device).create(device)
+    backend = create_backend(device)
     prepared = _llama(scale, folder, backend)
     loop = PortableLoop(prepared, _fresh(folder / "roofline"), time.perf_counter)
     try:

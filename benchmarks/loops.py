@@ -25,6 +25,9 @@ from portable.model.initialize import Blueprint
 from portable.model.tensors import to_torch
 from portable.optim.build import decaying, parameter_groups
 from portable.output.output_dir import LocalOutput
+from portable.run.batches import train_loader
+from portable.run.restore import restore
+from portable.run.train import Open, new_reporter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +39,8 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.loop import Progress
     from portable.reporting.reporter import Reporter
-    from portable.run.leg import Prepared
+    from portable.run.prepare import Prepared
+
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 
@@ -174,7 +178,7 @@ class Setting:
 
 
 def _batches(prepared: Prepared, steps: int) -> list[Batch]:
-    loader = iter(prepared.train_loader(0))
+    loader = iter(train_loader(prepared, 0))
     # Two steps more: a peer's data loader that reaches its end does extra work there, and the batch after
     # the last is what the results are compared on.
     batches = list(islice(loader, (steps + 2) * prepared.plan.accumulation_steps))
@@ -216,15 +220,17 @@ class PortableLoop:
 
     def __init__(self, prepared: Prepared, folder: Path, now: Callable[[], float]) -> None:
         self._prepared = prepared
-        self._engine, self._progress = prepared.engine(None)
+        restored = restore(prepared, None)
+        self._engine, self._progress = restored.engine, restored.progress
         self.model = self._engine.model
-        self._batches = iter(prepared.train_loader(0))
+        self._batches = iter(train_loader(prepared, 0))
         self._clock = StepClock(prepared.backend.device, now)
         folder.mkdir()
         with _quiet():
             output = LocalOutput(folder, prepared.backend.rank)
             checkpoints = output.checkpoints(keep=None)
-            self._reporter = prepared.reporter(output, self._progress, checkpoints, lambda _: None)
+            opened = Open(output, checkpoints, restored, None)
+            self._reporter = new_reporter(prepared, opened, lambda _: None)
         self._events = _Timed(self._reporter, self._clock)
 
     def turn(self, steps: int) -> Turn:

@@ -40,7 +40,9 @@ from portable.planner.subject import LiveSubject
 from portable.planner.tables import in_words
 from portable.planner.this_machine import planner_here
 from portable.ranks.launch import launch
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend, resolve_backend
+from portable.run.prepare import Prepared, prepare
+from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,7 +164,7 @@ def _seconds(work: Any, times: int) -> float:
 
 def measure(options: Options) -> list[Row]:
     """All settings, on this rank of the ranks that run them together."""
-    backend = create_backend(options.backend)
+    backend = create_backend(resolve_backend(options.backend))
     cluster = Cluster(options.ranks, options.ranks)
     with tempfile.TemporaryDirectory(prefix="order-") as scratch:
         folder = Path(scratch)
@@ -174,8 +176,8 @@ def measure(options: Options) -> list[Row]:
             options_by_name: dict[str, tuple[Option, int]] = {}
             for setting in sorted(footprint.settings(first, cluster), key=str):
                 try:
-                    config = resolve(config_of(options, setting, folder), backend)
-                    prepared = Prepared(config, backend)
+                    settled = settle(config_of(options, setting, folder), backend.name)
+                    prepared = prepare(settled, backend)
                 except UserError as error:
                     _say(f"left out, {setting}: {one_line(error)}")
                     continue
@@ -266,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = given.pop("docs")
     options = Options(**given)
     command = command_line("benchmarks.order", argv)
-    machine = describe_machine(create_backend(options.backend).device, "deepspeed")
+    machine = describe_machine(create_backend(resolve_backend(options.backend)).device, "deepspeed")
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         launch(_rank, (options, file.name), ranks=options.ranks)
         rows = [Row(**values) for values in json.loads(Path(file.name).read_text("utf-8"))]

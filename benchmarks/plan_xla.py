@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.backend import backend_room
 from portable.config import load_config
 from portable.model import build as models
 from portable.planner.activations import fake_batch
 from portable.planner.passes import Request
+from portable.registry import create_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,7 +118,7 @@ def measure(config: RunConfig) -> Step:
     """Compile the two graphs of a step of ``config`` on this process's devices, and run them once."""
     from tpu.runtime import xla
 
-    backend = backend_room("xla").create("xla")
+    backend = create_backend("xla")
     devices = backend.devices_per_rank
     backend.start()
     try:

@@ -24,10 +24,13 @@ from benchmarks.big_state import config, on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 from benchmarks.zero_memory import Sampler, anonymous, file_backed, trim
-from portable.backend import backend_room
 from portable.checkpoint.store import CheckpointFolder
 from portable.loop import Progress
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend
+from portable.run.prepare import Prepared, prepare
+from portable.run.restore import load, restore
+from portable.run.save import save
+from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +61,7 @@ def write(strategy: str, hidden: int, layers: int, place: str) -> int:
         try:
             step(run, engine)
             checkpoints = CheckpointFolder(Path(place), keep=1, rank=run.backend.rank)
-            run.save(checkpoints, engine, Progress(1, run.plan.global_batch_size))
+            save(run, checkpoints, engine, Progress(1, run.plan.global_batch_size))
             checkpoints.finish()
             run.backend.barrier()
             return _nbytes(Path(place))
@@ -67,10 +70,10 @@ def write(strategy: str, hidden: int, layers: int, place: str) -> int:
 
 
 def _engine(strategy: str, hidden: int, layers: int, scratch: Path) -> tuple[Prepared, Engine]:
-    backend = backend_room("cpu").create("cpu")
-    run = Prepared(resolve(config(scratch, strategy, hidden, layers), backend), backend)
+    backend = create_backend("cpu")
+    run = prepare(settle(config(scratch, strategy, hidden, layers), backend.name), backend)
     backend.start()
-    engine, _ = run.engine(None)
+    engine = restore(run, None).engine
     return run, engine
 
 
@@ -89,7 +92,7 @@ def read(
         try:
             step(run, engine)
             contestants: dict[str, Callable[[], object]] = {
-                OURS: lambda: run.restore(engine, folder),
+                OURS: lambda: load(engine, folder, None, run),
                 **_peers(engine, strategy, folder, writer, same_ranks=writers == run.backend.world_size),
             }
             return {state: _take_turns(run, contestants, folder, rounds, state) for state in STATES}

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,13 @@ import torch.distributed as dist
 from benchmarks.big_state import RANKS, config, on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
-from portable.backend import backend_room
 from portable.checkpoint.store import CheckpointFolder
 from portable.loop import Progress
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend
+from portable.run.prepare import Prepared, prepare
+from portable.run.restore import restore
+from portable.run.save import save as save_run
+from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,13 +59,11 @@ def measure(strategy: str, rounds: int, hidden: int, layers: int, place: str) ->
         seconds of the slowest rank, by contestant and round; and the bytes that all ranks write.
     """
     with tempfile.TemporaryDirectory(prefix="saves-") as scratch:
-        backend = backend_room("xla" if strategy == "xla" else "cpu").create(
-            "xla" if strategy == "xla" else "cpu"
-        )
-        run = Prepared(resolve(config(Path(scratch), strategy, hidden, layers), backend), backend)
+        backend = create_backend("xla" if strategy == "xla" else "cpu")
+        run = prepare(settle(config(Path(scratch), strategy, hidden, layers), backend.name), backend)
         backend.start()
         try:
-            engine, _ = run.engine(None)
+            engine = restore(run, None).engine
             step(run, engine)
             return _take_turns(run, engine, strategy, rounds, Path(place))
         finally:
@@ -78,9 +80,8 @@ def _take_turns(
     def save(*, background: bool) -> None:
         nonlocal number
         number += 1
-        settings = {"checkpoint.async": background}
-        run.config = run.config.replaced(settings)
-        run.save(checkpoints, engine, Progress(number, number))
+        config = run.config.replaced({"checkpoint.async": background})
+        save_run(replace(run, config=config), checkpoints, engine, Progress(number, number))
 
     save(background=False)
     backend.barrier()

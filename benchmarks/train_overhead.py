@@ -34,9 +34,10 @@ from benchmarks.loops import (
     take_turns,
 )
 from benchmarks.machine import command_line, describe_machine
-from portable.backend import Backend, backend_room, resolve_backend
 from portable.config import RunConfig, load_config
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend, resolve_backend
+from portable.run.prepare import Prepared, prepare
+from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,22 +160,17 @@ def measure(options: Options, micro_batch_size: int) -> list[Result]:
     """
     with tempfile.TemporaryDirectory(prefix="train-overhead-") as scratch:
         folder = Path(scratch)
-        backend = create_backend(options.backend)
-        config = resolve(_config(options, micro_batch_size, folder), backend)
+        backend = create_backend(resolve_backend(options.backend))
+        settled = settle(_config(options, micro_batch_size, folder), backend.name)
         backend.start()
         try:
-            results = _take_turns(options, Prepared(config, backend), folder)
+            results = _take_turns(options, prepare(settled, backend), folder)
         finally:
             backend.stop()
             forget_accelerators()
     if options.precision == "fp32":
         check_losses(results)
     return results
-
-
-def create_backend(choice: str) -> Backend:
-    name = resolve_backend(choice)
-    return backend_room(name).create(name)
 
 
 def _take_turns(options: Options, prepared: Prepared, folder: Path) -> list[Result]:
@@ -301,7 +297,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
 def main(argv: Sequence[str] | None = None) -> int:
     options, path = parse(argv)
     command = command_line("benchmarks.train_overhead", argv)
-    machine = describe_machine(create_backend(options.backend).device)
+    machine = describe_machine(create_backend(resolve_backend(options.backend)).device)
     print(f"$ {command}")
     print("\n".join(f"{name:<13} {value}" for name, value in machine.items()))
     measured = []

@@ -28,11 +28,14 @@ import torch
 from torch.nn import functional
 
 from benchmarks.machine import command_line, describe_machine
-from portable.backend import backend_room
 from portable.config import load_config
 from portable.loop import train_step
 from portable.optim.build import decaying, parameter_groups
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend
+from portable.run.batches import train_loader
+from portable.run.prepare import Prepared, prepare
+from portable.run.restore import restore
+from portable.run.settle import settle
 from tpu.graphs import counted
 from tpu.runtime import torch_xla, xr, xs
 
@@ -63,8 +66,8 @@ class Ours:
 
     def __init__(self, prepared: Prepared, backend: Backend) -> None:
         self._prepared, self._backend = prepared, backend
-        self.engine, _ = prepared.engine(None)
-        self._batches = iter(prepared.train_loader(0))
+        self.engine = restore(prepared, None).engine
+        self._batches = iter(train_loader(prepared, 0))
         self._step = 0
 
     def turn(self, steps: int) -> float:
@@ -136,7 +139,7 @@ class Bare:
         return float(loss.detach())
 
 
-def prepare(folder: Path, steps: int, **model: int) -> tuple[Backend, Prepared]:
+def both(folder: Path, steps: int, **model: int) -> tuple[Backend, Prepared]:
     """The run of both: no warm-up and a constant rate, one micro-batch a step."""
     devices = xr.global_runtime_device_count()
     config = load_config(
@@ -155,9 +158,9 @@ def prepare(folder: Path, steps: int, **model: int) -> tuple[Backend, Prepared]:
             "data.eval_fraction": 0.0,
         },
     )
-    backend = backend_room("xla").create("xla")
-    config = resolve(config, backend)
-    return backend, Prepared(config, backend)
+    backend = create_backend("xla")
+    settled = settle(config, backend.name)
+    return backend, prepare(settled, backend)
 
 
 def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) -> dict[str, list[float]]:
@@ -166,10 +169,10 @@ def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) 
     Raises:
         AssertionError: if a turn's last losses differ.
     """
-    backend, prepared = prepare(folder, (rounds + 1) * steps, num_hidden_layers=layers, hidden_size=hidden)
+    backend, prepared = both(folder, (rounds + 1) * steps, num_hidden_layers=layers, hidden_size=hidden)
     ours = Ours(prepared, backend)
     weights = {name: value.cpu() for name, value in ours.engine.model.state_dict().items()}
-    loader = iter(prepared.train_loader(0))
+    loader = iter(train_loader(prepared, 0))
     batches = list(islice(loader, (rounds + 1) * steps))
     loader.close()
     loops: list[Bare | Ours] = [Bare(prepared, weights, batches), ours]
@@ -194,7 +197,7 @@ def compile_times(folder: Path, depths: Sequence[int]) -> list[dict[str, float]]
     """For each depth: seconds to record a step and start it, before and after its graph is known."""
     rows = []
     for layers in depths:
-        backend, prepared = prepare(folder, 10, num_hidden_layers=layers, hidden_size=64)
+        backend, prepared = both(folder, 10, num_hidden_layers=layers, hidden_size=64)
         ours = Ours(prepared, backend)
         before = counted()["graphs_compiled"]
         times = []

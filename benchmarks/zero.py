@@ -39,7 +39,6 @@ from benchmarks.train_overhead import (
     SMALL_MODEL,
     Result,
     TurnOptions,
-    create_backend,
     forget_accelerators,
     table,
     turn_values,
@@ -50,7 +49,10 @@ from portable.model.build import tied_names
 from portable.model.initialize import Blueprint
 from portable.model.tensors import to_torch
 from portable.ranks.launch import launch
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend, resolve_backend
+from portable.run.batches import train_loader
+from portable.run.prepare import Prepared, prepare
+from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -150,11 +152,11 @@ def measure(options: Options, strategy: str) -> list[Result]:
     forget_accelerators()  # what else ran in this process may have set them up without DeepSpeed
     with tempfile.TemporaryDirectory(prefix="zero-") as scratch:
         folder = Path(scratch)
-        backend = create_backend(options.backend)
-        config = resolve(_config(options, strategy, folder), backend)
+        backend = create_backend(resolve_backend(options.backend))
+        settled = settle(_config(options, strategy, folder), backend.name)
         backend.start()
         try:
-            results = _take_turns(options, strategy, Prepared(config, backend), folder)
+            results = _take_turns(options, strategy, prepare(settled, backend), folder)
         finally:
             backend.stop()
             forget_accelerators()
@@ -179,7 +181,7 @@ def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Pat
     )
     everything = list(islice(alone, batches * options.ranks))
     portable = PortableLoop(prepared, folder / "portable", now)
-    setting = Setting(prepared, weights, list(islice(prepared.train_loader(0), batches)), now)
+    setting = Setting(prepared, weights, list(islice(train_loader(prepared, 0), batches)), now)
     others: list[Loop] = [BareZeroLoop(setting, document(options, strategy), BASELINE), portable]
     if options.control:
         others.append(BareZeroLoop(setting, document(options, strategy), "bare, again"))
@@ -296,7 +298,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
 def main(argv: Sequence[str] | None = None) -> int:
     options, path = parse(argv)
     command = command_line("benchmarks.zero", argv)
-    machine = describe_machine(create_backend(options.backend).device, "deepspeed")
+    machine = describe_machine(create_backend(resolve_backend(options.backend)).device, "deepspeed")
     print(f"$ {command}")
     print("\n".join(f"{name:<13} {value}" for name, value in machine.items()))
     measured = []

@@ -28,12 +28,16 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 from benchmarks.big_state import llama, write_text
 from benchmarks.machine import command_line
 from benchmarks.pages import put_into
-from portable.backend import backend_room
 from portable.checkpoint.store import CheckpointFolder
 from portable.config import load_config
 from portable.loop import Progress, train_step
 from portable.ranks.launch import launch
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend
+from portable.run.batches import train_loader
+from portable.run.prepare import prepare
+from portable.run.restore import restore
+from portable.run.save import save
+from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,14 +132,14 @@ def measure(case: Case, hidden: int, layers: int) -> tuple[Usage, int]:
         what this process took, libraries included, in bytes; and the parameters of the model.
     """
     with tempfile.TemporaryDirectory(prefix="zero-memory-") as scratch:
-        backend = backend_room("cpu").create("cpu")
-        config = resolve(_config(case, Path(scratch), hidden, layers), backend)
+        backend = create_backend("cpu")
+        settled = settle(_config(case, Path(scratch), hidden, layers), backend.name)
         backend.start()
         sampler = Sampler()
         try:
-            run = Prepared(config, backend)
-            engine, _ = run.engine(None)
-            batches = iter(run.train_loader(0))
+            run = prepare(settled, backend)
+            engine = restore(run, None).engine
+            batches = iter(train_loader(run, 0))
             for step in range(STEPS):
                 train_step(
                     backend,
@@ -151,7 +155,7 @@ def measure(case: Case, hidden: int, layers: int) -> tuple[Usage, int]:
             resident = anonymous()
             peak = sampler.restart()
             checkpoints = CheckpointFolder(Path(scratch) / "checkpoints", keep=1, rank=backend.rank)
-            run.save(checkpoints, engine, Progress(STEPS, STEPS * run.plan.global_batch_size))
+            save(run, checkpoints, engine, Progress(STEPS, STEPS * run.plan.global_batch_size))
             checkpoints.finish()
             backend.barrier()
             return Usage(resident, peak, sampler.stop()), run.parameters

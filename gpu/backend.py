@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import datetime
 import os
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from gpu import compiling, devices
-from gpu import memory_advice as host_memory
+from gpu import devices
 from gpu import memory_trial as rehearsal
-from gpu.fsdp.sharding import shard_group_size, transport
+from gpu.fsdp.sharding import transport
 from gpu.strategies import CountingEngine, Machine, engine_room
 from gpu.zero import runtime as zero_runtime
-from portable.errors import require, unsupported
+from portable.backend import Diagnostics
+from portable.errors import require
 from portable.ranks.collectives import any_rank, gather_text
 from portable.ranks.process_memory import host_memory as memory_of_this_process
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
 
-    from portable.backend import Backend, Batch, Engine
+    from portable.backend import Batch, Engine
     from portable.config import RunConfig
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -35,21 +34,6 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _COLLECTIVES_KEPT = "2000"
 _ALLOCATIONS_KEPT = 200_000  # for a memory snapshot: a few steps of a large model
-
-
-def local_devices(name: str) -> int:
-    """GPUs of this machine for ``cuda``; 1 for ``cpu``."""
-    return torch.cuda.device_count() if name == "cuda" else 1
-
-
-def create(name: str) -> Backend:
-    """The backend of this process; rank and world size come from the launcher's environment variables."""
-    return TorchBackend(name)
-
-
-def memory_advice(config: RunConfig) -> str:
-    """Which settings to change where host memory runs out; see :class:`portable.backend.BackendRoom`."""
-    return host_memory.advice(config)
 
 
 class TorchBackend:
@@ -64,59 +48,18 @@ class TorchBackend:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.diagnostics = Diagnostics()
         if name == "cuda":
             require(
                 torch.cuda.is_available(),
                 "backend: cuda needs a GPU, and torch finds none; use --backend cpu",
             )
             self.device = torch.device("cuda", devices.index(self.local_rank, torch.cuda.device_count()))
+            self.diagnostics = CudaDiagnostics(self.device, self.rank, self.world_size)
         else:
             self.device = torch.device("cpu")
             if self.local_world_size > 1:
                 torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.local_world_size))
-
-    def adopt(self, config: RunConfig, ranks: int) -> RunConfig:
-        if config.deepspeed.config is None:
-            return config
-        from gpu.zero import engine as zero  # only here: DeepSpeed takes seconds to import
-
-        return zero.adopt(config, self.device.type, max(ranks, self.world_size))
-
-    def check(self, config: RunConfig) -> None:
-        unsupported(
-            [
-                (
-                    self.name == "cpu" and config.precision == "tf32",
-                    "precision: tf32 is a mode of NVIDIA's tensor cores; use fp32 or bf16 on cpu",
-                ),
-                (
-                    self.name == "cpu" and config.log.memory_snapshot,
-                    "log.memory_snapshot: torch records what happens to a GPU's memory only; set it to false",
-                ),
-                (
-                    config.model.attention == "flash_attention_2" and not _installed("flash_attn"),
-                    "model.attention: flash_attention_2 needs the package flash-attn, which is not installed "
-                    "(pip install flash-attn --no-build-isolation); use sdpa",
-                ),
-                (
-                    config.train.micro_batch_size == "auto"
-                    and "nvme" in (config.memory.offload_params, config.memory.offload_optimizer),
-                    "train.micro_batch_size: auto would write the whole state to nvme for each size that it "
-                    "tries; give a number",
-                ),
-            ]
-        )
-        compiling.check(config, self.world_size)
-        engine_room(config.strategy).check(config, self.device.type)
-        if "WORLD_SIZE" in os.environ:  # else the ranks are still to be started, and will look themselves
-            shard_group_size(config, self.world_size, self.local_world_size)
-
-    def notes(self, config: RunConfig) -> list[str]:
-        if config.deepspeed.config is None:
-            return []
-        from gpu.zero import engine as zero  # only here: DeepSpeed takes seconds to import
-
-        return zero.notes(config, self.device.type)
 
     def start(self) -> None:
         if self.name == "cuda":
@@ -143,7 +86,7 @@ class TorchBackend:
             return precision
         if self.name == "cuda":
             return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-        return "bf16" if _cpu_multiplies_bf16() else "fp32"
+        return "bf16" if devices.cpu_multiplies_bf16() else "fp32"
 
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         if self._matmul_before is None:
@@ -168,17 +111,6 @@ class TorchBackend:
     def leave(self) -> None:
         self._engine = None
         rehearsal.set_group_aside()
-
-    def record_memory(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS_KEPT)
-
-    def dump_memory(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
-
-    def dump_collectives(self, folder: Path) -> None:
-        if self.name == "cuda" and self.world_size > 1:
-            # The name that torchfrtrace looks for.
-            (folder / f"nccl_trace_rank_{self.rank}").write_bytes(_dump_nccl_trace())
 
     def seed(self, value: int) -> None:
         # torch.manual_seed would also look at every other kind of device, at a cost of 0.2 ms a call.
@@ -226,12 +158,6 @@ class TorchBackend:
             return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
         return memory_of_this_process()
 
-    def driver_memory(self) -> tuple[int, int] | None:
-        if self.name != "cuda":
-            return None
-        free, total = torch.cuda.mem_get_info(self.device)
-        return total - free, total
-
     def shape_multiple(self, precision: str) -> int | None:
         if self.name != "cuda":
             return None
@@ -246,25 +172,32 @@ class TorchBackend:
         return {} if self._engine is None else self._engine.figures()
 
 
+class CudaDiagnostics(Diagnostics):
+    """Memory history, driver counters and NCCL's flight recorder of one GPU."""
+
+    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
+        self._device = device
+        self._rank = rank
+        self._world_size = world_size
+
+    def record_memory(self) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS_KEPT)
+
+    def dump_memory(self, path: Path) -> None:
+        torch.cuda.memory._dump_snapshot(str(path))
+
+    def dump_collectives(self, folder: Path) -> None:
+        if self._world_size > 1:
+            # The file name that torchfrtrace expects.
+            (folder / f"nccl_trace_rank_{self._rank}").write_bytes(_dump_nccl_trace())
+
+    def driver_memory(self) -> tuple[int, int] | None:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free, total
+
+
 def _dump_nccl_trace() -> bytes:
     """What NCCL's flight recorder holds: a pickle, as ``torchfrtrace`` reads it."""
     from torch._C import _distributed_c10d
 
     return bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
-
-
-def _installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ValueError:  # imported, and without a description of itself
-        return False
-
-
-def _cpu_multiplies_bf16() -> bool:
-    """Whether the CPU has instructions for bf16 products (AVX512-BF16 or AMX); without them bf16 is slow."""
-    capabilities = torch.backends.cpu.get_cpu_capability()
-    if "AVX512" not in capabilities:
-        return False
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    return "avx512_bf16" in flags or "amx_bf16" in flags

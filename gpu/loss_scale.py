@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.checkpoint.store import write_durably
+from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:

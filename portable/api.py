@@ -63,7 +63,7 @@ def train(config: RunConfig, *, nproc: int | None = None) -> Result:
     """
     from portable.cli import run
     from portable.config import Invocation
-    from portable.run.leg import EXIT_DONE, EXIT_STOPPED
+    from portable.run.train import EXIT_DONE, EXIT_STOPPED
 
     code = run(Invocation(config, nproc=nproc))
     if code not in (EXIT_DONE, EXIT_STOPPED):

@@ -1,4 +1,4 @@
-"""What differs between accelerators: two protocols, and the registry that finds who implements them.
+"""What differs between accelerators in training: two protocols. :mod:`portable.registry` has the backends.
 
 A :class:`Backend` is a machine: it starts the process group or runtime, places a batch, reduces a number and
 prepares a model. What :meth:`Backend.prepare` returns, an :class:`Engine`, is the model in training. The loop
@@ -11,12 +11,9 @@ optimizer step over all ranks, a *micro-batch* what a rank takes through the mod
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-
-from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -121,6 +118,26 @@ class Engine(Protocol):
         """Continue ``prompt``, int64 ``[1, length]``; all ranks call it together."""
 
 
+class Diagnostics:
+    """What a backend reports for debugging. Training does not depend on it; by default there is nothing."""
+
+    def record_memory(self) -> None:
+        """Record the history of device allocations from now on, for :meth:`dump_memory`."""
+
+    def dump_memory(self, path: Path) -> None:
+        """Write the history of allocations, and what is allocated now, as the device's own tools read it."""
+
+    def dump_collectives(self, folder: Path) -> None:
+        """Write the last collectives of this rank's device, where a record is kept."""
+
+    def driver_memory(self) -> tuple[int, int] | None:
+        """Bytes in use on this rank's device and its total, as the driver counts them; None: no driver.
+
+        Includes what libraries and other processes hold.
+        """
+        return None
+
+
 class Backend(Protocol):
     """A machine, or the part of it that this process drives."""
 
@@ -130,31 +147,11 @@ class Backend(Protocol):
     device: torch.device
     one_program: bool
     """Whether all ranks run one program on one logical batch, so that randomness must be the same on all."""
+    diagnostics: Diagnostics
 
     @property
     def devices_per_rank(self) -> int:
         """Devices that this rank drives."""
-
-    def adopt(self, config: RunConfig, ranks: int) -> RunConfig:
-        """Put what a file in an engine's own format says (a DeepSpeed JSON) in place of defaults.
-
-        Args:
-            config: as the user gave it.
-            ranks: that this process will start; 1 where it is a rank itself.
-
-        Raises:
-            UserError: where that file contradicts the config.
-        """
-
-    def check(self, config: RunConfig) -> None:
-        """Raise :class:`UserError` for a setting that this backend has no use for, before any work."""
-
-    def notes(self, config: RunConfig) -> list[str]:
-        """What of the config means something else here than a person may think, or nothing; one line each.
-
-        Args:
-            config: the run's, adopted and checked.
-        """
 
     def start(self) -> None:
         """Join the process group, or start the runtime."""
@@ -192,15 +189,6 @@ class Backend(Protocol):
     def leave(self) -> None:
         """Have no part in the process group any more, yet keep other ranks from noticing: they would fail."""
 
-    def record_memory(self) -> None:
-        """Keep a history of allocations on the device from now on, for :meth:`dump_memory`."""
-
-    def dump_memory(self, path: Path) -> None:
-        """Write the history of allocations, and what is allocated now, as the device's own tools read it."""
-
-    def dump_collectives(self, folder: Path) -> None:
-        """Write what collectives this rank's device took part in last, if it keeps a record of them."""
-
     def seed(self, value: int) -> None:
         """Seed the randomness (dropout) of this rank's device, without waiting for it."""
 
@@ -231,12 +219,6 @@ class Backend(Protocol):
     def memory(self) -> tuple[int, int]:
         """Bytes in use now and at the peak, on this rank's device (resident host memory on CPU)."""
 
-    def driver_memory(self) -> tuple[int, int] | None:
-        """Bytes of this rank's device that are in use and that there are, as its driver counts them.
-
-        That includes what libraries and other processes hold. None where no driver counts.
-        """
-
     def shape_multiple(self, precision: str) -> int | None:
         """What the sizes of matrix products should be multiples of, in elements; None: no matter."""
 
@@ -245,54 +227,3 @@ class Backend(Protocol):
 
     def figures(self) -> dict[str, float]:
         """What else this backend counts, by name: recorded in ``metrics.jsonl`` with every logged step."""
-
-
-class BackendRoom(Protocol):
-    """What a backend's module offers."""
-
-    def local_devices(self, name: str) -> int:
-        """Ranks that this machine can hold, one a device; 1 on CPU."""
-
-    def create(self, name: str) -> Backend:
-        """The backend of this process, from the launcher's environment variables where there are any."""
-
-    def memory_advice(self, config: RunConfig) -> str:
-        """Which settings to change where host memory runs out under ``config``, in one sentence."""
-
-
-# Where each backend lives. Imported only when it is chosen: nobody pays for, or needs, an accelerator's
-# libraries that are not used.
-ROOMS: dict[str, str] = {"cpu": "gpu.backend", "cuda": "gpu.backend", "xla": "tpu.backend"}
-EXTRAS: dict[str, str] = {"xla": "xla"}
-
-
-def resolve_backend(name: str) -> str:
-    """The backend that ``auto`` stands for on this machine."""
-    if name != "auto":
-        return name
-    # A light module of the room: whoever has no TPU need not import its libraries to be told so.
-    if importlib.import_module("tpu.devices").uses_tpu():
-        return "xla"
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def backend_room(name: str) -> BackendRoom:
-    """Import the module behind a backend's name.
-
-    Raises:
-        UserError: if the backend, or a library that it stands on, is not installed.
-    """
-    module = ROOMS[name]
-    try:
-        room: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name == module:
-            available = ", ".join(sorted(n for n, m in ROOMS.items() if m != module))
-            raise UserError(f"backend: {name} is not part of this version; use one of {available}") from error
-        if error.name is None or error.name.split(".")[0] in ("portable", "converters", "gpu", "tpu"):
-            raise
-        remedy = (
-            f"; install it with: pip install 'portable-trainer[{EXTRAS[name]}]'" if name in EXTRAS else ""
-        )
-        raise UserError(f"backend: {name} needs the package {error.name}{remedy}") from error
-    return room  # type: ignore[no-any-return]

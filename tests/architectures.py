@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from portable.run.save import write_model_files
 from tests.parity import opened, take_steps
 from tests.ranks import RankError, RankPool
 from tests.runs import configured
@@ -160,7 +161,7 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
         saved = folder / "saved"
         saved.mkdir(parents=True)
         trial.engine.save(saved, background=False)
-        run.write_model_files(saved)
+        write_model_files(run, saved)
         write_safetensors(open_checkpoint(saved), folder / "final")
         torch.save(trial.engine.model.state_dict(), folder / "live.pt")
     return losses

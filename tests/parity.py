@@ -6,9 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portable.backend import backend_room
 from portable.loop import train_step
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend
+from portable.run.batches import train_loader
+from portable.run.prepare import Prepared, prepare
+from portable.run.restore import restore
+from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,8 +44,8 @@ class Opened:
     def __init__(self, run: Prepared) -> None:
         self.run = run
         self.backend = run.backend
-        self.engine: Any = run.engine(None)[0]
-        self.batches = iter(run.train_loader(0))
+        self.engine: Any = restore(run, None).engine
+        self.batches = iter(train_loader(run, 0))
         self.steps = 0
 
     def step(self, learning_rate: float | None = None) -> StepResult:
@@ -65,11 +68,11 @@ class Opened:
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Opened]:
     """The run of ``config`` from its start, on the backend that it names."""
-    backend = backend_room(config.backend).create(config.backend)
-    config = resolve(config, backend)
+    backend = create_backend(config.backend)
+    settled = settle(config, backend.name)
     backend.start()
     try:
-        trial = Opened(Prepared(config, backend))
+        trial = Opened(prepare(settled, backend))
         yield trial
         trial.batches.close()
     finally:

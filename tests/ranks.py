@@ -55,11 +55,11 @@ def serve(connection: Connection) -> None:
     os.environ["USE_TORCH_XLA"] = "0"
     import torch
 
-    from portable.run import leg as run
+    from portable.run import finish, train
 
     torch.set_num_threads(1)
     # Half of the time of a short run: looking for garbage among all that was imported, and a picture.
-    run.gc, run.plot_loss = Mock(), Mock(return_value=None)  # type: ignore[attr-defined]
+    train.gc, finish.plot_loss = Mock(), Mock(return_value=None)  # type: ignore[attr-defined]
     faulthandler.register(signal.SIGUSR1)
     while True:
         try:

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from portable.backend import backend_room
 from portable.config import load_config, parse_args
 from portable.errors import UserError
-from portable.run.leg import resolve, train_leg
+from portable.run.rank import run_rank
+from portable.run.settle import settle
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
 
@@ -107,7 +107,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         checkpoint__every_steps=100,
         log__every_steps=50,
     )
-    assert train_leg("cpu", quick) == 0
+    assert run_rank("cpu", quick) == 0
     (folder / "run.yaml").write_text(files(FIRST_PAGE)["run.yaml"])
     (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     accelerate = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
@@ -319,7 +319,7 @@ def refusal(settings: dict[str, Any]) -> str | None:
     """Why two CPU ranks do not take ``settings``; None where they do."""
     try:
         config = load_config(None, {"backend": "cpu", "precision": "bf16", **settings})
-        resolve(config, backend_room("cpu").create("cpu"), ranks=2)
+        settle(config, "cpu", 2)
     except UserError as error:
         return str(error)
     return None

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from portable.loop import evaluate
+from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
 from tests.parity import opened
@@ -75,7 +76,8 @@ def _exercise(config: RunConfig, folder: Path) -> tuple[list[float], list[float]
         results = [trial.step() for _ in range(run.steps)]
         losses = backend.read([result.loss for result in results])
         norms = backend.read([result.grad_norm for result in results])
-        evaluated = evaluate(backend, engine, run.eval_batches())
+        assert run.data.eval is not None
+        evaluated = evaluate(backend, engine, eval_batches(run, run.data.eval))
         prompt = torch.arange(8)[None]
         continued = engine.generate(prompt, max_new_tokens=4, seed=0)[0].tolist()
         save(engine, folder / "trained")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from portable.errors import require, unsupported
+from portable.backend import Diagnostics
+from portable.errors import require
 from portable.paths import default_cache_dir
 from portable.ranks.collectives import any_rank, gather_text
 from portable.ranks.process_memory import host_memory
 from tpu import devices, graphs, runtime
-from tpu.checks import unusable
 from tpu.engine import XlaEngine
 from tpu.graphs import Graphs
 from tpu.layout import Layout
@@ -28,25 +28,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from portable.backend import Backend, Batch, Engine
+    from portable.backend import Batch, Engine
     from portable.config import RunConfig
 
 HOST_TIMEOUT = datetime.timedelta(minutes=30)  # a host may compile for long while another waits
-
-
-def local_devices(name: str) -> int:
-    """Ranks that this machine can hold: one process drives all devices of a host."""
-    return 1
-
-
-def create(name: str) -> Backend:
-    """The backend of this process; the runtime finds the other hosts of a slice by itself."""
-    return XlaBackend(name)
-
-
-def memory_advice(config: RunConfig) -> str:
-    """What host memory goes to beside a TPU: the loader's workers and, on a CPU, the run itself."""
-    return "to take less, set data.num_workers or train.micro_batch_size lower"
 
 
 class XlaBackend:
@@ -64,6 +49,7 @@ class XlaBackend:
         self.rank = int(xr.process_index())
         self.world_size = int(xr.process_count())
         self.device = torch.device("xla:0")
+        self.diagnostics: Diagnostics = TpuDiagnostics()
         self._layout: Layout | None = None
         let_models_be_traced()
         let_tokens_be_counted()
@@ -71,21 +57,6 @@ class XlaBackend:
     @property
     def devices_per_rank(self) -> int:
         return int(xr.addressable_runtime_device_count())
-
-    def adopt(self, config: RunConfig, ranks: int) -> RunConfig:
-        return config  # a DeepSpeed JSON lies idle here, so that one file serves all backends
-
-    def check(self, config: RunConfig) -> None:
-        unsupported(unusable(config))
-        require(
-            config.xla.compilation_cache in ("auto", "none") or runtime.on_tpu(),
-            "xla.compilation_cache: graphs for virtual devices cannot be read back; set it to none",
-        )
-        Layout(config, self.world_size * self.devices_per_rank)
-
-    def notes(self, config: RunConfig) -> list[str]:
-        idle = config.deepspeed.config is not None
-        return ["deepspeed.config has no effect on backend xla, where DeepSpeed does not run"] if idle else []
 
     def start(self) -> None:
         if self.world_size > 1:
@@ -133,15 +104,6 @@ class XlaBackend:
     def leave(self) -> None:
         """Nothing: what fits cannot be tried here, so that nothing starts after it."""
 
-    def record_memory(self) -> None:
-        """Nothing: :meth:`check` has refused it."""
-
-    def dump_memory(self, path: Path) -> None:
-        """Nothing: :meth:`check` has refused it."""
-
-    def dump_collectives(self, folder: Path) -> None:
-        """Nothing: they are operations of a compiled program."""
-
     def seed(self, value: int) -> None:
         xla._xla_set_rng_seed(value, str(self.device))
 
@@ -178,12 +140,6 @@ class XlaBackend:
         info = _memory_info()
         return info["bytes_used"], info.get("peak_bytes_used", info["bytes_used"])
 
-    def driver_memory(self) -> tuple[int, int] | None:
-        if not runtime.on_tpu():
-            return None
-        info = _memory_info()
-        return info["bytes_used"], info["bytes_limit"]
-
     def shape_multiple(self, precision: str) -> int | None:
         return None  # the compiler pads, and which sizes it likes is not written down
 
@@ -195,6 +151,16 @@ class XlaBackend:
 
     def figures(self) -> dict[str, float]:
         return graphs.counted()
+
+
+class TpuDiagnostics(Diagnostics):
+    """What the TPU runtime counts; nothing on virtual devices."""
+
+    def driver_memory(self) -> tuple[int, int] | None:
+        if not runtime.on_tpu():
+            return None
+        info = _memory_info()
+        return info["bytes_used"], info["bytes_limit"]
 
 
 def _compilation_cache(setting: str) -> Path | None:

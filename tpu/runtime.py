@@ -75,6 +75,16 @@ def start() -> None:
         ) from error
 
 
+def hosts() -> int:
+    """Hosts of the slice: processes that the runtime sees, one a host."""
+    return int(xr.process_count())
+
+
+def local_devices() -> int:
+    """Devices that this process drives."""
+    return int(xr.addressable_runtime_device_count())
+
+
 def keep_graphs(folder: Path) -> None:
     """Keep compiled graphs in ``folder`` for later runs; before the first one is compiled."""
     if not xla._xla_computation_cache_is_initialized():

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
 from converters.manifest import MANIFEST
-from converters.storage.guarded import open_new
 from converters.storage.object_store import RemotePath
 from converters.writers.replace_folder import exchange
 from portable.checkpoint.background import in_background
+from portable.durable import sync_folder, sync_tree, write_durably
 from portable.errors import DamagedError, RunError, UserError, one_line
 
 if TYPE_CHECKING:
@@ -420,38 +420,3 @@ def _cause(error: BaseException) -> BaseException:
         return error
     cause: BaseException = failures[min(failures)][0]
     return cause
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace ``path`` as a whole, and have its bytes on disk when this returns."""
-    partial = path.with_name(f".{path.name}{_PARTIAL_SUFFIX}")
-    if os.path.lexists(partial):  # a killed process left it; or it is a link, and leads anywhere
-        partial.unlink()
-    with os.fdopen(open_new(partial), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_tree(folder: Path) -> None:
-    """Have all files below a folder on disk, and their names. What is there already costs next to nothing."""
-    for path, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            _sync(Path(path, name))
-        sync_folder(Path(path))
-
-
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on disk, where the system can (not on Windows)."""
-    if os.name != "nt":
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

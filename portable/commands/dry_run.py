@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from converters import CheckpointError
 from converters.console import say
-from portable.backend import backend_room
 from portable.batch_plan import parameter_count, total_steps
 from portable.checkpoint.adopt_external import take_over
 from portable.checkpoint.external import open_foreign
@@ -21,31 +20,33 @@ from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
 from portable.model.special_tokens import SpecialTokens, problem_of
 from portable.optim.schedule import build_schedule
-from portable.output.existing_run import check_same_run, checkpoint_of, checkpoints_of, exists, resume_source
+from portable.output.existing_run import checkpoint_of, checkpoints_of, exists, resume_source
 from portable.paths import place_of, storage_errors
 from portable.planner.this_machine import memory_rows, planner_here
+from portable.registry import create_backend
 from portable.reporting.metrics import human_bytes, human_count, table
-from portable.run.leg import plan_for, ranks_in_words, resolve, surprises, tokenizer_hints
+from portable.run.finish import ranks_in_words
+from portable.run.prepare import notes_on, tokenizer_hints
+from portable.run.settle import first_plan, on_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from portable.backend import Backend
     from portable.batch_plan import BatchPlan
-    from portable.checkpoint.store import Checkpoints
     from portable.config import RunConfig
     from portable.data import DataSizes
     from portable.paths import Place
+    from portable.run.settle import Settled
 
 _LABELLED = ("sequence-classification",)
 
 
-def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
+def dry_run(settled: Settled) -> int:
     """Print the resolved config and what the run would do; write nothing."""
-    backend = backend_room(backend_name).create(backend_name)
-    config = resolve(config, backend, ranks)
-    folder = place_of("output_dir", config.output_dir)
-    check_same_run(folder, config)
+    backend = create_backend(settled.config.backend)
+    settled = on_device(settled, backend)
+    config = settled.config
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
     problem_of(model_config, config.model)  # refuses what a run refuses
@@ -54,13 +55,12 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
     model = models.build_model(model_config, config.model)
     if data.vocab_size is not None:
         models.check_vocabulary(model, data.vocab_size)
-    plan = plan_for(config, backend, ranks)
-    devices = ranks_in_words(plan.world_size, backend.devices_per_rank)
-    rows = _plan_rows(config, model, data, plan, devices, checkpoints_of(folder))
-    planner = planner_here(config, model, backend, ranks)
+    plan = first_plan(config, settled.world)
+    planner = planner_here(config, model, backend, settled.world.ranks)
+    rows = _plan_rows(settled, model, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
-    for line in _notes(config, backend, model, special_tokens, data, plan):
+    for line in _notes(settled, backend, model, special_tokens, data, plan):
         print(line, file=sys.stderr)
     say(dump_yaml(config))
     if config.came_from:
@@ -73,19 +73,20 @@ def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
 
 
 def _notes(
-    config: RunConfig,
+    settled: Settled,
     backend: Backend,
     model: PreTrainedModel,
     special_tokens: SpecialTokens,
     data: DataSizes,
     plan: BatchPlan,
 ) -> list[str]:
-    """What the run will tell a person before its first step, as far as it is known without a download."""
+    """What the run will print before its first step, as far as it is known without a download."""
+    config = settled.config
     name, aligned, weights = config.model.name_or_path, [], []
     if name is not None:
         if data.opened is not None:
             aligned = special_tokens.align(model, data.opened, data.target_frame)
-        # A classifier's head has as many rows as the data has labels, which nobody has counted yet.
+        # A classifier's head has as many rows as the data has labels, which are not counted yet.
         if not config.model.from_scratch and Path(name).is_dir() and config.model.task not in _LABELLED:
             weights = pretrained_weights(config.model, model).notes()
     searched = config.train.micro_batch_size == "auto"  # and not known yet
@@ -95,21 +96,18 @@ def _notes(
         multiple=backend.shape_multiple(config.precision),
         precision=config.precision,
     )
-    return [*surprises(backend, config, model.config, aligned, data), *weights, *hints]
+    return [*notes_on(settled, model.config, aligned, data), *weights, *hints]
 
 
 def _plan_rows(
-    config: RunConfig,
-    model: PreTrainedModel,
-    data: DataSizes,
-    plan: BatchPlan,
-    devices: str,
-    checkpoints: Checkpoints[Any],
+    settled: Settled, model: PreTrainedModel, data: DataSizes, plan: BatchPlan
 ) -> list[tuple[str, str]]:
+    config, world = settled.config, settled.world
+    devices = ranks_in_words(world.ranks, world.devices_per_rank)
     steps = config.train.steps
     if config.train.epochs is not None:
         steps = None if data.train_samples is None else total_steps(config, data.train_samples)
-    source = resume_source(config, checkpoints)
+    source = resume_source(config, checkpoints_of(settled.place))
     begun = [] if source is None else _foreign_rows(config, model, source, steps)
     return [
         ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),

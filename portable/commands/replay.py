@@ -22,6 +22,8 @@ from portable.output.existing_run import checkpoints_of
 from portable.paths import place_of
 from portable.ranks.consistency import agree
 from portable.reporting.metrics import table
+from portable.run.batches import train_loader
+from portable.run.restore import restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Batch, Engine
     from portable.loop import Progress
     from portable.paths import Place
-    from portable.run.leg import Prepared
+    from portable.run.prepare import Prepared
 
 _SHOWN = 160  # characters of a sample's text
 
@@ -75,13 +77,14 @@ def replay_step(run: Prepared, step: int) -> int:
         raise UserError(f"--replay: {step} is no step of this run, which has {run.steps:,}")
     source = _last_before(run, step)
     agree(backend, {"the checkpoint to replay from": source.name if source is not None else "none"})
-    engine, progress = run.engine(source)
+    restored = restore(run, source)
+    engine, progress = restored.engine, restored.progress
     if progress.step >= step:
         raise UserError(f"--replay: the run begins at {source}, after step {progress.step}; give a later one")
     if backend.rank == 0:
         start = "the start" if source is None else str(source)
         print(f"going from {start} to step {step}, which is number {step - progress.step}", file=sys.stderr)
-    batches = iter(run.train_loader(progress.samples))
+    batches = iter(train_loader(run, progress.samples))
     try:
         _take_steps_before(step, run, engine, batches, progress)
         found, loss = _looked_into(run, engine, batches, progress)
@@ -100,7 +103,7 @@ def replay_step(run: Prepared, step: int) -> int:
 
 def _last_before(run: Prepared, step: int) -> Place | None:
     """The newest checkpoint from which ``step`` is still to come; None: from the start."""
-    own = checkpoints_of(place_of("output_dir", run.config.output_dir)).complete()
+    own = checkpoints_of(run.settled.place).complete()
     before: list[Place] = [folder for done, folder in own if done < step]
     if before:
         return before[-1]

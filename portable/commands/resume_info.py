@@ -6,13 +6,13 @@ import time
 from typing import TYPE_CHECKING, get_args
 
 from converters.storage.object_store import RemotePath
-from portable.backend import backend_room, resolve_backend
 from portable.batch_plan import plan_batches
 from portable.checkpoint.store import STATE_FILE, TrainerState
 from portable.config import load_config
 from portable.config.schema import Strategy
 from portable.errors import DamagedError, UserError, one_line
-from portable.output.existing_run import CONFIG_FILE, earlier_config
+from portable.output.existing_run import CONFIG_FILE, existing_run
+from portable.registry import backend_package, resolve_backend
 from portable.reporting.metrics import human_bytes, human_count, table
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def describe(folder: Place, backend_name: str) -> str:
     state = TrainerState.read(folder)
     run_folder = folder.parent.parent
     at_home = folder.parent.name == "checkpoints" and (run_folder / CONFIG_FILE).exists()
-    config = (earlier_config(run_folder) if at_home else None) or load_config(None, state.run)
+    config = (existing_run(run_folder).config if at_home else None) or load_config(None, state.run)
     command = (
         f"portable-train --config {run_folder / CONFIG_FILE}"
         if at_home
@@ -84,18 +84,18 @@ def strategies(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
 
     Asks what a run itself would ask: the rules of the config, of the backend, and of dividing the batch.
     """
-    room = backend_room(backend_name)
-    backend = room.create(backend_name)
+    package = backend_package(backend_name)
+    world = package.world(1)
     found = []
     for strategy in get_args(Strategy):
         try:
             settings = {"backend": backend_name, "strategy": strategy, "train.micro_batch_size": 1}
-            candidate = backend.adopt(config.replaced(settings), 1)
-            backend.check(candidate)
+            candidate = package.adopt(config.replaced(settings), world)
+            package.check(candidate, world)
         except UserError as error:
             found.append((strategy, f"no: {one_line(error)}"))
             continue
-        devices = "devices" if backend.one_program else "ranks"
+        devices = "ranks" if world.devices_per_rank == 1 else "devices"
         numbers = ", ".join(str(n) for n in _world_sizes(candidate))
         found.append((strategy, f"on {numbers} {devices}"))
     return found

@@ -18,7 +18,7 @@ from portable.errors import UserError, one_line
 if TYPE_CHECKING:
     from portable.config.accelerate_yaml import AccelerateSettings
 
-_MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 20
 _AFTER_THE_FILES = sys.maxsize // 2
 
 Keys = tuple[str, ...]
@@ -88,7 +88,7 @@ def assemble(
     """
     draft = _Draft({}, {})
     for number, source in enumerate(sources):
-        later = _draft(source, number * _MOST_BYTES)
+        later = _draft(source, number * MOST_BYTES)
         for section in keys.sections(RunConfig):
             # ``fsdp:`` with nothing after it is an empty section.
             if section in later.values and later.values[section] is None:
@@ -174,12 +174,12 @@ def _read(path: Path | RemotePath, first_line: int) -> _Draft:
 def _parse(path: Path | RemotePath) -> yaml_text.Document:
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
+            content = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise UserError(one_line(f"{path}: cannot read the config: {error.strerror or error}")) from error
     except ValueError as error:
         raise UserError(one_line(f"{str(path)!r}: cannot read the config: {error}")) from error
-    if len(content) > _MOST_BYTES:
+    if len(content) > MOST_BYTES:
         raise UserError(f"{path}: not a config file: larger than a megabyte")
     try:
         text = content.decode("utf-8-sig")

@@ -12,6 +12,7 @@ from converters.storage.object_store import is_url
 from converters.storage.store_errors import redact
 from portable.config.suggest import did_you_mean
 from portable.optim.schedule import SCHEDULES, build_schedule, own_params, warmup_steps
+from portable.registry import BACKENDS, backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-XLA_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 
@@ -59,8 +59,9 @@ def settle(config: RunConfig) -> None:
     elif steps is not None and not config.is_set("train.warmup_steps"):
         most = steps // 10 if SCHEDULES[train.schedule].warms_up else 0
         _default(config, "train", warmup_steps=min(train.warmup_steps, most))
-    if config.backend == "xla" and config.precision == "auto" and config.xla.compute_dtype is not None:
-        config.__dict__["precision"] = XLA_PRECISIONS.get(config.xla.compute_dtype, "auto")
+    if config.backend in BACKENDS:
+        for key, value in backend_package(config.backend).defaults(config).items():
+            config.__dict__[key] = value
     if train.micro_batch_size != "auto" and not config.is_set("train.micro_batch_size"):
         divisor = largest_divisor(train.global_batch_size, train.micro_batch_size)
         _default(config, "train", micro_batch_size=divisor)
@@ -75,7 +76,7 @@ def _default(run: RunConfig, section: str, **values: Any) -> None:
 
 def check(config: RunConfig) -> None:
     """Raise the first ``ConflictError`` among the settings."""
-    for rules in (_model, _data, _train, _machine, _memory, _deepspeed, _fsdp, _xla, _checkpoint):
+    for rules in (_model, _data, _train, _machine, _memory, _deepspeed, _fsdp, _checkpoint):
         for conflict in rules(config):
             raise conflict
 
@@ -224,41 +225,34 @@ def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
 
 
 def _machine(config: RunConfig) -> Iterator[ConflictError]:
-    backend, precision, strategy = config.backend, config.precision, config.strategy
-    if precision == "fp16" and backend == "cpu" and strategy in ZERO:
-        yield ConflictError(
-            ("precision", "backend"),
-            f"precision fp16 does not train on backend cpu under strategy {strategy}, which is DeepSpeed's; "
-            "use fp32 or bf16",
-        )
     if config.compile_mode != "default" and config.compile_backend != "inductor":
         yield ConflictError(
             ("compile_mode", "compile_backend"),
             f"compile_mode {config.compile_mode} is inductor's, not compile_backend "
             f"{config.compile_backend}'s; remove one of the two",
         )
-    if precision == "tf32" and backend not in ("cuda", "auto"):
+    if config.backend in BACKENDS:  # not auto
+        yield from backend_package(config.backend).conflicts(config)
+    if config.model.attention == "flash_attention_2" and config.precision in ("fp32", "tf32"):
+        yield ConflictError(
+            ("model.attention", "precision"),
+            f"model.attention flash_attention_2 computes in 16 bits, not in precision {config.precision}; "
+            "use sdpa, or precision bf16",
+        )
+
+
+def nvidia_only(config: RunConfig) -> Iterator[ConflictError]:
+    """Settings that only NVIDIA GPUs have, for the packages of other backends."""
+    if config.precision == "tf32":
         yield ConflictError(
             ("precision", "backend"),
-            f"precision tf32 is a mode of NVIDIA GPUs, not of backend {backend}; use fp32 or bf16",
-        )
-    if strategy in ZERO and backend == "xla":
-        yield ConflictError(
-            ("strategy", "backend"),
-            f"strategy {strategy} is DeepSpeed's, which does not run on backend xla; use full_shard",
+            f"precision tf32 is a mode of NVIDIA GPUs, not of backend {config.backend}; use fp32 or bf16",
         )
     if config.model.attention == "flash_attention_2":
-        if backend not in ("cuda", "auto"):
-            yield ConflictError(
-                ("model.attention", "backend"),
-                f"model.attention flash_attention_2 needs backend cuda, not {backend}; use sdpa",
-            )
-        if precision in ("fp32", "tf32"):
-            yield ConflictError(
-                ("model.attention", "precision"),
-                f"model.attention flash_attention_2 computes in 16 bits, not in precision {precision}; use "
-                "sdpa, or precision bf16",
-            )
+        yield ConflictError(
+            ("model.attention", "backend"),
+            f"model.attention flash_attention_2 needs backend cuda, not {config.backend}; use sdpa",
+        )
 
 
 def _memory(config: RunConfig) -> Iterator[ConflictError]:
@@ -277,13 +271,11 @@ def _memory(config: RunConfig) -> Iterator[ConflictError]:
             "memory.offload_params to nvme, or remove it",
         )
     chunk = memory.loss_chunk_tokens
-    if isinstance(chunk, int) and chunk > 0:
-        for key, value, refused in (("strategy", strategy, ZERO), ("backend", config.backend, ("xla",))):
-            if value in refused:
-                yield ConflictError(
-                    ("memory.loss_chunk_tokens", key),
-                    f"memory.loss_chunk_tokens {chunk} does not work with {key} {value}; set it to auto",
-                )
+    if isinstance(chunk, int) and chunk > 0 and strategy in ZERO:
+        yield ConflictError(
+            ("memory.loss_chunk_tokens", "strategy"),
+            f"memory.loss_chunk_tokens {chunk} does not work with strategy {strategy}; set it to auto",
+        )
     if strategy in ("zero1", "zero2"):
         if memory.offload_params != "none":
             yield ConflictError(
@@ -344,25 +336,6 @@ def _wrap_policy(config: RunConfig) -> Iterator[ConflictError]:
             ("fsdp.transformer_layer_cls_to_wrap", "fsdp.auto_wrap_policy"),
             "fsdp.transformer_layer_cls_to_wrap is for transformer_based_wrap, not for fsdp.auto_wrap_policy "
             f"{policy}",
-        )
-
-
-def _xla(config: RunConfig) -> Iterator[ConflictError]:
-    # On other backends the xla section lies idle, so that one file serves all of them.
-    if config.backend != "xla":
-        return
-    computed = config.xla.compute_dtype
-    if computed is not None and config.precision not in ("auto", XLA_PRECISIONS[computed]):
-        yield ConflictError(
-            ("xla.compute_dtype", "precision"),
-            f"xla.compute_dtype {computed} contradicts precision {config.precision}; remove one of the two",
-        )
-    recompute = config.memory.activation_checkpointing
-    if config.xla.xla_fsdp_grad_ckpt is False and recompute != "none":
-        yield ConflictError(
-            ("xla.xla_fsdp_grad_ckpt", "memory.activation_checkpointing"),
-            f"xla.xla_fsdp_grad_ckpt false contradicts memory.activation_checkpointing {recompute}; remove "
-            "one of the two",
         )
 
 

@@ -25,11 +25,16 @@ from portable.config.sections import (
     XlaConfig,
 )
 from portable.config.types import IDENTITY, Flag, PathText, Section
+from portable.registry import BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Backend = Literal["auto", "cpu", "cuda", "xla"]
+if TYPE_CHECKING:
+    Backend = str
+else:
+    _CHOICES = ("auto", *BACKENDS)
+    Backend = Literal[_CHOICES]
 Strategy = Literal[
     "no_shard",
     "full_shard",
@@ -112,6 +117,7 @@ class RunConfig(Section):
 
     _put: dict[str, Any] = PrivateAttr(default_factory=dict)
     _came_from: dict[str, str] = PrivateAttr(default_factory=dict)
+    _documents: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _settle_and_check(self) -> RunConfig:
@@ -130,6 +136,17 @@ class RunConfig(Section):
     def came_from(self) -> dict[str, str]:
         """Of what was given in files and by flags, by dotted key, where: for people to read."""
         return self._came_from
+
+    @property
+    def documents(self) -> Mapping[str, Any]:
+        """Files that settings name, read and parsed, by the setting's key: see :meth:`with_document`."""
+        return self._documents
+
+    def with_document(self, key: str, document: Any) -> RunConfig:
+        """A copy that carries what the file of setting ``key`` holds, so that nobody reads it again."""
+        copy = self.replaced({})
+        copy._documents = {**self._documents, key: document}
+        return copy
 
     def get(self, key: str) -> Any:
         """The value of the dotted ``key``. Raises ``KeyError`` for a key that is none."""
@@ -153,6 +170,7 @@ class RunConfig(Section):
         copy = build(type(self), keys.nested({**keys.given(self), **put}))
         copy._put = put
         copy._came_from = self._came_from
+        copy._documents = self._documents
         for key in put:
             if not self.is_set(key):
                 keys.forget(copy, key)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import RemotePath
 from portable.checkpoint.store import CheckpointFolder
 from portable.config import difference, load_config
+from portable.config.load import MOST_BYTES
 from portable.errors import UserError, one_line
 from portable.paths import place_of, storage_errors
 
@@ -20,8 +23,25 @@ FINAL = "final"
 """Folder of the exported model."""
 
 
-def check_same_run(folder: Place, config: RunConfig) -> None:
-    """Raise UserError if ``folder`` holds a run that differs from ``config`` in what makes a run."""
+@dataclass(frozen=True)
+class ExistingRun:
+    """The run that an output folder holds.
+
+    Attributes:
+        config: its resolved config; None where there is no run.
+        digest: of the file that holds it, by which :func:`check_unchanged` tells whether it is still there.
+    """
+
+    config: RunConfig | None
+    digest: str | None
+
+
+def existing_run(folder: Place) -> ExistingRun:
+    """Read the config of the run in ``folder``.
+
+    Raises:
+        UserError: ``folder`` cannot be a run's folder, or its config is damaged.
+    """
     try:
         with storage_errors("output_dir"):
             occupied = folder.exists() and not folder.is_dir()
@@ -29,19 +49,39 @@ def check_same_run(folder: Place, config: RunConfig) -> None:
         raise UserError(f"output_dir: {one_line(error)}; choose another folder") from error
     if occupied:
         raise UserError(f"output_dir: {folder} is a file; choose another folder")
-    earlier = earlier_config(folder)
-    if earlier is not None and (changed := difference(earlier, config)):
+    digest = _digest(folder / CONFIG_FILE)
+    with storage_errors("output_dir"):
+        return ExistingRun(None if digest is None else load_config(folder / CONFIG_FILE), digest)
+
+
+def check_unchanged(folder: Place, existing: ExistingRun) -> None:
+    """Raise UserError if another run has begun in ``folder`` since ``existing`` was read.
+
+    To be called once no other run can begin there.
+    """
+    if _digest(folder / CONFIG_FILE) != existing.digest:
+        raise UserError(
+            f"output_dir: another run was here while this one started, and changed {folder / CONFIG_FILE}; "
+            "run the same command again"
+        )
+
+
+def _digest(path: Place) -> str | None:
+    with storage_errors("output_dir"):
+        if not exists(path):  # also for a name that cannot exist
+            return None
+        with path.open("rb") as file:
+            return hashlib.blake2b(file.read(MOST_BYTES + 1)).hexdigest()
+
+
+def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> None:
+    """Raise UserError if ``folder`` holds a run that differs from ``config`` in what makes a run."""
+    if existing.config is not None and (changed := difference(existing.config, config)):
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise UserError(
             f"output_dir: {folder} holds another run ({changed[0]}{more}); "
             "choose another folder, or remove this one to start over"
         )
-
-
-def earlier_config(folder: Place) -> RunConfig | None:
-    path = folder / CONFIG_FILE
-    with storage_errors("output_dir"):
-        return load_config(path) if exists(path) else None  # a name that cannot be is refused as output_dir
 
 
 def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | None:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from converters import CheckpointError, check_manifest, open_checkpoint, write_safetensors
 from converters.storage.object_store import RemotePath
 from converters.writers.replace_folder import exchange, recover
-from portable.checkpoint.store import sync_folder, unused_name, write_durably
+from portable.checkpoint.store import unused_name
+from portable.durable import sync_folder, write_durably
 from portable.errors import UserError, one_line
 from portable.paths import storage_errors
 

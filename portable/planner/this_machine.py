@@ -31,7 +31,7 @@ def planner_here(config: RunConfig, model: PreTrainedModel, backend: Backend, ra
     """
     count = max(ranks, backend.world_size) * backend.devices_per_rank
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) * backend.devices_per_rank
-    memory = backend.driver_memory()
+    memory = backend.diagnostics.driver_memory()
     device = None
     if memory is not None:
         common = devices.unnamed(backend.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from contextlib import suppress
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from portable.errors import RUN_ERROR, USER_ERROR, ToldElsewhereError, UserError, one_line
 from portable.terminal import native_stdout_closed
 
+T = TypeVar("T")
 _WORD = "portable/why-a-rank-ended"
 
 # One tensor for the life of the process. Gloo's threads let go of a collective's tensors a moment after it is
@@ -38,20 +40,21 @@ def gather_text(text: str) -> list[str]:
     return texts
 
 
-def refuse_together(error: UserError | None) -> None:
-    """End on all ranks where one has refused; all ranks call it, with what they have found.
+def all_or_none(outcome: T | UserError) -> T:
+    """Return ``outcome``, unless a rank passes a UserError; all ranks call it with what they have.
 
     Raises:
-        UserError: on the first rank that refused, ``error``.
+        UserError: on the first rank with an error, that error.
         ToldElsewhereError: on the others.
     """
+    error = outcome if isinstance(outcome, UserError) else None
     refusals = gather_text("" if error is None else one_line(error))
-    first = next((rank for rank, told in enumerate(refusals) if told), None)
-    if first is None:
-        return
+    first = next((rank for rank, refusal in enumerate(refusals) if refusal), None)
     if error is not None and (not dist.is_initialized() or dist.get_rank() == first):
         raise error
-    raise ToldElsewhereError(refusals[first], USER_ERROR)
+    if first is not None or isinstance(outcome, UserError):
+        raise ToldElsewhereError(refusals[first or 0], USER_ERROR)
+    return outcome
 
 
 def leave_word(error: Exception) -> None:

@@ -24,8 +24,8 @@ from converters.console import complain, say
 from converters.containers.pickle_reader import plain
 from converters.errors import printable
 from converters.storage.guarded import LinkError, read_small
-from portable.checkpoint.store import write_durably
 from portable.config.flags import path_given
+from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
 from portable.output.existing_run import CONFIG_FILE
 from portable.paths import place_of, storage_errors

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.storage.guarded import open_own
-from portable.checkpoint.store import write_durably
+from portable.durable import write_durably
 from portable.errors import UserError
 from portable.reporting.json_lines import json_lines
 

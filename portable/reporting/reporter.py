@@ -204,7 +204,7 @@ class Reporter(Events):
         if trained and self._peak_flops is not None:
             mfu = rate * self._tokens_per_sample * self._flops_per_token / self._peak_flops
             rows.append(("MFU", f"{mfu:.1%}"))
-        if (counted := self._backend.driver_memory()) is not None:
+        if (counted := self._backend.diagnostics.driver_memory()) is not None:
             used, total = counted
             rows.append(
                 (

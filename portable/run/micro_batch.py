@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from portable.batch_plan import plan_batches
+from portable.checkpoint.store import TrainerState
+from portable.errors import UserError
 from portable.loop import train_step
+from portable.model.build import build_model
+from portable.output.existing_run import checkpoints_of
+from portable.planner.this_machine import planner_here, what_fits
+from portable.registry import backend_package
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.backend import Backend, Engine
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
     from portable.data import Samples
+    from portable.output.existing_run import ExistingRun
+    from portable.paths import Place
+    from portable.registry import World
 
+_DECIDE_ON_MEMORY = ("backend", "strategy", "precision", "compile", "model", "memory", "fsdp", "deepspeed")
 FIRST_GUESS = 4
 """Where the search begins if the planner cannot tell; and what ``auto`` means where running out of memory
 cannot be caught."""
@@ -55,94 +67,143 @@ def largest_fitting(
     return None if good < 0 else sizes[good]
 
 
-def smallest_of_all(sizes: Sequence[int], ours: int, backend: Backend) -> int:
-    """The smallest ``ours`` of all ranks.
+@dataclass(frozen=True)
+class Search:
+    """What a search for a micro-batch needs. Holds no model: each try builds its own.
 
-    Args:
-        sizes: ascending; each rank's is among them.
-        ours: this rank's.
-        backend: that has joined the other ranks.
+    Attributes:
+        backend: that has not joined the other ranks yet, or has left them.
+        config: of the run.
+        model_config: of its model.
+        samples: to train on, all of one shape.
+        world: the ranks of the launch.
     """
-    return next(size for size in sizes if backend.any(ours == size))
+
+    backend: Backend
+    config: RunConfig
+    model_config: PretrainedConfig
+    samples: Samples
+    world: World
+
+    def build(self) -> PreTrainedModel:
+        """A new model on the meta device."""
+        return build_model(self.model_config, self.config.model)
 
 
-class Fitting:
-    """Tries out micro-batches with the model, the optimizer and the samples of a run.
+def sizes(config: RunConfig, world: World) -> list[int]:
+    """The micro-batch sizes that the global batch allows, ascending."""
+    return divisors(config.train.global_batch_size // world.devices)
+
+
+def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
+    return config.replaced({"train.micro_batch_size": size})
+
+
+def begun_with(config: RunConfig, existing: ExistingRun, place: Place, world: World) -> int | None:
+    """What ``auto`` came to in the run that ``place`` holds; None where memory may decide otherwise now."""
+    earlier, latest = existing.config, checkpoints_of(place).latest()
+    if earlier is None or latest is None:
+        return None
+    same = all(getattr(earlier, name) == getattr(config, name) for name in _DECIDE_ON_MEMORY)
+    same = same and TrainerState.read(latest).world_size == world.ranks
+    size = earlier.train.micro_batch_size
+    return size if same and size != "auto" and size in sizes(config, world) else None
+
+
+def largest(search: Search, *, below: int | None = None) -> int:
+    """Find the largest micro-batch that fits this rank's device.
 
     Nothing of the run itself is touched: every try has a model and an engine of its own.
 
     Args:
-        backend: that has not joined the other ranks yet, or has lost them.
-        config: of the run.
-        plan: of the run, with any micro-batch.
-        build: the model on the meta device, a new one each time.
-        samples: to train on; all of one shape.
+        search: what to try.
+        below: only sizes under it.
+
+    Raises:
+        UserError: if not one sequence fits.
     """
+    config, world = search.config, search.world
+    # Compiled layers need no more memory than others, and each size would be another compilation.
+    trial = config.replaced({"train.micro_batch_size": 1, "compile": False})
+    plan = batch_plan(trial, search.backend)  # refuses a global batch that cannot be divided
+    candidates = [size for size in sizes(config, world) if below is None or size < below]
+    # Where nothing can be tried, guess; but not in answer to memory that has run out.
+    guess = FIRST_GUESS if below is None else 0
 
-    def __init__(
-        self,
-        backend: Backend,
-        config: RunConfig,
-        plan: BatchPlan,
-        build: Callable[[], nn.Module],
-        samples: Samples,
-    ) -> None:
-        self._backend = backend
-        self._plan = plan
-        self._build = build
-        self._samples = samples
-        # Compiled layers need no more memory than these, and are another compilation for every size.
-        self._config = config.replaced({"train.micro_batch_size": 1, "compile": False})
+    def fits(size: int) -> bool:
+        steps = partial(_two_steps, search=search, plan=plan, size=size)
+        answer = search.backend.fits(search.build, trial, steps)
+        return size <= guess if answer is None else answer
 
-    def largest(self, sizes: Sequence[int], *, guess: int, first: int = FIRST_GUESS) -> int | None:
-        """The largest of ``sizes`` (sequences a device) that fits; None if not even the first does.
-
-        Where the backend cannot tell, the largest up to ``guess``. It begins with ``first``.
-        """
-
-        def fits(size: int) -> bool:
-            answer = self._fits(size)
-            return size <= guess if answer is None else answer
-
-        return largest_fitting(sizes, fits, first)
-
-    def _fits(self, size: int) -> bool | None:
-        return self._backend.fits(self._build, self._config, lambda engine: self._two_steps(engine, size))
-
-    def _two_steps(self, engine: Engine, size: int) -> None:
-        """One step that makes the optimizer's state, and one beside that state, with gradients kept."""
-        for sequences, accumulated in ((1, 1), (size, 2 if size < self._plan.sequences_per_rank else 1)):
-            batch = self._samples.batch([(0, i % len(self._samples)) for i in range(sequences)])
-            share = sequences * accumulated
-            train_step(
-                self._backend,
-                engine,
-                iter([batch] * accumulated),
-                plan=replace(
-                    self._plan,
-                    global_batch_size=share * self._plan.world_size,
-                    micro_batch_size=sequences,
-                ),
-                first_sample=0,
-                learning_rate=0.0,
-                max_grad_norm=1.0,
-            )
+    found = largest_fitting(candidates, fits, _planned(search, candidates)) if candidates else None
+    if found is None:
+        raise UserError(
+            "train.micro_batch_size: not even one sequence at a time fits the memory of the device; use "
+            f"{remedies(config, world)}"
+        )
+    return found
 
 
-def remedies(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings that need less memory than those of ``config``, which has them not in use yet."""
-    memory = config.memory
-    zero = config.strategy.startswith("zero")
-    if memory.activation_checkpointing != "full":
-        yield "memory.activation_checkpointing full"
-    if config.backend == "xla":  # where nothing can be offloaded, and the compiler cuts up the loss
-        return
-    if memory.loss_chunk_tokens == 0:
-        yield "memory.loss_chunk_tokens auto"
-    sharded = "zero3" if zero else "full_shard"
-    if config.strategy != sharded and world_size > 1:
-        yield f"strategy {sharded}"
-    if memory.offload_optimizer == "none" and memory.offload_params == "none":
-        yield "memory.offload_optimizer cpu" + (" with full_shard" if config.strategy == "no_shard" else "")
-    if memory.offload_params == "none":
-        yield "memory.offload_params cpu" + ("" if config.strategy == sharded else f" with {sharded}")
+def batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:
+    """How this rank goes through the global batch."""
+    return plan_batches(
+        config,
+        world_size=backend.world_size,
+        rank=backend.rank,
+        devices_per_rank=backend.devices_per_rank,
+        one_program=backend.one_program,
+    )
+
+
+def _two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) -> None:
+    """One step that makes the optimizer's state, and one beside that state, with gradients kept."""
+    samples = search.samples
+    for sequences, accumulated in ((1, 1), (size, 2 if size < plan.sequences_per_rank else 1)):
+        batch = samples.batch([(0, i % len(samples)) for i in range(sequences)])
+        train_step(
+            search.backend,
+            engine,
+            iter([batch] * accumulated),
+            plan=replace(
+                plan,
+                global_batch_size=sequences * accumulated * plan.world_size,
+                micro_batch_size=sequences,
+            ),
+            first_sample=0,
+            learning_rate=0.0,
+            max_grad_norm=1.0,
+        )
+
+
+def _planned(search: Search, candidates: Sequence[int]) -> int:
+    """The largest candidate that fits by plan, where the search begins."""
+    try:
+        planner = planner_here(search.config, search.build(), search.backend)
+        return planner.largest_micro_batch(list(candidates)) or FIRST_GUESS
+    except UserError:  # the search itself reports it
+        return FIRST_GUESS
+
+
+def agreed(ours: int, config: RunConfig, world: World, backend: Backend) -> int:
+    """The smallest ``ours`` of all ranks, which all call it."""
+    return next(size for size in sizes(config, world) if backend.any(ours == size))
+
+
+def remedies(config: RunConfig, world: World) -> str:
+    """Settings that need less device memory than those of ``config``, in words."""
+    found = backend_package(config.backend).remedies(config, world.ranks)
+    return ", ".join(found) or "more devices"
+
+
+def advice(search: Search, present: int) -> str:
+    """What fits instead of ``present`` sequences a device, measured and by plan; for an error message."""
+    try:
+        fitting = f"{largest(search, below=present)} fits; set it to that, or"
+    except Exception:  # whatever state the device is in: the settings to change can be named anyway
+        fitting = "no smaller number was found to fit;"
+    text = f"{fitting} use {remedies(search.config, search.world)}"
+    try:
+        planned = what_fits(planner_here(search.config, search.build(), search.backend))
+    except UserError:
+        planned = None
+    return text if planned is None else f"{text}; by plan, this fits: {planned}"

@@ -60,10 +60,10 @@ def test_a_few_kills_of_every_sort(tmp_path: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path, corpus: Path) -> Run:
     """A run of which two checkpoints are kept."""
-    from portable.run.leg import train_leg
+    from portable.run.rank import run_rank
 
     settings: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": KEEP}
-    assert train_leg("cpu", configured(tmp_path / "run", corpus, **settings)) == 0
+    assert run_rank("cpu", configured(tmp_path / "run", corpus, **settings)) == 0
     return Run(tmp_path, tmp_path / "run", 8)
 
 

@@ -51,12 +51,12 @@ def test_kills_of_every_phase(tmp_path: Path) -> None:
 @pytest.fixture
 def cycle(tmp_path: Path, corpus: Path) -> Cycle:
     """A run that is complete."""
-    from portable.run.leg import train_leg
+    from portable.run.rank import run_rank
 
     made = Cycle(tmp_path / "cycle", "no_shard", 1)
     made.cache.mkdir()
     settings = {"checkpoint__every_steps": 2, "checkpoint__keep": KEEP}
-    assert train_leg("cpu", configured(made.folder, corpus, **settings)) == 0
+    assert run_rank("cpu", configured(made.folder, corpus, **settings)) == 0
     return made
 
 

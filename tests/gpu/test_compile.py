@@ -10,10 +10,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from gpu.compiling import compile_layers
-from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import UserError
 from portable.loop import evaluate
+from portable.registry import World, backend_package
+from portable.run.batches import eval_batches
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
@@ -52,7 +53,9 @@ def compilations(config: RunConfig) -> list[int]:
             return graphs()
 
         def evaluation() -> int:
-            evaluate(trial.backend, trial.engine, trial.run.eval_batches())
+            held_out = trial.run.data.eval
+            assert held_out is not None
+            evaluate(trial.backend, trial.engine, eval_batches(trial.run, held_out))
             return graphs()
 
         return [step(), step(), step(), evaluation(), step(), evaluation()]
@@ -262,5 +265,5 @@ def losses_by_inductor(config: RunConfig) -> Losses:
 def test_refused(settings: dict[str, Any], message: str, tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path, corpus, compile=True, **settings)
     with pytest.raises(UserError) as refused:
-        backend_room("cpu").create("cpu").check(config)
+        backend_package("cpu").check(config, World(1))
     assert message in str(refused.value)

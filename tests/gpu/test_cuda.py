@@ -17,13 +17,17 @@ import torch
 import torch.distributed as dist
 
 from gpu.fsdp import sharding
-from portable.backend import backend_room
 from portable.errors import UserError
 from portable.loop import train_step
+from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.reporting.reporter import Reporter
-from portable.run import leg as run_module
-from portable.run.leg import Prepared, resolve, train_leg
+from portable.run import finish
+from portable.run.batches import train_loader
+from portable.run.prepare import prepare
+from portable.run.rank import run_rank
+from portable.run.restore import restore
+from portable.run.settle import settle
 from tests.parity import take_steps
 from tests.runs import TINY_MODEL, configured
 
@@ -122,7 +126,7 @@ def test_a_memory_snapshot(cuda: str, tmp_path: Path, corpus: Path, monkeypatch:
     monkeypatch.setattr(Reporter, "on_step", fail)
     config = configured(tmp_path, corpus, backend=cuda, log__memory_snapshot=True, train__micro_batch_size=3)
     with pytest.raises(UserError, match=r"out of memory in step 3 .* memory snapshot"):
-        train_leg(cuda, config)
+        run_rank(cuda, config)
     snapshot = pickle.loads((tmp_path / "memory" / "rank0.pickle").read_bytes())  # noqa: S301
     assert snapshot["segments"]
     assert any(snapshot["device_traces"])
@@ -208,8 +212,8 @@ def leg(folder: Path, corpus: Path, device: str, **settings: Any) -> list[float]
     """Train a leg of a run in ``folder``; all losses that it has on record."""
     short = {"data__eval_fraction": 0, "log__sample_tokens": 0, "checkpoint__export": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "plot_loss", lambda *_: None)  # a picture takes as long as a leg
-        assert train_leg(device, configured(folder, corpus, backend=device, **short, **settings)) == 0
+        patch.setattr(finish, "plot_loss", lambda *_: None)  # a picture takes as long as a leg
+        assert run_rank(device, configured(folder, corpus, backend=device, **short, **settings)) == 0
     return [row["loss"] for row in read_metrics(folder) if "loss" in row]
 
 
@@ -239,13 +243,13 @@ def test_the_host_waits_for_nothing_between_logs(
     if sharded:
         one_rank(cuda)
     config = configured(tmp_path, corpus, backend=cuda, precision="bf16", train__optimizer=optimizer)
-    backend = backend_room(cuda).create(cuda)
-    config = resolve(config, backend)
+    backend = create_backend(cuda)
+    settled = settle(config, backend.name)
     backend.start()
     try:
-        prepared = Prepared(config, backend)
-        engine, _ = prepared.engine(None)
-        batches = iter(prepared.train_loader(0))
+        prepared = prepare(settled, backend)
+        engine = restore(prepared, None).engine
+        batches = iter(train_loader(prepared, 0))
         results = []
         for step in range(5):
             if step == 2:  # libraries may wait while they warm up
@@ -301,8 +305,8 @@ def test_savings_save(saving: dict[str, Any], ratio: float, cuda: str, run: Run)
 
 
 def test_what_the_driver_counts(cuda: str, tmp_path: Path, corpus: Path, capfd: Any) -> None:
-    backend = backend_room(cuda).create(cuda)
-    counted = backend.driver_memory()
+    backend = create_backend(cuda)
+    counted = backend.diagnostics.driver_memory()
     assert counted is not None
     used, total = counted
     assert torch.cuda.memory_allocated() <= used <= total

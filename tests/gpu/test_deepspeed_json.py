@@ -15,10 +15,10 @@ pytest.importorskip("deepspeed")
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.config import document as deepspeed_json
 from gpu.zero.config.known_keys import check_keys, known_keys
-from portable.backend import backend_room
 from portable.batch_plan import plan_batches
 from portable.errors import UserError
-from portable.run.leg import resolve, train_leg
+from portable.run.rank import run_rank
+from portable.run.settle import settle
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero_checkpoints import leg, losses
 from tests.runs import configured
@@ -158,7 +158,7 @@ def deepspeed() -> Any:
 
 def resolved(folder: Path, corpus: Path, document: Any, **settings: Any) -> RunConfig:
     config = configured(folder, corpus, deepspeed__config=document, **settings)
-    return resolve(config, backend_room("cpu").create("cpu"), 2)
+    return settle(config, "cpu", 2).config
 
 
 def from_guide(name: str, folder: Path) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def forced_leg(folder: Path, corpus: Path, stage: int, stop: int | None, updates
     settings = {**SHORT, "train__stop_after": stop, "log__sample_tokens": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeepSpeedCPUAdam, "step", counted)
-        status = train_leg("cpu", forced(folder, corpus, stage, **settings))
+        status = run_rank("cpu", forced(folder, corpus, stage, **settings))
     assert calls >= updates
     return status
 
@@ -273,7 +273,7 @@ def test_an_op_that_cannot_be_built_is_one_line(
     with pytest.raises(
         UserError, match=r"zero_force_ds_cpu_optimizer true.*cpu_adam cannot be built.*compiler"
     ):
-        resolve(forced(tmp_path, corpus, 2), backend_room("cpu").create("cpu"), 2)
+        settle(forced(tmp_path, corpus, 2), "cpu", 2)
 
 
 def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None:
@@ -294,7 +294,7 @@ def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None
     from portable.config import load_config
 
     given = {"model": {"config": settings["model"]["config"]}, "deepspeed": {"config": document}}
-    config = resolve(load_config(given), backend_room("cpu").create("cpu"), 2)
+    config = settle(load_config(given), "cpu", 2).config
     assert (config.strategy, config.precision) == ("zero3", "bf16")
     train = config.train
     assert (train.global_batch_size, train.micro_batch_size, train.max_grad_norm) == (12, 2, 0.5)
@@ -308,7 +308,7 @@ def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None
 
     written = tmp_path / "config.yaml"
     written.write_text(dump_yaml(config))
-    again = resolve(load_config(written), backend_room("cpu").create("cpu"), 2)
+    again = settle(load_config(written), "cpu", 2).config
     assert again == config  # a resolved config agrees with the JSON in it
 
 

@@ -16,10 +16,9 @@ pytest.importorskip("deepspeed")
 
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.config import document as deepspeed_json
-from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import UserError
-from portable.run.leg import resolve
+from portable.run.settle import settle
 from tests.gpu.test_parity import assert_close, our_losses
 from tests.runs import configured
 
@@ -356,7 +355,7 @@ def test_trains_as_it_stands(name: str, tmp_path: Path, corpus: Path, ranks: Ran
     file.write_text(json.dumps(TRAINS[name]))
     settings: dict[str, Any] = {"train__micro_batch_size": 3, "precision": "auto", "train__warmup_steps": 0}
     config = configured(tmp_path, corpus, deepspeed__config=str(file), **settings)
-    taken = resolve(config, backend_room("cpu").create("cpu"), 2).train.model_dump()
+    taken = settle(config, "cpu", 2).config.train.model_dump()
     plain = configured(tmp_path, corpus, strategy="no_shard", **{f"train__{k}": v for k, v in taken.items()})
     steps = 6  # some of their schedules begin slowly
     assert_close(ranks.run(2, our_losses, config, steps), our_losses(plain, steps), 1e-2)

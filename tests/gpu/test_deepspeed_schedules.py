@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("deepspeed")
 
 from gpu.zero import runtime as zero_runtime
-from portable.backend import backend_room
 from portable.config import load_config
 from portable.optim.schedule import build_schedule
-from portable.run.leg import resolve, train_leg
+from portable.run.rank import run_rank
+from portable.run.settle import settle
 from tests.parity import opened
 from tests.runs import configured
 
@@ -78,7 +78,7 @@ def json_of(kind: str, params: dict[str, Any]) -> dict[str, Any]:
 
 def taken_over(kind: str, params: dict[str, Any], **train: Any) -> RunConfig:
     given = {"precision": "fp32", "deepspeed": {"config": json_of(kind, params)}, "train": train}
-    return resolve(load_config(given), backend_room("cpu").create("cpu"), 2)
+    return settle(load_config(given), "cpu", 2).config
 
 
 @pytest.mark.parametrize(("kind", "params"), BLOCKS)
@@ -137,7 +137,7 @@ def test_the_optimizer_goes_by_them(strategy: str, tmp_path: Path, corpus: Path,
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return train_leg("cpu", configured(folder, corpus, train__micro_batch_size=1, **settings))
+    return run_rank("cpu", configured(folder, corpus, train__micro_batch_size=1, **settings))
 
 
 def test_a_json_schedule_goes_on_under_fsdp(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:

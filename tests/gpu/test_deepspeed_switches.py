@@ -12,9 +12,9 @@ pytest.importorskip("deepspeed")
 
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.config import document as deepspeed_json
-from portable.backend import backend_room
 from portable.errors import UserError
-from portable.run.leg import resolve, train_leg
+from portable.run.rank import run_rank
+from portable.run.settle import settle
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero import zero_config
 from tests.runs import TINY_MODEL
@@ -53,7 +53,7 @@ def understood(config: RunConfig) -> tuple[RunConfig, str]:
     zero_runtime.import_deepspeed("cpu")
     document = deepspeed_json.read(config)
     assert document is not None
-    return resolve(config, backend_room("cpu").create("cpu"), 2), "\n".join(document.notices)
+    return settle(config, "cpu", 2).config, "\n".join(document.notices)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_files_on_each_node_alone_make_no_checkpoint(
 
 
 def train(config: RunConfig) -> int:
-    return train_leg("cpu", config)
+    return run_rank("cpu", config)
 
 
 @pytest.mark.parametrize("gather", [True, False])

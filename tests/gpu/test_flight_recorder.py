@@ -40,7 +40,7 @@ def test_a_hang_dumps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             seconds=1,
             folder=tmp_path / name,
             report=told.append,
-            record=backend.dump_collectives,
+            record=backend.diagnostics.dump_collectives,
         )
         watchdog._give_up(1.0)
     assert ended == [1, 1]

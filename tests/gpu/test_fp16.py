@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from gpu.loss_scale import DeviceScaler, LossScale
-from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import RunError
 from portable.optim.sharded import local
+from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import Prepared, resolve, train_leg
+from portable.run.prepare import prepare
+from portable.run.rank import run_rank
+from portable.run.restore import restore
+from portable.run.settle import settle
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
@@ -126,7 +129,7 @@ def test_an_overflow_on_one_rank_masks_the_update_on_all(
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return train_leg("cpu", configured(folder, corpus, **{**FP16, **settings}))
+    return run_rank("cpu", configured(folder, corpus, **{**FP16, **settings}))
 
 
 def test_goes_on_bit_for_bit_scale_included(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
@@ -153,10 +156,10 @@ def test_goes_on_bit_for_bit_scale_included(tmp_path: Path, corpus: Path, ranks:
 
 
 def kept(folder: Path, corpus: Path, settings: dict[str, Any]) -> float:
-    backend = backend_room("cpu").create("cpu")
+    backend = create_backend("cpu")
     backend.start()
-    config = resolve(configured(folder, corpus, **{**FP16, **settings}), backend)
-    Prepared(config, backend).engine(folder / "checkpoints" / "step-000008")
+    settled = settle(configured(folder, corpus, **{**FP16, **settings}), backend.name)
+    restore(prepare(settled, backend), folder / "checkpoints" / "step-000008")
     scale = backend.figures()["loss_scale"]
     backend.stop()
     return scale

@@ -40,27 +40,32 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
     from deepspeed.accelerator import get_accelerator
 
     from gpu.zero.runtime import import_deepspeed
-    from portable.backend import backend_room
     from portable.checkpoint.store import CheckpointFolder
     from portable.loop import Progress, train_step
-    from portable.run.leg import Prepared, resolve
+    from portable.registry import create_backend
+    from portable.run.batches import train_loader
+    from portable.run.prepare import prepare
+    from portable.run.restore import restore
+    from portable.run.save import save
+    from portable.run.settle import settle
 
     import_deepspeed("cpu")
     get_accelerator().is_fp16_supported = lambda: True
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(config, backend)
-    config.__dict__["precision"] = "fp16"
+    backend = create_backend("cpu")
+    settled = settle(config, backend.name)
+    settled.config.__dict__["precision"] = "fp16"  # past the rule that a CPU does not train in it
     backend.start()
     try:
-        run = Prepared(config, backend)
+        run = prepare(settled, backend)
         checkpoints = CheckpointFolder(Path(config.output_dir) / "checkpoints", keep=None, rank=backend.rank)
-        engine: Any
-        engine, progress = run.engine(checkpoints.latest())
+        restored = restore(run, checkpoints.latest())
+        engine: Any = restored.engine
+        progress = restored.progress
         probe = Path(config.output_dir) / f"probe-{backend.rank}"
         probe.mkdir(parents=True, exist_ok=True)
         engine._scaling.save(probe)
         loaded = json.loads((probe / "loss_scale.json").read_text())
-        batches = iter(run.train_loader(progress.samples))
+        batches = iter(train_loader(run, progress.samples))
         for step in range(progress.step, progress.step + STEPS):
             train_step(
                 backend,
@@ -73,7 +78,7 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
             )
         batches.close()
         after = Progress(progress.step + STEPS, progress.samples + STEPS * run.plan.global_batch_size)
-        run.save(checkpoints, engine, after)
+        save(run, checkpoints, engine, after)
         checkpoints.finish()
         backend.barrier()
         return loaded, backend.figures()

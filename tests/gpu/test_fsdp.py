@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
 from tests.runs import configured
@@ -148,7 +148,7 @@ def test_hybrid_shards_in_a_group_and_replicates_across(
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
     common = {**shares(int(os.environ["WORLD_SIZE"])), "data__eval_fraction": 0, "log__sample_tokens": 0}
-    return train_leg("cpu", configured(folder, corpus, **{**common, **settings}))
+    return run_rank("cpu", configured(folder, corpus, **{**common, **settings}))
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -15,13 +15,13 @@ import torch
 
 from gpu import memory_trial as rehearsal
 from gpu.backend import TorchBackend
-from portable.backend import backend_room
 from portable.cli import main
 from portable.config import load_config
 from portable.errors import UserError
 from portable.planner import device_catalog as devices
-from portable.run.leg import train_leg
+from portable.registry import World, backend_package
 from portable.run.micro_batch import FIRST_GUESS, divisors, largest_fitting
+from portable.run.rank import run_rank
 from tests.gpu.test_fsdp import losses
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, flags, tiny
@@ -100,7 +100,7 @@ def limited_leg(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes:
 def free_leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
     # Memory goes back once nobody has a use for it, so that a limit means what it says.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 4) == 1
-    return train_leg("cpu", configured(folder, corpus, **{**LARGE, **settings}))
+    return run_rank("cpu", configured(folder, corpus, **{**LARGE, **settings}))
 
 
 def micro_batch(folder: Path) -> int:
@@ -286,7 +286,7 @@ def test_what_it_looks_like_when_memory_is_full(error: Exception, full: bool) ->
 def test_a_snapshot_needs_a_gpu(tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path, corpus, log__memory_snapshot=True)
     with pytest.raises(UserError, match=r"log\.memory_snapshot"):
-        backend_room("cpu").create("cpu").check(config)
+        backend_package("cpu").check(config, World(1))
 
 
 def test_a_dry_run_leaves_it_open(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

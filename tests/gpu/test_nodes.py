@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests import slurm
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny
@@ -37,7 +37,7 @@ HYBRID: dict[str, Any] = {
 def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[float]:
     """The losses of one rank."""
     folder = tmp_path_factory.mktemp("truth")
-    assert train_leg("cpu", configured(folder, corpus, **{**HYBRID, "strategy": "no_shard"})) == 0
+    assert run_rank("cpu", configured(folder, corpus, **{**HYBRID, "strategy": "no_shard"})) == 0
     return losses(folder)
 
 

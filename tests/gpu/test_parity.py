@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from portable.backend import backend_room
 from portable.data import TrainLoader
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend
+from portable.run.prepare import prepare
+from portable.run.restore import restore
+from portable.run.settle import settle
 from tests.parity import opened
 from tests.ranks import RankError, RankPool
 from tests.runs import configured
@@ -45,11 +47,11 @@ def our_losses(config: RunConfig, steps: int = STEPS) -> Losses:
 
 def plain_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     """The same run as a person would write it without this project: one process, the whole batch at once."""
-    backend = backend_room("cpu").create("cpu")
-    run = Prepared(resolve(throughout(config, steps), backend), backend)
+    backend = create_backend("cpu")
+    run = prepare(settle(throughout(config, steps), backend.name), backend)
     from transformers import AutoModelForCausalLM
 
-    engine, _ = run.engine(None)  # only for its initial weights
+    engine = restore(run, None).engine  # only for its initial weights
     model = AutoModelForCausalLM.from_config(run.model_config, attn_implementation="sdpa")
     model.load_state_dict(engine.model.state_dict())
     model.train()

@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from portable.backend import backend_room
-from portable.run.leg import Prepared, resolve, train_leg
+from portable.registry import create_backend
+from portable.run.prepare import prepare
+from portable.run.rank import run_rank
+from portable.run.restore import restore
+from portable.run.settle import settle
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -64,17 +67,17 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 def start(config: RunConfig, name: str) -> tuple[list[int], int, torch.Tensor]:
     """Growth of each rank while the engine gets its weights, bytes of the parameters, one of them whole."""
-    backend = backend_room("cpu").create("cpu")
+    backend = create_backend("cpu")
     backend.start()
     try:
-        run = Prepared(resolve(config, backend), backend)
+        run = prepare(settle(config, backend.name), backend)
         originals = {collective: getattr(dist, collective) for collective in COLLECTIVES}
         grown: list[int] = []
         for collective in COLLECTIVES:
             setattr(dist, collective, _refuse)
         try:
             with peak_of(grown):
-                engine, _ = run.engine(None)
+                engine = restore(run, None).engine
         finally:
             for collective, original in originals.items():
                 setattr(dist, collective, original)
@@ -92,7 +95,7 @@ def test_a_rank_holds_its_shard_and_no_more(tmp_path: Path, corpus: Path, ranks:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # For its tokenizer.
-    assert train_leg("cpu", configured(tmp_path / "tiny", corpus, train__steps=1, train__warmup_steps=0)) == 0
+    assert run_rank("cpu", configured(tmp_path / "tiny", corpus, train__steps=1, train__warmup_steps=0)) == 0
     beyond = []
     for layers in (3, 9):
         sizes = {"num_hidden_layers": layers, "hidden_size": 768, "intermediate_size": 2304}

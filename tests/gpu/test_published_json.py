@@ -16,12 +16,12 @@ from gpu.zero import runtime as zero_runtime
 from gpu.zero.buckets import automatic
 from gpu.zero.config import document as deepspeed_json
 from gpu.zero.settings import ModelSizes, settings_for
-from portable.backend import backend_room
 from portable.batch_plan import plan_batches
 from portable.config import load_config, parse_args
 from portable.errors import UserError
 from portable.optim.schedule import SCHEDULES
-from portable.run.leg import resolve
+from portable.registry import create_backend
+from portable.run.settle import settle
 from tests.published import Shape, shapes
 
 if TYPE_CHECKING:
@@ -336,8 +336,8 @@ def test_a_yamls_accumulation_is_used_as_a_jsons_is(tmp_path: Path) -> None:
     file = tmp_path / "accelerate.yaml"
     file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
     flags = ["--accelerate-config", str(file), "--train.micro_batch_size", "2", "--precision", "fp32"]
-    backend = backend_room("cpu").create("cpu")
-    run = resolve(parse_args(flags).config, backend, 8)
+    backend = create_backend("cpu")
+    run = settle(parse_args(flags).config, backend.name, 8).config
     assert (run.strategy, run.train.global_batch_size) == ("zero2", 2 * 4 * 8)
     with pytest.raises(UserError, match="gradient_accumulation_steps 4"):
-        resolve(parse_args([*flags, "--train.global_batch_size", "6"]).config, backend, 8)
+        settle(parse_args([*flags, "--train.global_batch_size", "6"]).config, backend.name, 8)

@@ -11,7 +11,10 @@ import torch
 from gpu.backend import TorchBackend
 from portable.cli import main
 from portable.errors import UserError
-from portable.run.leg import Prepared
+from portable.registry import World, backend_package
+from portable.run.prepare import prepare
+from portable.run.restore import restore
+from portable.run.settle import settle
 from tests.runs import configured, flags, tiny
 
 if TYPE_CHECKING:
@@ -58,7 +61,7 @@ def test_the_precision_of_fp32_products_is_set_and_put_back(
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        Prepared(config, backend).engine(None)
+        restore(prepare(settle(config, backend.name), backend), None)
         assert torch.get_float32_matmul_precision() == expected
         backend.stop()
         assert torch.get_float32_matmul_precision() == "medium"
@@ -69,7 +72,7 @@ def test_the_precision_of_fp32_products_is_set_and_put_back(
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_attention_that_is_asked_for(attention: str, tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path, corpus, model__attention=attention)
-    assert Prepared(config, TorchBackend("cpu")).model.config._attn_implementation == attention
+    assert prepare(settle(config, "cpu"), TorchBackend("cpu")).model.config._attn_implementation == attention
 
 
 def test_flash_attention_that_is_not_installed(
@@ -80,4 +83,4 @@ def test_flash_attention_that_is_not_installed(
         tmp_path, corpus, backend="auto", precision="bf16", model__attention="flash_attention_2"
     )
     with pytest.raises(UserError, match=r"model\.attention: .*flash-attn, which is not installed.*use sdpa"):
-        TorchBackend("cpu").check(config)
+        backend_package("cpu").check(config, World(1))

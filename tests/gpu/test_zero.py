@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.backend import backend_room
 from portable.errors import UserError
 from portable.model import build as models
+from portable.registry import World, backend_package
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured
 
@@ -127,7 +127,7 @@ def compiled_losses(config: RunConfig) -> Losses:
 def test_compiled_layers_do_not_go_with_zero3(tmp_path: Path, corpus: Path) -> None:
     config = zero_config(tmp_path, corpus, strategy="zero3", compile=True)
     with pytest.raises(UserError, match=r"compile: true does not go with strategy zero3.*come and go"):
-        backend_room("cpu").create("cpu").check(config)
+        backend_package("cpu").check(config, World(1))
 
 
 def test_the_optimizer_alone_offloaded(

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from converters.cli import main as convert
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.runs import configured
 
 pytest.importorskip("deepspeed")
@@ -32,7 +32,7 @@ COMMON: dict[str, Any] = {
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return train_leg("cpu", configured(folder, corpus, **{**COMMON, **settings}))
+    return run_rank("cpu", configured(folder, corpus, **{**COMMON, **settings}))
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -104,6 +104,6 @@ def evaluation(folder: Path, corpus: Path, settings: dict[str, Any]) -> float:
     printed = io.StringIO()
     config = configured(folder, corpus, **{**COMMON, **settings})
     with contextlib.redirect_stdout(printed):
-        assert train_leg("cpu", config, eval_only=True) == 0
+        assert run_rank("cpu", config, eval_only=True) == 0
     words = printed.getvalue().split()
     return float(words[-1]) if words else 0.0

@@ -29,22 +29,25 @@ def fp16_steps(config: RunConfig) -> tuple[list[float], dict[str, float], str]:
     from deepspeed.accelerator import get_accelerator
 
     from gpu.zero.runtime import import_deepspeed
-    from portable.backend import backend_room
     from portable.loop import train_step
-    from portable.run.leg import Prepared, resolve
+    from portable.registry import create_backend
+    from portable.run.batches import train_loader
+    from portable.run.prepare import prepare
+    from portable.run.restore import restore
+    from portable.run.settle import settle
 
     import_deepspeed("cpu")
     get_accelerator().is_fp16_supported = lambda: True
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(config, backend)
+    backend = create_backend("cpu")
+    settled = settle(config, backend.name)
     config.__dict__["precision"] = "fp16"  # past the rule that knows what DeepSpeed will do on a CPU
     backend.start()
     losses: list[float] = []
     figures, ended = {}, ""
     try:
-        run = Prepared(config, backend)
-        engine, _ = run.engine(None)
-        batches = iter(run.train_loader(0))
+        run = prepare(settled, backend)
+        engine = restore(run, None).engine
+        batches = iter(train_loader(run, 0))
         for step in range(STEPS):
             result = train_step(
                 backend,

@@ -29,23 +29,28 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
     from deepspeed.accelerator import get_accelerator
 
     from gpu.zero.runtime import import_deepspeed
-    from portable.backend import backend_room
     from portable.checkpoint.store import CheckpointFolder
     from portable.loop import Progress, train_step
-    from portable.run.leg import Prepared, resolve
+    from portable.registry import create_backend
+    from portable.run.batches import train_loader
+    from portable.run.prepare import prepare
+    from portable.run.restore import restore
+    from portable.run.save import save
+    from portable.run.settle import settle
 
     import_deepspeed("cpu")
     get_accelerator().is_fp16_supported = lambda: True
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(config, backend)
-    config.__dict__["precision"] = "fp16"
+    backend = create_backend("cpu")
+    settled = settle(config, backend.name)
+    settled.config.__dict__["precision"] = "fp16"  # past the rule that a CPU does not train in it
     backend.start()
     try:
-        run = Prepared(config, backend)
+        run = prepare(settled, backend)
         checkpoints = CheckpointFolder(Path(config.output_dir) / "checkpoints", keep=None, rank=backend.rank)
-        engine, progress = run.engine(checkpoints.latest())
+        restored = restore(run, checkpoints.latest())
+        engine, progress = restored.engine, restored.progress
         assert progress.step == start
-        batches = iter(run.train_loader(progress.samples))
+        batches = iter(train_loader(run, progress.samples))
         taken = []
         for step in range(start, stop):
             result = train_step(
@@ -59,7 +64,7 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
             )
             taken.append((float(result.loss), backend.figures()["loss_scale"]))
         batches.close()
-        run.save(checkpoints, engine, Progress(stop, stop * run.plan.global_batch_size))
+        save(run, checkpoints, engine, Progress(stop, stop * run.plan.global_batch_size))
         checkpoints.finish()
         backend.barrier()
         return taken

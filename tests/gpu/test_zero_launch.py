@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from portable.ranks.launch import joined
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.portable.test_launch import AT_MOST, ranks_of, start, steps_logged, wait_for
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny
@@ -80,7 +80,7 @@ def in_a_notebook(folder: Path, corpus: Path) -> tuple[str, list[str]]:
 
     async def cell(name: str, strategy: str) -> int:
         settings = {"train__steps": 2, "train__micro_batch_size": 1, "strategy": strategy}
-        return train_leg("cpu", configured(folder / name, corpus, **settings))
+        return run_rank("cpu", configured(folder / name, corpus, **settings))
 
     async def kernel() -> list[int]:
         return [await cell("first", "zero2"), await cell("second", "zero3"), await cell("third", "no_shard")]

@@ -12,7 +12,7 @@ from portable.config import load_config, parse_args
 from portable.config.accelerate_yaml import read_environment
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny
 
@@ -189,7 +189,7 @@ def test_two_ranks_that_it_starts(tmp_path: Path, corpus: Path, zygote: Zygote) 
     resolved = load_config(tmp_path / "run" / "config.yaml")
     assert resolved.memory.offload_params == "cpu"
     assert resolved.memory.activation_checkpointing == "full"
-    assert train_leg("cpu", configured(tmp_path / "one", corpus, train__steps=3)) == 0
+    assert run_rank("cpu", configured(tmp_path / "one", corpus, train__steps=3)) == 0
     ours, one = (
         [row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("run", "one")
     )

@@ -26,7 +26,9 @@ from portable.data.classes import number_classes
 from portable.errors import UserError
 from portable.model.build import build_model, model_config
 from portable.model.special_tokens import SpecialTokens, known_classes
-from portable.run.leg import train_leg
+from portable.run.batches import train_loader
+from portable.run.rank import run_rank
+from portable.run.save import write_model_files
 from tests.parity import opened
 from tests.portable.test_data_tokenizer import word_tokenizer
 from tests.runs import TINY_MODEL, configured
@@ -170,7 +172,7 @@ def test_a_model_fine_tuned_to_stop_stops_and_keeps_how_it_generates(
         train__micro_batch_size=6,
         log__sample_tokens=0,
     )
-    assert train_leg("cpu", config) == 0
+    assert run_rank("cpu", config) == 0
     told_of = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("note", "warning"))]
     assert len(told_of) == 2 and "eos_token_id 5 -> 2" in told_of[0]
     assert told_of[1].startswith("warning: data.seq_len: ") and "are cut off" in told_of[1]
@@ -388,12 +390,12 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(
                 expected = label
             assert found.dtype == (torch.int64 if problem == SINGLE else torch.float32)
             assert torch.equal(found, torch.tensor(expected).to(found.dtype))
-        batch = next(iter(trial.run.train_loader(0)))
+        batch = next(iter(train_loader(trial.run, 0)))
         with torch.no_grad():
             loss = model(**batch).loss
         assert float(trial.step().loss) == pytest.approx(float(loss), rel=1e-5)
-        trial.run.write_model_files(tmp_path / "final")
-        told = [line for line in trial.run.surprises() if "problem_type" in line]
+        write_model_files(trial.run, tmp_path / "final")
+        told = [line for line in trial.run.notes if "problem_type" in line]
         assert bool(told) == (problem != SINGLE and "problem_type" not in given)
     saved = AutoConfig.from_pretrained(tmp_path / "final")
     assert saved.num_labels == outputs
@@ -530,11 +532,11 @@ def test_a_text_ends_where_its_classifier_looks(kind: str, tmp_path: Path) -> No
     )
     with opened(given) as trial:
         model = trial.run.model
-        batch = next(iter(trial.run.train_loader(0)))
+        batch = next(iter(train_loader(trial.run, 0)))
         assert (batch["input_ids"] == model.config.eos_token_id).sum(1).tolist() == [1] * 6
         expected = model(**batch).loss.detach()
         assert float(trial.step().loss) == pytest.approx(float(expected), rel=1e-5)
-        trial.run.write_model_files(tmp_path / "final")
+        write_model_files(trial.run, tmp_path / "final")
     again = AutoTokenizer.from_pretrained(tmp_path / "final")
     bare = again("a b", add_special_tokens=False)["input_ids"]
     assert again("a b")["input_ids"] == [*bare, again.eos_token_id]
@@ -583,7 +585,7 @@ def test_a_translation_model_begins_to_write_in_the_target_language(kind: str, t
             expected = theirs.eval()(**inputs, labels=batch["labels"]).logits
         counted = batch["labels"] != -100
         assert torch.allclose(logits[counted], expected[counted], atol=1e-5)
-        trial.run.write_model_files(tmp_path / "final")
+        write_model_files(trial.run, tmp_path / "final")
     german = own.convert_tokens_to_ids(languages["target"])
     saved = GenerationConfig.from_pretrained(tmp_path / "final")
     if kind == "m2m_100":

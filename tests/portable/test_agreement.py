@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.errors import UserError
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ COMMON: dict[str, Any] = {"train__micro_batch_size": 1, "checkpoint__every_steps
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return train_leg("cpu", configured(folder, corpus, **COMMON, **settings))
+    return run_rank("cpu", configured(folder, corpus, **COMMON, **settings))
 
 
 def refusal(folder: Path, corpus: Path, differ: Callable[[Path, Path], dict[str, Any]]) -> str:

@@ -20,7 +20,7 @@ from portable.data.order import locate
 from portable.model.build import AUTO_CLASSES
 from portable.model.loss import IGNORED
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured, write_labelled
 from tests.tiny_models import tiny_config
@@ -216,7 +216,7 @@ def row_of(samples: Any, place: tuple[int, int], task: str) -> dict[str, Tensor]
 
 
 def ours(config: RunConfig) -> tuple[list[float], list[float]]:
-    assert train_leg("cpu", config) == 0
+    assert run_rank("cpu", config) == 0
     rows = list(read_metrics(Path(config.output_dir)))
     return (
         [row["loss"] for row in rows if "loss" in row],

@@ -15,7 +15,7 @@ from portable.data import build_data, inspect_data
 from portable.data.tasks import longest_first
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.portable.data_support import Settings, write_jsonl
 from tests.runs import TINY_MODEL, tiny
 
@@ -169,7 +169,7 @@ def test_a_model_learns_from_pairs(tmp_path: Path) -> None:
         "checkpoint.export": False,
         "log.every_steps": 20,
     }
-    assert train_leg("cpu", load_config(None, settings)) == 0
+    assert run_rank("cpu", load_config(None, settings)) == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
     assert losses[-1] < 0.1
 

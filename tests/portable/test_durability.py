@@ -20,7 +20,7 @@ from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
 from portable.checkpoint.store import CheckpointFolder, TrainerState
 from portable.errors import RunError
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def leg_watched(folder: Path, corpus: Path, backend: str, settings: dict[str, An
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "rename", renamed)
         config = configured(folder, corpus, backend=backend, **settings)
-        synced = synced_while(lambda: codes.append(train_leg(backend, config)), patch)
+        synced = synced_while(lambda: codes.append(run_rank(backend, config)), patch)
     rank = os.environ.get("RANK", "0")
     (log / f"{rank}.json").write_text(json.dumps({"synced": synced, "renames": renames}))
     return codes[0]
@@ -123,7 +123,7 @@ def test_all_is_synced_before_the_name(
 def test_a_conversion_is_synced(
     write: Callable[..., Any], tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert train_leg("cpu", configured(tmp_path / "run", corpus, **SETTINGS)) == 0
+    assert run_rank("cpu", configured(tmp_path / "run", corpus, **SETTINGS)) == 0
     source = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-000004")
     out = tmp_path / "out"
     synced = synced_while(lambda: write(source, out, optimizer=True, max_shard_size=100_000), monkeypatch)
@@ -244,11 +244,11 @@ def test_the_last_good_one_stays(tmp_path: Path, corpus: Path) -> None:
 
     folder = tmp_path / "run"
     kept: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": 2, "train__steps": 12}
-    assert train_leg("cpu", configured(folder, corpus, **kept, train__stop_after=6)) == 0
+    assert run_rank("cpu", configured(folder, corpus, **kept, train__stop_after=6)) == 0
     newest = folder / "checkpoints" / "step-000006"
     shard = next(newest.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    assert train_leg("cpu", configured(folder, corpus, **kept, train__stop_after=7)) == 0
+    assert run_rank("cpu", configured(folder, corpus, **kept, train__stop_after=7)) == 0
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step-000006", "step-000006.damaged", "step-000007"]
     good = [step for step, _ in CheckpointFolder(folder / "checkpoints", keep=None).complete()]
@@ -260,12 +260,12 @@ def test_a_disk_that_is_full_is_one_line(
 ) -> None:
     """The disk is emulated: the device that is always full stands in for the metrics."""
     folder = tmp_path / "run"
-    assert train_leg("cpu", configured(folder, corpus, train__stop_after=4)) == 0
+    assert run_rank("cpu", configured(folder, corpus, train__stop_after=4)) == 0
     from portable.reporting import metrics
 
     monkeypatch.setattr(metrics, "open_own", lambda _, flags: os.open("/dev/full", flags))
     with pytest.raises(RunError, match=r"cannot be written to: No space left.*free some.*step-000004"):
-        train_leg("cpu", configured(folder, corpus))
+        run_rank("cpu", configured(folder, corpus))
 
 
 def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

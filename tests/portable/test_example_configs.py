@@ -17,7 +17,7 @@ from portable.config import load_config
 from portable.config.reference import ROOT
 from portable.data import build_data
 from portable.reporting.metrics import human_count, read_metrics
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def require_what_it_needs(config: RunConfig) -> None:
 
 
 def leg(config: RunConfig) -> int:
-    return train_leg(config.backend, config)
+    return run_rank(config.backend, config)
 
 
 @pytest.mark.parametrize("path", CONFIGS)

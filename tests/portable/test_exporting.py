@@ -11,7 +11,7 @@ import pytest
 from converters.writers.replace_folder import exchange
 from portable.output import export as exporting
 from portable.output.export import MARKER, export, recover_export
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     folder = tmp_path_factory.mktemp("exporting") / "run"
     settings = {"train__steps": 1, "data__eval_fraction": 0, "checkpoint__export": False}
-    assert train_leg("cpu", configured(folder, corpus, **settings)) == 0
+    assert run_rank("cpu", configured(folder, corpus, **settings)) == 0
     return folder / "checkpoints" / "step-000001"
 
 

@@ -19,14 +19,18 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from converters import open_checkpoint
-from portable.backend import backend_room
 from portable.checkpoint.external import open_foreign, written_by_us
 from portable.cli import main
 from portable.data import TrainLoader
 from portable.errors import UserError
 from portable.loop import train_step
+from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import Prepared, resolve, train_leg
+from portable.run.batches import train_loader
+from portable.run.prepare import prepare
+from portable.run.rank import run_rank
+from portable.run.restore import restore
+from portable.run.settle import settle
 from tests.converters.compare import assert_same
 from tests.converters.making import once
 from tests.portable.make_foreign import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
@@ -118,16 +122,17 @@ def go_on(folder: Path, corpus: Path, path: Path, settings: dict[str, Any]) -> t
     """
     keys = {key.replace(".", "__"): value for key, value in begun(path, corpus, folder, **settings).items()}
     config = configured(folder, corpus, **keys)
-    backend = backend_room(config.backend).create(config.backend)
-    config = resolve(config, backend)
+    backend = create_backend(config.backend)
+    settled = settle(config, backend.name)
     backend.start()
     try:
-        run = Prepared(config, backend)
-        engine, progress = run.engine(path)
+        run = prepare(settled, backend)
+        restored = restore(run, path)
+        engine, progress = restored.engine, restored.progress
         step, samples = progress.step, progress.samples
         folder.mkdir(exist_ok=True)
         engine.save(folder, background=False).wait()
-        batches = iter(run.train_loader(samples))
+        batches = iter(train_loader(run, samples))
         results = [
             train_step(
                 backend,
@@ -159,7 +164,7 @@ class Oracle:
             train__learning_rate=RATE,
             data__eval_fraction=0,
         )
-        self._run = Prepared(config, backend_room("cpu").create("cpu"))
+        self._run = prepare(settle(config, "cpu"), create_backend("cpu"))
 
     def __call__(
         self, held: dict[str, Any], settings: dict[str, Any], step: int, samples: int
@@ -396,7 +401,7 @@ def test_the_model_names_what_the_optimizer_numbers(
     held = torch.load(foreign / "trainer.ref.pt", weights_only=False)["optim"]
     for name, values in opened.optimizer.state.items():
         assert_same(values["exp_avg"], held[name]["exp_avg"])  # type: ignore[arg-type]
-    assert train_leg("cpu", load(command(trainer, corpus, tmp_path / "run", train__stop_after=4))) == 0
+    assert run_rank("cpu", load(command(trainer, corpus, tmp_path / "run", train__stop_after=4))) == 0
 
 
 def load(arguments: list[str]) -> Any:
@@ -570,7 +575,7 @@ def test_another_rule_of_the_same_state_is_refused(
 def test_our_own_are_never_mistaken(trainer: Path, corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = configured(folder, corpus, train__steps=1, train__warmup_steps=0, checkpoint__export=False)
-    assert train_leg("cpu", config) == 0
+    assert run_rank("cpu", config) == 0
     ours = folder / "checkpoints" / "step-000001"
     assert open_foreign(folder) is None and open_foreign(ours) is None
     theirs = (trainer / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
@@ -582,6 +587,6 @@ def test_our_own_are_never_mistaken(trainer: Path, corpus: Path, tmp_path: Path)
     assert open_foreign(ours) is None
     resumed = configured(tmp_path / "next", corpus, checkpoint__resume=str(ours))
     with pytest.raises(UserError, match=r"trainer_state.json: missing"):
-        train_leg("cpu", resumed)
+        run_rank("cpu", resumed)
     (trainer / f"checkpoint-{STEPS}" / "trainer_state.json").write_text(theirs)
     assert open_foreign(trainer) is not None

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.checkpoint.store import write_durably
+from portable.durable import write_durably
 from portable.errors import UserError
 from portable.output.lock import locked
 from portable.reporting.events import History, read_events
 from portable.reporting.html_report import POINTS, Run, _machine, main, thinned
 from portable.reporting.metrics import MetricsFile
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """Two legs, the second with another strategy."""
     folder = tmp_path_factory.mktemp("report") / "moved"
-    assert train_leg("cpu", configured(folder, corpus, train__stop_after=4, train__eval_every=4)) == 0
+    assert run_rank("cpu", configured(folder, corpus, train__stop_after=4, train__eval_every=4)) == 0
     second = configured(folder, corpus, train__eval_every=4, strategy="no_shard")
-    assert train_leg("cpu", second) == 0
+    assert run_rank("cpu", second) == 0
     return folder
 
 

@@ -23,7 +23,7 @@ from portable.loop import stop_signals
 from portable.output.lock import locked
 from portable.ranks.launch import STOP_REQUESTED, _stopped, failing, launch
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.runs import configured, flags, tiny
 from tests.zygote import stands_for
 
@@ -153,7 +153,7 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zyg
     # And it still goes on; on one rank now, which moves no loss by more than rounding.
     end = steps_logged(folder) + 10
     for place in (folder, whole):
-        assert train_leg("cpu", configured(place, corpus, **_dunder(settings), train__stop_after=end)) == 0
+        assert run_rank("cpu", configured(place, corpus, **_dunder(settings), train__stop_after=end)) == 0
     ours = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
     theirs = {row["step"]: row["loss"] for row in read_metrics(whole) if "loss" in row}
     assert list(ours) == list(range(1, end + 1))

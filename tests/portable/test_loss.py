@@ -14,6 +14,7 @@ from portable.errors import UserError
 from portable.model.build import AUTO_CLASSES
 from portable.model.chunked_loss import chunked_head
 from portable.model.loss import IGNORED, Objective, token_loss
+from portable.run.batches import train_loader
 from tests.gpu.test_parity import assert_close, our_losses
 from tests.parity import opened
 from tests.runs import configured
@@ -208,7 +209,7 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
     with opened(config) as trial:
         model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
         model.load_state_dict(trial.engine.model.state_dict())
-        rows = [next(iter(trial.run.train_loader(first))) for first in range(4)]
+        rows = [next(iter(train_loader(trial.run, first))) for first in range(4)]
         losses = [model(**row, shift_labels=row["labels"]).loss for row in rows]
         truth = torch.stack(losses).mean()
         truth.backward()

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from portable.backend import backend_room
 from portable.config import load_config
 from portable.config.sections import ModelConfig
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.initialize import Blueprint
 from portable.model.pretrained import pretrained_weights
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend
+from portable.run.prepare import prepare
+from portable.run.restore import restore
+from portable.run.settle import settle
 from tests.runs import configured
 from tests.tiny_models import tiny_config
 
@@ -66,11 +68,13 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_else() -> None:
 
 
 def full_weights(folder: Path, corpus: Path, strategy: str) -> dict[str, torch.Tensor]:
-    backend = backend_room("cpu").create("cpu")
-    config = resolve(configured(folder, corpus, strategy=strategy, train__micro_batch_size=1), backend)
+    backend = create_backend("cpu")
+    config = settle(
+        configured(folder, corpus, strategy=strategy, train__micro_batch_size=1), backend.name
+    ).config
     backend.start()
     try:
-        engine, _ = Prepared(config, backend).engine(None)
+        engine = restore(prepare(settle(config, backend.name), backend), None).engine
         tensors = models.state_tensors(engine.model)
         return {
             name: getattr(t, "full_tensor", lambda t=t: t)().detach().clone() for name, t in tensors.items()

@@ -18,7 +18,7 @@ import torch
 
 from portable.checkpoint.store import TrainerState
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines
 from tests.runs import configured
 from tests.views import assert_same_view, view
@@ -42,7 +42,7 @@ def leg(folder: Path, corpus: Path, settings: dict[str, Any], size: int) -> int:
         "data__eval_fraction": 0,
     }
     config = configured(folder, corpus, **{**common, **settings})
-    return train_leg(config.backend, config)
+    return run_rank(config.backend, config)
 
 
 class Runner:

@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from portable.backend import backend_room
 from portable.checkpoint.store import TrainerState
 from portable.data import locate
 from portable.errors import RunError
 from portable.model import build as models
 from portable.optim.non_finite import MOST_IN_A_ROW, NEW_ACCOUNT, Health, entered
+from portable.registry import create_backend
 from portable.reporting.events import read_events
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import Prepared, resolve, train_leg
+from portable.run.prepare import prepare
+from portable.run.rank import run_rank
+from portable.run.settle import settle
 from tests.runs import TINY_MODEL, configured
 from tests.views import View, assert_same_bits, view
 
@@ -69,8 +71,8 @@ def settings(name: str, folder: Path, corpus: Path, **more: Any) -> RunConfig:
 def bad_tokens(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[int]:
     """The sample that breaks the model."""
     config = settings("one rank", tmp_path_factory.mktemp("data"), corpus)
-    backend = backend_room("cpu").create("cpu")
-    samples = Prepared(resolve(config, backend), backend).data.train
+    backend = create_backend("cpu")
+    samples = prepare(settle(config, backend.name), backend).data.train
     tokens: list[int] = samples.batch([locate(BAD_SAMPLE, len(samples), config.seed)])["input_ids"][
         0
     ].tolist()
@@ -108,7 +110,7 @@ def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = 
     out, err = io.StringIO(), io.StringIO()
     with breaking(kind, bad_tokens), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            train_leg(config.backend, config, replay=step)
+            run_rank(config.backend, config, replay=step)
         except RunError as error:
             print(f"error: {error}", file=err)
     return out.getvalue(), err.getvalue()

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from converters import open_checkpoint
 from portable.model.build import AUTO_CLASSES
 from portable.optim.build import decaying, parameter_groups
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import assert_close, our_losses
 from tests.runs import configured
@@ -112,16 +112,16 @@ def test_a_checkpoint_with_other_groups_goes_on(
     """State is found by name: what a group was before has no bearing on it."""
     settings = {**OSS, "strategy": "no_shard", "train__steps": 4, "train__weight_decay": 1e-9}
     whole, run = tmp_path / "whole", tmp_path / "run"
-    assert train_leg("cpu", configured(whole, corpus, **settings)) == 0
+    assert run_rank("cpu", configured(whole, corpus, **settings)) == 0
 
     def by_dims(module: nn.Module) -> set[str]:
         return {name for name, p in module.named_parameters() if p.dim() >= 2}
 
     with monkeypatch.context() as patch:
         patch.setattr("gpu.fsdp.engine.decaying", by_dims)
-        assert train_leg("cpu", configured(run, corpus, **settings, train__stop_after=2)) == 0
+        assert run_rank("cpu", configured(run, corpus, **settings, train__stop_after=2)) == 0
     first = [set(g["params"]) for g in optimizer_groups(run)]
-    assert train_leg("cpu", configured(run, corpus, **settings)) == 0
+    assert run_rank("cpu", configured(run, corpus, **settings)) == 0
     assert first != [set(g["params"]) for g in optimizer_groups(run)]
     assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
 

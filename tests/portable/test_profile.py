@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from portable.reporting.profiling import RECORDED
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def profiled(folder: Path, corpus: Path) -> int:
-    return train_leg("cpu", configured(folder, corpus, train__micro_batch_size=3), profile=True)
+    return run_rank("cpu", configured(folder, corpus, train__micro_batch_size=3), profile=True)
 
 
 def test_every_rank_writes_a_trace(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
@@ -33,7 +33,7 @@ def test_every_rank_writes_a_trace(tmp_path: Path, corpus: Path, ranks: RankPool
 
 
 def test_a_run_too_short_says_so(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_leg("cpu", configured(tmp_path, corpus, train__steps=2), profile=True) == 0
+    assert run_rank("cpu", configured(tmp_path, corpus, train__steps=2), profile=True) == 0
     printed = capsys.readouterr()
     assert "too few steps for one" in printed.out + printed.err
     assert not (tmp_path / "profile").exists()

@@ -25,7 +25,7 @@ from portable.errors import RunError, UserError
 from portable.output import lease
 from portable.output.lease import LEASE_FILE, Lease
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import train_leg
+from portable.run.rank import run_rank
 from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY
 from tests.ranks import RankError
 from tests.runs import configured, flags, tiny
@@ -44,12 +44,12 @@ EIGHT = "checkpoints/step-000008"
 def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
     monkeypatch.setattr("converters.storage.store_errors._FIRST_WAIT", 0.01)
-    monkeypatch.setattr("portable.run.leg.gc", Mock(spec=gc))
+    monkeypatch.setattr("portable.run.train.gc", Mock(spec=gc))
 
 
 def leg(place: Path | str, corpus: Path | str, **overrides: Any) -> int:
     settings = {"data__cache_dir": str(Path(corpus).parent / "cache"), **overrides}
-    return train_leg(overrides.get("backend", "cpu"), configured(place, Path(corpus), **settings))
+    return run_rank(overrides.get("backend", "cpu"), configured(place, Path(corpus), **settings))
 
 
 def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
@@ -123,7 +123,7 @@ def rank_leg(
             checkpoint__staging_dir="staging",
             **settings,
         )
-        return train_leg(config.backend, config)
+        return run_rank(config.backend, config)
     finally:
         os.chdir(before)
 
@@ -420,5 +420,5 @@ def test_a_staging_folder_that_somebody_else_made_is_refused(
         base.mkdir()
         os.chown(base, 12345, 12345)
     with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* is a link, or another user's"):
-        train_leg("cpu", configured(s3.url("run"), corpus))
+        run_rank("cpu", configured(s3.url("run"), corpus))
     assert not list(base.iterdir())

@@ -25,8 +25,8 @@ from portable.output.output_dir import open_output
 from portable.reporting.html_report import write_report
 from portable.reporting.loss_plot import plot_loss
 from portable.reporting.metrics import read_metrics
-from portable.run import leg as run
-from portable.run.leg import train_leg
+from portable.run import batches
+from portable.run.rank import run_rank
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("brief_runs")
 
 
 def leg(folder: Path, corpus: Path, **overrides: Any) -> int:
-    return train_leg("cpu", configured(folder, corpus, **overrides))
+    return run_rank("cpu", configured(folder, corpus, **overrides))
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -180,14 +180,14 @@ def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
 
         TorchEngine.save = save  # type: ignore[method-assign, assignment]
     elif moment == "rename":
-        sync = module.sync_folder
+        from portable.durable import sync_folder as sync
 
         def sync_folder(path: Path) -> None:
             sync(path)
             if "000008" in path.name:
                 die()
 
-        module.sync_folder = sync_folder
+        module.sync_folder = sync_folder  # type: ignore[attr-defined]
     leg(folder, corpus, train__steps=12)
 
 
@@ -253,13 +253,13 @@ def test_an_evaluation_on_a_terminal_has_a_bar(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run, "BAR_DELAY", 0.0)
+    monkeypatch.setattr(batches, "BAR_DELAY", 0.0)
     shutil.copytree(finished, tmp_path / "run")
     config = configured(tmp_path / "run", corpus)
-    assert train_leg("cpu", config, eval_only=True) == 0
+    assert run_rank("cpu", config, eval_only=True) == 0
     assert "evaluating" not in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert train_leg("cpu", config, eval_only=True) == 0
+    assert run_rank("cpu", config, eval_only=True) == 0
     assert "\revaluating: " in capsys.readouterr().err
 
 
@@ -368,13 +368,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Pat
 
 
 def test_masked_updates_leave_weights_and_state_alone(tmp_path: Path, corpus: Path) -> None:
-    from portable.backend import backend_room
-    from portable.run.leg import Prepared, resolve
+    from portable.registry import create_backend
+    from portable.run.batches import train_loader
+    from portable.run.prepare import prepare
+    from portable.run.restore import restore
+    from portable.run.settle import settle
 
-    backend = backend_room("cpu").create("cpu")
-    run = Prepared(resolve(configured(tmp_path, corpus), backend), backend)
-    engine, _ = run.engine(None)
-    batches = iter(run.train_loader(0))
+    backend = create_backend("cpu")
+    run = prepare(settle(configured(tmp_path, corpus), backend.name), backend)
+    engine = restore(run, None).engine
+    batches = iter(train_loader(run, 0))
     weight = torch.tensor(1.0)
 
     def step(loss: float) -> None:
@@ -404,7 +407,7 @@ def test_a_pretrained_model_goes_on_where_it_was(finished: Path, tmp_path: Path,
         train__steps=2,
         train__warmup_steps=0,
     )
-    assert train_leg("cpu", config) == 0
+    assert run_rank("cpu", config) == 0
     trained = [row["eval_loss"] for row in read_metrics(finished) if "eval_loss" in row][-1]
     now = [row["eval_loss"] for row in read_metrics(tmp_path) if "eval_loss" in row][-1]
     assert now == pytest.approx(trained, rel=1e-5)

@@ -140,7 +140,7 @@ def test_no_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_a_tpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from portable.backend import resolve_backend
+    from portable.registry import resolve_backend
 
     assert resolve_backend("auto") != "xla"
     pci_device(tmp_path, "0x1ae0", "0x006f")

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.plan_xla import measure, told_in
-from portable.backend import backend_room
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.subject import LiveSubject, inspect
-from portable.run.leg import Prepared, resolve
+from portable.registry import create_backend
+from portable.run.prepare import prepare
+from portable.run.restore import restore
+from portable.run.settle import settle
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
 from tpu.footprint import footprint
@@ -26,11 +28,11 @@ if TYPE_CHECKING:
 
 def kept(config: RunConfig) -> tuple[int, int]:
     """Bytes of parameters and of optimizer state on the first device."""
-    backend = backend_room("xla").create("xla")
-    config = resolve(config, backend)
+    backend = create_backend("xla")
+    settled = settle(config, backend.name)
     backend.start()
     try:
-        engine: Any = Prepared(config, backend).engine(None)[0]
+        engine: Any = restore(prepare(settled, backend), None).engine
         optimizer = engine._optimizer
         state = [t for tensors in optimizer.tensors().values() for t in tensors.values()]
         return on_first_device(engine.model.parameters()), on_first_device([*state, optimizer._steps])

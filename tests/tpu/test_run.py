@@ -20,11 +20,15 @@ import torch
 
 from converters import open_checkpoint
 from converters.cli import main as convert
-from portable.backend import backend_room
 from portable.errors import UserError
 from portable.loop import train_step
+from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
-from portable.run.leg import Prepared, resolve, train_leg
+from portable.run.batches import train_loader
+from portable.run.prepare import prepare
+from portable.run.rank import run_rank
+from portable.run.restore import restore
+from portable.run.settle import settle
 from tests.ranks import RankError, free_port
 from tests.runs import TINY_MODEL, configured, flags, tiny
 from tests.xla import QUICK
@@ -46,7 +50,7 @@ ONE_LAYER: dict[str, Any] = {**BATCH, "model__config": {**TINY_MODEL, "num_hidde
 
 
 def leg(config: RunConfig) -> int:
-    return train_leg(config.backend, config)
+    return run_rank(config.backend, config)
 
 
 def on_xla(xla: XlaPool, devices: int, folder: Path, corpus: Path, **settings: Any) -> int:
@@ -73,7 +77,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, xla: XlaPoo
 
 
 def test_is_the_run_that_the_cpu_makes(finished: Path, tmp_path: Path, corpus: Path) -> None:
-    assert train_leg("cpu", configured(tmp_path, corpus, **BATCH, train__eval_every=4)) == 0
+    assert run_rank("cpu", configured(tmp_path, corpus, **BATCH, train__eval_every=4)) == 0
     assert losses(finished) == pytest.approx(losses(tmp_path), rel=1e-6)
     ours, theirs = (
         [row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row]
@@ -108,7 +112,7 @@ def test_moves_from_four_devices_to_one_to_the_cpu_and_back(
     folder = tmp_path / "run"
     for devices, stop_after in ((4, 2), (1, 5)):
         assert on_xla(xla, devices, folder, corpus, train__stop_after=stop_after) == 0
-    assert train_leg("cpu", configured(folder, corpus, **BATCH, train__stop_after=7)) == 0
+    assert run_rank("cpu", configured(folder, corpus, **BATCH, train__stop_after=7)) == 0
     assert on_xla(xla, 4, folder, corpus, strategy="hybrid_shard", fsdp__shard_group_size=2) == 0
     assert losses(folder) == pytest.approx(losses(finished), rel=1e-6)
 
@@ -116,7 +120,7 @@ def test_moves_from_four_devices_to_one_to_the_cpu_and_back(
 def test_checkpoints_have_the_keys_of_fsdp(finished: Path, tmp_path: Path, corpus: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    assert train_leg("cpu", configured(tmp_path, corpus, **BATCH, train__stop_after=4)) == 0
+    assert run_rank("cpu", configured(tmp_path, corpus, **BATCH, train__stop_after=4)) == 0
     metadata = [
         FileSystemReader(folder / "checkpoints" / "step-000004").read_metadata()
         for folder in (finished, tmp_path)
@@ -130,9 +134,9 @@ def test_checkpoints_have_the_keys_of_fsdp(finished: Path, tmp_path: Path, corpu
 
 def live_logits(config: RunConfig, tokens: list[list[int]]) -> Any:
     """Go on from the checkpoint in ``config``'s folder, and compute with the model as it stands there."""
-    backend = backend_room("xla").create("xla")
-    run = Prepared(resolve(config, backend), backend)
-    engine, _ = run.engine(Path(config.output_dir) / "checkpoints" / "step-000008")
+    backend = create_backend("xla")
+    run = prepare(settle(config, backend.name), backend)
+    engine = restore(run, Path(config.output_dir) / "checkpoints" / "step-000008").engine
     batch = backend.place({"input_ids": torch.tensor(tokens)})
     with torch.no_grad():
         return engine.model(**batch).logits.cpu().numpy()
@@ -166,10 +170,10 @@ def adafactor_beside_torchs(config: RunConfig, steps: int) -> tuple[list[float],
 
     from portable.data import TrainLoader
 
-    backend = backend_room("xla").create("xla")
-    config = resolve(config, backend)
-    run = Prepared(config, backend)
-    engine, _ = run.engine(None)
+    backend = create_backend("xla")
+    settled = settle(config, backend.name)
+    run = prepare(settled, backend)
+    engine = restore(run, None).engine
     model = AutoModelForCausalLM.from_config(run.model_config, attn_implementation="sdpa")
     model.load_state_dict({name: tensor.cpu() for name, tensor in engine.model.state_dict().items()})
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -183,7 +187,7 @@ def adafactor_beside_torchs(config: RunConfig, steps: int) -> tuple[list[float],
     loader = iter(
         TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
     )
-    batches = iter(run.train_loader(0))
+    batches = iter(train_loader(run, 0))
     ours, theirs = [], []
     for step in range(steps):
         rate = run.schedule(step)
@@ -227,10 +231,10 @@ def test_adafactor_resumes(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
 def poisoned_steps(config: RunConfig) -> tuple[Any, Any, bool]:
     """Four steps, the third with a weight of infinity in the way; health before and after, and whether the
     weights stayed."""
-    backend = backend_room("xla").create("xla")
-    run = Prepared(resolve(config, backend), backend)
-    engine, _ = run.engine(None)
-    batches = iter(run.train_loader(0))
+    backend = create_backend("xla")
+    run = prepare(settle(config, backend.name), backend)
+    engine = restore(run, None).engine
+    batches = iter(train_loader(run, 0))
 
     def step(rate: float) -> None:
         train_step(
@@ -263,9 +267,9 @@ def reports_of_odd_steps(config: RunConfig) -> list[str]:
     """What is said when the shape of a batch changes, and when a scalar becomes a constant of the step."""
     from tpu.graphs import Graphs
 
-    backend = backend_room("xla").create("xla")
-    run = Prepared(resolve(config, backend), backend)
-    engine: Any = run.engine(None)[0]
+    backend = create_backend("xla")
+    run = prepare(settle(config, backend.name), backend)
+    engine: Any = restore(run, None).engine
     said: list[str] = []
     engine.graphs = Graphs(said.append)
 
@@ -295,9 +299,9 @@ def reports_of_looking_models(config: RunConfig) -> list[str]:
     """What is said of a model that looks at the values of its input, over three steps."""
     from tpu.graphs import Graphs
 
-    backend = backend_room("xla").create("xla")
-    run = Prepared(resolve(config, backend), backend)
-    engine: Any = run.engine(None)[0]
+    backend = create_backend("xla")
+    run = prepare(settle(config, backend.name), backend)
+    engine: Any = restore(run, None).engine
     said: list[str] = []
     engine.graphs = Graphs(said.append)
 
@@ -306,7 +310,7 @@ def reports_of_looking_models(config: RunConfig) -> list[str]:
         return arguments, {**named, "input_ids": named["input_ids"].clamp(max=largest)}
 
     engine.model.register_forward_pre_hook(look, with_kwargs=True)
-    batches = iter(run.train_loader(0))
+    batches = iter(train_loader(run, 0))
     for _ in range(3):
         train_step(
             backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-3, max_grad_norm=1.0
@@ -323,12 +327,12 @@ def test_a_model_that_looks_at_values_is_reported_once(tmp_path: Path, corpus: P
 
 def odd_state(config: RunConfig) -> tuple[float, float, int]:
     """Train a model that has a parameter which no loss reaches, and a counter; what became of both."""
-    backend = backend_room("xla").create("xla")
-    run = Prepared(resolve(config, backend), backend)
+    backend = create_backend("xla")
+    run = prepare(settle(config, backend.name), backend)
     run.model.register_parameter("spare", torch.nn.Parameter(torch.empty(8, 8, device="meta")))
     run.model.register_buffer("counter", torch.tensor(7))
-    engine: Any = run.engine(None)[0]
-    batches = iter(run.train_loader(0))
+    engine: Any = restore(run, None).engine
+    batches = iter(train_loader(run, 0))
     engine.model.spare.data.fill_(1.0)
     for _ in range(3):
         train_step(
@@ -386,10 +390,10 @@ def test_hosts_save_each_their_own_shards(tmp_path: Path, xla: XlaPool) -> None:
 
 
 def graph_of_a_step(config: RunConfig) -> str:
-    backend = backend_room("xla").create("xla")
-    run = Prepared(resolve(config, backend), backend)
-    engine: Any = run.engine(None)[0]
-    batches = iter(run.train_loader(0))
+    backend = create_backend("xla")
+    run = prepare(settle(config, backend.name), backend)
+    engine: Any = restore(run, None).engine
+    batches = iter(train_loader(run, 0))
     train_step(backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-3, max_grad_norm=1.0)
     batches.close()
     (text,) = engine.graphs._known["step"].values()
@@ -527,11 +531,10 @@ def test_graphs_are_kept_on_a_tpu(xla: XlaPool) -> None:
 
 
 def check(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
-    from portable.run.leg import check_output_folder
 
     batch = {"train__global_batch_size": 8}
     try:
-        check_output_folder("xla", configured(folder, corpus, backend="xla", **{**batch, **settings}), 1)
+        settle(configured(folder, corpus, backend="xla", **{**batch, **settings}), "xla")
     except UserError as error:
         return str(error)
     return ""

@@ -63,12 +63,16 @@ class Document:
 def read(config: RunConfig) -> Document | None:
     """The JSON of ``deepspeed.config``, or None.
 
+    The file is read once: :func:`adopt` leaves the document in the config.
+
     Raises:
         UserError: if it cannot be read, or holds a key that DeepSpeed does not know.
     """
     given = config.deepspeed.config
     if given is None:
         return None
+    if (document := config.documents.get(_KEY)) is not None:
+        return document  # type: ignore[no-any-return]
     values, name = (deepcopy(given), _KEY) if isinstance(given, dict) else (_load(Path(given)), str(given))
     values = _without_comments(values)
     notices = modernise(values, name)
@@ -349,7 +353,7 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
     _check_switches(document, strategy)
     _check_one_folder(document, world_size)
     try:
-        return config.replaced({**defaults, **found})
+        return config.replaced({**defaults, **found}).with_document(_KEY, document)
     except UserError as error:
         line = str(error).replace("train.schedule_params", "scheduler.params")
         raise UserError(f"{document.name}: {line}") from error

@@ -1,0 +1,187 @@
+"""The records of backends ``cpu`` and ``cuda``: see :class:`portable.registry.BackendPackage`.
+
+Imports neither torch nor DeepSpeed: a config's rules ask here whenever one is built.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from gpu import memory_advice
+from portable.config.rules import ZERO, ConflictError, nvidia_only
+from portable.errors import UserError, unsupported
+from portable.registry import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.backend import Backend
+    from portable.config import RunConfig
+    from portable.planner.device_catalog import Device
+    from portable.planner.memory_model import FootprintRoom
+
+_RANKS_PER_CORE = 4
+
+
+@dataclass(frozen=True)
+class TorchPackage:
+    """What the two backends on torch.distributed have in common."""
+
+    name: str
+    extra: str | None = None
+    typical_device: str = "h100"
+
+    def world(self, ranks: int) -> World:
+        return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
+
+    def defaults(self, config: RunConfig) -> dict[str, Any]:
+        return {}
+
+    def adopt(self, config: RunConfig, world: World) -> RunConfig:
+        if config.deepspeed.config is None:
+            return config
+        from gpu.zero import engine as zero  # DeepSpeed takes seconds to import
+
+        return zero.adopt(config, self.name, world.ranks)
+
+    def check(self, config: RunConfig, world: World) -> None:
+        from gpu import compiling
+        from gpu.fsdp.sharding import shard_group_size
+        from gpu.strategies import engine_room
+
+        swaps = "nvme" in (config.memory.offload_params, config.memory.offload_optimizer)
+        unsupported(
+            [
+                (
+                    self.name == "cpu" and config.log.memory_snapshot,
+                    "log.memory_snapshot: torch records what happens to a GPU's memory only; set it to false",
+                ),
+                (
+                    config.model.attention == "flash_attention_2" and not _installed("flash_attn"),
+                    "model.attention: flash_attention_2 needs the package flash-attn, which is not installed "
+                    "(pip install flash-attn --no-build-isolation); use sdpa",
+                ),
+                (
+                    config.train.micro_batch_size == "auto" and swaps,
+                    "train.micro_batch_size: auto would write the whole state to nvme for each size that it "
+                    "tries; give a number",
+                ),
+            ]
+        )
+        compiling.check(config, world.ranks)
+        engine_room(config.strategy).check(config, self.name)
+        if "WORLD_SIZE" in os.environ:  # otherwise ranks per node are not known before they start
+            shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def notes(self, config: RunConfig) -> list[str]:
+        if config.deepspeed.config is None:
+            return []
+        from gpu.zero import engine as zero  # DeepSpeed takes seconds to import
+
+        return zero.notes(config, self.name)
+
+    def remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+        memory = config.memory
+        sharded = "zero3" if config.strategy in ZERO else "full_shard"
+        if memory.activation_checkpointing != "full":
+            yield "memory.activation_checkpointing full"
+        if memory.loss_chunk_tokens == 0:
+            yield "memory.loss_chunk_tokens auto"
+        if config.strategy != sharded and ranks > 1:
+            yield f"strategy {sharded}"
+        if memory.offload_optimizer == "none" and memory.offload_params == "none":
+            strategy = " with full_shard" if config.strategy == "no_shard" else ""
+            yield f"memory.offload_optimizer cpu{strategy}"
+        if memory.offload_params == "none":
+            yield "memory.offload_params cpu" + ("" if config.strategy == sharded else f" with {sharded}")
+
+    def host_memory_advice(self, config: RunConfig) -> str:
+        return memory_advice.advice(config)
+
+    def footprint(self) -> FootprintRoom:
+        from gpu import footprint
+
+        return footprint
+
+    def create(self) -> Backend:
+        from gpu.backend import TorchBackend
+
+        return TorchBackend(self.name)
+
+
+class CpuPackage(TorchPackage):
+    """CPU ranks with gloo."""
+
+    def is_here(self) -> bool:
+        return True
+
+    def local_ranks(self) -> int:
+        return 1
+
+    def check_ranks(self, ranks: int) -> None:
+        cores = os.cpu_count() or 1
+        if ranks > _RANKS_PER_CORE * cores:
+            raise UserError(
+                f"--nproc: {ranks} ranks on {cores} cores would only wait for each other; "
+                f"use at most {_RANKS_PER_CORE * cores}"
+            )
+
+    def default_precision(self) -> str | None:
+        from gpu.devices import cpu_multiplies_bf16
+
+        return "bf16" if cpu_multiplies_bf16() else "fp32"
+
+    def conflicts(self, config: RunConfig) -> Iterator[ConflictError]:
+        if config.precision == "fp16" and config.strategy in ZERO:
+            yield ConflictError(
+                ("precision", "backend"),
+                f"precision fp16 does not train on backend cpu under strategy {config.strategy}, which is "
+                "DeepSpeed's; use fp32 or bf16",
+            )
+        yield from nvidia_only(config)
+
+    def devices(self) -> tuple[Device, ...]:
+        return ()
+
+
+class CudaPackage(TorchPackage):
+    """A rank a GPU, with NCCL."""
+
+    def is_here(self) -> bool:
+        import torch
+
+        return torch.cuda.is_available()
+
+    def local_ranks(self) -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
+    def check_ranks(self, ranks: int) -> None:
+        if ranks > (devices := self.local_ranks()):
+            raise UserError(f"--nproc: {ranks} ranks need as many GPUs, and this machine has {devices}")
+
+    def default_precision(self) -> str | None:
+        return None  # the launcher must not open a GPU: its context would stay there throughout the run
+
+    def conflicts(self, config: RunConfig) -> Iterator[ConflictError]:
+        yield from ()
+
+    def devices(self) -> tuple[Device, ...]:
+        from gpu.devices import accelerators
+
+        return tuple(accelerators())
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # imported, and without a description of itself
+        return False
+
+
+CPU = CpuPackage("cpu")
+CUDA = CudaPackage("cuda")

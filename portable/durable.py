@@ -1,0 +1,46 @@
+"""Writes that survive a power cut: bytes and names are on disk before a function returns."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from converters.storage.guarded import open_new
+
+_PARTIAL_SUFFIX = ".partial"
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace ``path`` atomically by ``text``."""
+    partial = path.with_name(f".{path.name}{_PARTIAL_SUFFIX}")
+    if os.path.lexists(partial):  # a killed process left it; or it is a link, and leads anywhere
+        partial.unlink()
+    with os.fdopen(open_new(partial), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush all files below ``folder`` and their names. Cheap for what is on disk already."""
+    for path, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(path, name))
+        sync_folder(Path(path))
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the names in a folder, where the system can (not on Windows)."""
+    if os.name != "nt":
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Flush one file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

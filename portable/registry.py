@@ -1,0 +1,146 @@
+"""The backends that there are, each as one record that its package offers.
+
+A record answers what has to be known before a backend exists: whether this machine has its devices, how many
+ranks it holds, which settings it refuses, what a plan needs. A record's module imports no accelerator
+library, so that every command may ask every record. To add a backend, write its package and add one entry to
+:data:`BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.backend import Backend
+    from portable.config import RunConfig
+    from portable.config.rules import ConflictError
+    from portable.planner.device_catalog import Device
+    from portable.planner.memory_model import FootprintRoom
+
+BACKENDS: dict[str, tuple[str, str]] = {
+    "cpu": ("gpu.package", "CPU"),
+    "cuda": ("gpu.package", "CUDA"),
+    "xla": ("tpu.package", "XLA"),
+}
+"""Name of a backend -> the module with its record, and the record's name there."""
+
+AUTO_ORDER = ("xla", "cuda", "cpu")
+"""Which backend ``auto`` tries first."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks and devices of a launch."""
+
+    ranks: int
+    devices_per_rank: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.ranks * self.devices_per_rank
+
+
+class BackendPackage(Protocol):
+    """What a backend's package says before there is a :class:`portable.backend.Backend`."""
+
+    name: str
+    extra: str | None
+    """The extra of this distribution that installs what the backend needs; None: nothing more is needed."""
+    typical_device: str
+    """The device that a plan assumes where only the memory is given."""
+
+    def is_here(self) -> bool:
+        """Whether this machine has the devices, so that ``backend: auto`` may choose them."""
+
+    def local_ranks(self) -> int:
+        """The ranks that this machine holds: one a device, or one a host; 1 on CPU."""
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise UserError where this machine cannot start that many ranks."""
+
+    def world(self, ranks: int) -> World:
+        """The launch that this process starts with ``ranks`` ranks, or has joined."""
+
+    def default_precision(self) -> str | None:
+        """What ``precision: auto`` means; None where only a rank may open the device to find out."""
+
+    def defaults(self, config: RunConfig) -> dict[str, Any]:
+        """Settings, by dotted key, that follow from other settings of this backend."""
+
+    def conflicts(self, config: RunConfig) -> Iterator[ConflictError]:
+        """Settings that contradict this backend. Called whenever a config is built: imports nothing heavy."""
+
+    def adopt(self, config: RunConfig, world: World) -> RunConfig:
+        """Replace defaults by what a file in an engine's own format (a DeepSpeed JSON) says.
+
+        Raises:
+            UserError: where that file contradicts the config.
+        """
+
+    def check(self, config: RunConfig, world: World) -> None:
+        """Raise UserError for a setting that cannot run here, before any rank starts."""
+
+    def notes(self, config: RunConfig) -> list[str]:
+        """What a user may not expect of this config on this backend, one line each."""
+
+    def remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+        """Settings that need less device memory than ``config``, the cheapest first."""
+
+    def host_memory_advice(self, config: RunConfig) -> str:
+        """Which settings to change where host memory runs out, in one sentence."""
+
+    def footprint(self) -> FootprintRoom:
+        """What the planner asks; its module imports no accelerator library."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """The devices of this backend that a plan knows by name."""
+
+    def create(self) -> Backend:
+        """The backend of this process; rank and world size come from the environment."""
+
+
+def backend_package(name: str) -> BackendPackage:
+    """The record of a backend.
+
+    Raises:
+        UserError: if the backend's package is not installed.
+    """
+    module, attribute = BACKENDS[name]
+    try:
+        package: BackendPackage = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.partition(".")[0]):
+            raise
+        others = ", ".join(sorted(n for n, (where, _) in BACKENDS.items() if where != module))
+        raise UserError(f"backend: {name} is not part of this version; use one of {others}") from error
+    return package
+
+
+def resolve_backend(name: str) -> str:
+    """The backend that ``auto`` stands for on this machine; any other name comes back as it is."""
+    if name != "auto":
+        return name
+    return next(candidate for candidate in AUTO_ORDER if backend_package(candidate).is_here())
+
+
+def create_backend(name: str) -> Backend:
+    """The backend of this process.
+
+    Raises:
+        UserError: if a library that it needs is not installed, with the command that installs it.
+    """
+    package = backend_package(name)
+    try:
+        return package.create()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in ("portable", "converters", "gpu", "tpu"):
+            raise
+        install = f"; install it with: pip install 'portable-trainer[{package.extra}]'"
+        remedy = install if package.extra else ""
+        raise UserError(f"backend: {name} needs the package {error.name}{remedy}") from error

@@ -1,0 +1,64 @@
+"""Batches of a prepared run: for training from any position, and for evaluation."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from portable.data import EvalLoader, TrainLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.data import Batch, Samples
+    from portable.run.prepare import Prepared
+
+BAR_DELAY = 1.0  # seconds that an evaluation takes before it shows a bar
+
+
+def train_loader(prepared: Prepared, position: int) -> TrainLoader:
+    """This rank's batches from sample ``position`` of the run's order on."""
+    plan = prepared.plan
+    return TrainLoader(
+        prepared.data.train,
+        seed=prepared.config.seed,
+        position=position,
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        rank=plan.rank,
+        world_size=plan.world_size,
+        num_workers=prepared.config.data.num_workers,
+        pin_memory=_pins_memory(prepared),
+    )
+
+
+def eval_batches(prepared: Prepared, samples: Samples) -> Iterator[Batch]:
+    """This rank's micro-batches of one evaluation."""
+    plan = prepared.plan
+    loader = EvalLoader(
+        samples,
+        batch_size=plan.micro_batch_size,
+        rank=plan.rank,
+        world_size=plan.world_size,
+        pin_memory=_pins_memory(prepared),
+    )
+    limit = prepared.config.train.eval_batches
+    # Counted in global batches, so that every world size evaluates the same samples.
+    most = len(loader) if limit is None else min(len(loader), limit * plan.accumulation_steps)
+    yield from tqdm(
+        islice(loader, most),
+        total=most,
+        unit="batch",
+        desc="evaluating",
+        leave=False,
+        delay=BAR_DELAY,
+        dynamic_ncols=True,
+        disable=prepared.backend.rank != 0 or not sys.stderr.isatty(),
+    )
+
+
+def _pins_memory(prepared: Prepared) -> bool:
+    return prepared.backend.device.type != "cpu"

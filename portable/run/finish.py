@@ -1,0 +1,124 @@
+"""What a run prints at its start and end: headline, sample, export, pictures, summary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from portable.data import IGNORED
+from portable.errors import one_line
+from portable.model.shape_hints import shape_hints
+from portable.model.special_tokens import positions
+from portable.output.existing_run import FINAL
+from portable.output.export import export
+from portable.reporting.html_report import REPORT_FILE, write_report
+from portable.reporting.loss_plot import plot_loss
+from portable.reporting.metrics import METRICS_FILE, table
+
+if TYPE_CHECKING:
+    from portable.backend import Engine
+    from portable.output.output_dir import Output
+    from portable.paths import Place
+    from portable.reporting.profiling import Profiler
+    from portable.reporting.reporter import Reporter
+    from portable.run.prepare import Prepared
+    from portable.run.restore import Restored
+
+PROMPT_TOKENS = 32
+
+
+def headline(prepared: Prepared, restored: Restored) -> str:
+    """Model, data, ranks and batch of a launch that begins, as a table."""
+    backend, config, plan = prepared.backend, prepared.config, prepared.plan
+    progress, source = restored.progress, restored.source
+    start = f"resuming at step {progress.step} from {source}" if source else "starting"
+    if progress.step >= prepared.steps:
+        start += ", which was the last: there is nothing left to train"
+    rows = [
+        ("model", f"{prepared.architecture}, {prepared.parameters:,} parameters"),
+        ("data", prepared.data.description),
+        (
+            "ranks",
+            f"{ranks_in_words(backend.world_size, backend.devices_per_rank)} on {backend.device.type}, "
+            f"{config.strategy}, {config.precision}",
+        ),
+        (
+            "batch",
+            f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens a step; on each rank "
+            f"{plan.accumulation_steps} x {plan.micro_batch_size}" + (" (auto)" if prepared.searches else ""),
+        ),
+    ]
+    hints = shape_hints(
+        prepared.model_config,
+        tokens=plan.micro_batch_size * config.data.seq_len,
+        multiple=backend.shape_multiple(config.precision),
+        precision=config.precision,
+    )
+    external = restored.external
+    begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
+    return "\n".join([start, table(rows), *begun, *hints])
+
+
+def ranks_in_words(ranks: int, devices_per_rank: int) -> str:
+    return str(ranks) if devices_per_rank == 1 else f"{ranks} x {devices_per_rank} devices"
+
+
+def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
+    """Print how the trained model continues a text; all ranks call it."""
+    config = prepared.config
+    prompt = sample_prompt(prepared)
+    bound = positions(prepared.model_config)
+    wanted = config.log.sample_tokens
+    tokens = wanted if bound is None else min(wanted, bound - prompt.shape[1])
+    if tokens <= 0 or config.model.task != "causal-lm":
+        return
+    text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
+    start, rest = text[0, : prompt.shape[1]], text[0, prompt.shape[1] :]
+    decode = prepared.data.tokenizer.decode
+    reporter.say(f"\n--- prompt\n{decode(start)}\n--- the model goes on\n{decode(rest)}\n---\n")
+
+
+def sample_prompt(prepared: Prepared) -> torch.Tensor:
+    """``log.sample_prompt``, or the beginning of a held-out sample; int64 ``[1, length]``."""
+    data, given = prepared.data, prepared.config.log.sample_prompt
+    if given is not None:
+        ids: list[int] = data.tokenizer(given)["input_ids"]
+        return torch.tensor([ids], dtype=torch.int64)
+    samples = data.eval if data.eval is not None else data.train
+    batch = samples.batch([(0, 0)])
+    valid = int((batch["labels"] != IGNORED).sum())
+    return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
+
+
+def finish(
+    prepared: Prepared,
+    output: Output,
+    reporter: Reporter,
+    checkpoint: Place | None,
+    profiler: Profiler | None,
+    *,
+    complete: bool,
+) -> None:
+    """Export the model, draw the pictures and print where everything is; on rank 0 only."""
+    folder, place = output.work, output.place
+    places = [("metrics", str(place / METRICS_FILE))]
+    if checkpoint is not None:
+        places.append(("checkpoint", str(checkpoint)))
+    if complete and prepared.config.checkpoint.export and checkpoint is not None:
+        export(checkpoint, place / FINAL)
+        places.append(("model", str(place / FINAL)))
+    try:
+        if (picture := plot_loss(folder)) is not None:
+            places.append(("loss curve", str(place / picture.name)))
+            for warning in write_report([folder], folder / REPORT_FILE):
+                reporter.say(f"warning: {warning}")
+            places.append(("report", str(place / REPORT_FILE)))
+    except Exception as error:  # the run is complete without its pictures
+        reporter.say(f"warning: the run's pictures could not be drawn: {one_line(error)}")
+    if profiler is not None:
+        trace = str(place / profiler.path.relative_to(folder).as_posix())
+        places.append(("profile", trace if profiler.written else "too few steps for one"))
+    reporter.say(reporter.summary(places))
+    if not complete:
+        reporter.say(f"stopped before step {prepared.steps}, the last, as train.stop_after says")

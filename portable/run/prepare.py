@@ -1,0 +1,205 @@
+"""The second stage: tokenizer, data, the model on the meta device, the batch plan and the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from portable.batch_plan import flops_per_token, parameter_count, total_steps
+from portable.data import build_data
+from portable.data.classes import SINGLE
+from portable.model import build as models
+from portable.model.special_tokens import (
+    SpecialTokens,
+    adopt_labels,
+    classifies_at_end_token,
+    classifies_at_the_end,
+    known_classes,
+    problem_of,
+)
+from portable.optim.schedule import build_schedule
+from portable.registry import backend_package
+from portable.run import micro_batch
+from portable.run.micro_batch import Search, batch_plan
+from portable.run.settle import on_device
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from portable.backend import Backend
+    from portable.batch_plan import BatchPlan
+    from portable.config import RunConfig
+    from portable.data import Data, DataSizes
+    from portable.optim.schedule import Schedule
+    from portable.run.settle import Settled
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What every later stage reads.
+
+    Attributes:
+        settled: what the launcher settled.
+        config: the same with the micro-batch that ``auto`` came to.
+        backend: of this rank.
+        model_config: as it is saved with the weights.
+        data: tokenizer, samples and their order.
+        model: on the meta device until an engine fills it.
+        architecture: class of ``model``, before anything wraps it.
+        parameters: of ``model``, tied ones counted once.
+        flops_per_token: forward and backward, as the PaLM paper counts.
+        plan: how this rank goes through a global batch.
+        steps: length of the schedule.
+        until: the step at which this launch ends.
+        schedule: learning rate by step.
+        notes: what may surprise the user, one line each.
+    """
+
+    settled: Settled
+    config: RunConfig
+    backend: Backend
+    model_config: PretrainedConfig
+    data: Data
+    model: PreTrainedModel
+    architecture: str
+    parameters: int
+    flops_per_token: float
+    plan: BatchPlan
+    steps: int
+    until: int
+    schedule: Schedule
+    notes: tuple[str, ...]
+
+    @property
+    def searches(self) -> bool:
+        """Whether the micro-batch was searched for."""
+        return self.settled.config.train.micro_batch_size == "auto"
+
+    @property
+    def search(self) -> Search:
+        """What a search for a micro-batch needs; does not keep ``model`` alive."""
+        return _search(self.settled, self.config, self.backend, self.model_config, self.data)
+
+
+def prepare(settled: Settled, backend: Backend) -> Prepared:
+    """Build all of it. Before :meth:`Backend.start`: a search for a micro-batch starts groups of its own.
+
+    Raises:
+        UserError: for a model or data that cannot be used.
+    """
+    settled = on_device(settled, backend)
+    config = settled.config
+    model_config = models.model_config(config.model)
+    models.check_length(model_config, config)
+    special_tokens = SpecialTokens(model_config, config.model)
+    problem = problem_of(model_config, config.model)  # before the labels decide it
+    data = build_data(
+        config.data,
+        task=config.model.task,
+        seed=config.seed,
+        decoder_start_token_id=special_tokens.decoder_start,
+        label_shift=special_tokens.label_shift,
+        known_classes=known_classes(model_config, config.model),
+        problem=problem,
+        pad_left=classifies_at_the_end(model_config),
+        progress=True,  # only the rank that builds the cache shows it
+        **tokenizer_hints(config, model_config),
+    )
+    adopt_labels(model_config, data.classes)
+    special_tokens.prepare(data.tokenizer)
+    model = models.build_model(model_config, config.model)
+    aligned = special_tokens.align(model, data.tokenizer, data.target_frame)
+    architecture, parameters = type(model).__name__, parameter_count(model)
+    flops = flops_per_token(model, model_config, config.data.seq_len)
+    models.check_vocabulary(model, data.vocab_size)
+    config = _with_micro_batch(settled, backend, model_config, data)
+    steps = total_steps(config, len(data.train))
+    # A new model has no special tokens to lose.
+    replaced = [] if config.model.name_or_path is None else aligned
+    notes = notes_on(settled, model_config, replaced, data.sizes)
+    if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
+        notes.append(f"note: problem_type is {found.problem}, as the labels and num_labels have it")
+    return Prepared(
+        settled=settled,
+        config=config,
+        backend=backend,
+        model_config=model_config,
+        data=data,
+        model=model,
+        architecture=architecture,
+        parameters=parameters,
+        flops_per_token=flops,
+        plan=batch_plan(config, backend),
+        steps=steps,
+        until=min(steps, config.train.stop_after or steps),
+        schedule=build_schedule(config.train, steps),
+        notes=tuple(notes),
+    )
+
+
+def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
+    """``prepared`` with the micro-batch that fits every rank; all ranks call it."""
+    if not prepared.searches:
+        return prepared
+    backend, config = prepared.backend, prepared.config
+    found = prepared.plan.micro_batch_size
+    config = micro_batch.with_micro_batch(
+        config, micro_batch.agreed(found, config, prepared.settled.world, backend)
+    )
+    return replace(prepared, config=config, plan=batch_plan(config, backend))
+
+
+def _with_micro_batch(
+    settled: Settled, backend: Backend, model_config: PretrainedConfig, data: Data
+) -> RunConfig:
+    config = settled.config
+    if config.train.micro_batch_size != "auto":
+        return config
+    size = micro_batch.begun_with(config, settled.existing, settled.place, settled.world)
+    if size is None:
+        size = micro_batch.largest(_search(settled, config, backend, model_config, data))
+    return micro_batch.with_micro_batch(config, size)
+
+
+def _search(
+    settled: Settled, config: RunConfig, backend: Backend, model_config: PretrainedConfig, data: Data
+) -> Search:
+    return Search(backend, config, model_config, data.train, settled.world)
+
+
+def notes_on(
+    settled: Settled, model_config: PretrainedConfig, aligned: list[str], data: DataSizes
+) -> list[str]:
+    """What may surprise the user before the first step, one line each.
+
+    Args:
+        settled: the run.
+        model_config: of its model.
+        aligned: special tokens of a pretrained model that the tokenizer's replace.
+        data: how much there is.
+    """
+    lines = [f"note: {note}" for note in backend_package(settled.config.backend).notes(settled.config)]
+    if aligned:
+        lines.append(f"note: the model takes over the tokenizer's special tokens: {'; '.join(aligned)}")
+    if getattr(model_config, "disable_ngram_loss", None) is False:
+        lines.append(
+            "note: the model is trained on the next token alone, as with disable_ngram_loss; "
+            "transformers adds losses of the tokens after it"
+        )
+    if data.warning is not None:
+        lines.append(f"warning: {data.warning}")
+    return lines
+
+
+def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
+    """What the model's settings say about the tokenizer, as arguments of ``build_data``.
+
+    ``data.tokenizer: null`` means the pretrained model's tokenizer, or a new one of the model's size.
+    """
+    return {
+        "model_tokenizer": config.model.name_or_path,
+        "trust_remote_code": config.model.trust_remote_code,
+        "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
+        "ends_texts": config.model.task == "sequence-classification"
+        and classifies_at_end_token(model_config),
+    }

@@ -1,0 +1,157 @@
+"""What one rank does in a launch: settle, prepare, restore, train, finish; and how it fails."""
+
+from __future__ import annotations
+
+import errno
+import gc
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portable.commands.replay import replay_step
+from portable.errors import RunError, ToldElsewhereError, UserError
+from portable.loop import evaluate
+from portable.output.existing_run import checkpoints_of, resume_source
+from portable.output.output_dir import open_output
+from portable.ranks import launch
+from portable.ranks.collectives import all_or_none, leave_word, word_left
+from portable.ranks.consistency import agree, settings_and_versions
+from portable.registry import create_backend
+from portable.reporting.metrics import table
+from portable.run import micro_batch
+from portable.run.batches import eval_batches
+from portable.run.prepare import Prepared, prepare, with_agreed_micro_batch
+from portable.run.restore import restore
+from portable.run.settle import Settled, settle
+from portable.run.train import EXIT_DONE, DeviceMemoryError, train_run
+
+if TYPE_CHECKING:
+    from portable.backend import Backend
+    from portable.config import RunConfig
+    from portable.output.output_dir import Output
+    from portable.run.micro_batch import Search
+
+
+def run_rank(
+    backend_name: str,
+    settled: Settled | RunConfig,
+    eval_only: bool = False,
+    profile: bool = False,
+    replay: int | None = None,
+) -> int:
+    """Train from where the run stands, as a rank of this process's launcher.
+
+    Args:
+        backend_name: cpu, cuda or xla.
+        settled: by the launcher; a config where the launcher is another program (torchrun), to settle here.
+        eval_only: evaluate, and train no step.
+        profile: write a trace of a few steps into ``profile`` in the run's folder.
+        replay: take this step again with :mod:`portable.commands.replay`, and train no step.
+
+    Returns:
+        the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
+    """
+    backend = create_backend(backend_name)
+    config = settled.config if isinstance(settled, Settled) else settled
+    output = open_output(config, backend.rank)
+    outcome: Prepared | UserError
+    try:
+        if not isinstance(settled, Settled):
+            writes = not eval_only and replay is None
+            settled = settle(config, backend_name, writes=writes)
+        if replay is not None:  # compiled layers cannot be looked into
+            settled = replace(settled, config=settled.config.replaced({"compile": False}))
+        outcome = prepare(settled, backend)
+    except UserError as error:
+        if backend.world_size == 1:
+            raise
+        outcome = error
+    try:
+        backend.start()
+        prepared = all_or_none(outcome)
+        _agree(prepared, output)
+        if prepared.config.log.memory_snapshot:
+            backend.diagnostics.record_memory()
+        prepared = with_agreed_micro_batch(prepared)
+        if eval_only:
+            return _evaluate_only(prepared)
+        if replay is not None:
+            return replay_step(prepared, replay)
+        return train_run(prepared, output, profile=profile)
+    except ToldElsewhereError:
+        raise
+    except (UserError, RunError) as error:
+        leave_word(error)
+        raise
+    except Exception as error:
+        launch.failing()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = _out_of_disk(error, output)
+            leave_word(full)
+            raise full from error
+        if not isinstance(error, DeviceMemoryError) and not backend.ran_out_of_memory(error):
+            if (elsewhere := word_left()) is not None:
+                raise elsewhere from None
+            raise
+        step = error.step if isinstance(error, DeviceMemoryError) else None
+        search, sequences = prepared.search, prepared.plan.micro_batch_size // backend.devices_per_rank
+        snapshot = _memory_snapshot(backend, output) if prepared.config.log.memory_snapshot else None
+        del prepared, outcome  # they hold the model, and the engine has put into it what filled the memory
+        backend.leave()
+    finally:
+        output.close()
+        backend.stop()
+    # Only out here is the engine gone: the error's traceback held it.
+    raise _out_of_device_memory(search, sequences, step, output, snapshot)
+
+
+def _agree(prepared: Prepared, output: Output) -> None:
+    """Raise UserError on all ranks if one was started with other settings, files or versions."""
+    facts = {
+        "output_dir": output.agreed,
+        "the text of data.source (its fingerprint)": prepared.data.fingerprint,
+    }
+    agree(prepared.backend, settings_and_versions(prepared.settled.config) | facts)
+
+
+def _evaluate_only(prepared: Prepared) -> int:
+    held_out = prepared.data.eval
+    if held_out is None:
+        raise UserError("--eval-only: data.eval_fraction is 0, so that there is nothing to evaluate on")
+    source = resume_source(prepared.config, checkpoints_of(prepared.settled.place))
+    restored = restore(prepared, source)
+    loss = evaluate(prepared.backend, restored.engine, eval_batches(prepared, held_out))
+    if prepared.backend.rank == 0:
+        print(table([("step", str(restored.progress.step)), ("evaluation loss", f"{loss:.6f}")]))
+    return EXIT_DONE
+
+
+def _out_of_disk(error: OSError, output: Output) -> RunError:
+    latest = checkpoints_of(output.place).latest()
+    return RunError(
+        f"output_dir: {output.work} cannot be written to: {error.strerror}; free some space and run the same "
+        f"command to go on; last good checkpoint: {latest or 'none'}"
+    )
+
+
+def _memory_snapshot(backend: Backend, output: Output) -> str:
+    """Write ``log.memory_snapshot`` of this rank; returns its place."""
+    name = f"memory/rank{backend.rank}.pickle"
+    (output.work / name).parent.mkdir(parents=True, exist_ok=True)
+    backend.diagnostics.dump_memory(output.work / name)
+    return str(output.place / name)
+
+
+def _out_of_device_memory(
+    search: Search, sequences: int, step: int | None, output: Output, snapshot: str | None
+) -> UserError:
+    """The error of a rank that ran out of device memory, with what would fit."""
+    gc.collect()
+    when = "at the start" if step is None else f"in step {step}"
+    message = (
+        f"train.micro_batch_size: out of memory {when} with {sequences} sequences at a time; "
+        f"{micro_batch.advice(search, sequences)}"
+    )
+    latest = checkpoints_of(output.place).latest()
+    message += f"; last good checkpoint: {latest}" if latest is not None else ""
+    message += f"; memory snapshot: {snapshot}" if snapshot is not None else ""
+    return UserError(message)

@@ -1,0 +1,167 @@
+"""The third stage: an engine with its weights in place, and the position of the run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from converters import CheckpointError, open_checkpoint
+from portable.checkpoint.adopt_external import Takeover, refuse_resume_step, take_over
+from portable.checkpoint.external import open_foreign
+from portable.checkpoint.store import TrainerState
+from portable.config import difference
+from portable.errors import DamagedError, RunError, UserError, one_line
+from portable.loop import Progress
+from portable.model.initialize import Blueprint
+from portable.model.pretrained import pretrained_weights
+from portable.paths import place_of, storage_errors
+from portable.ranks.consistency import agree
+
+if TYPE_CHECKING:
+    from portable.backend import Engine
+    from portable.checkpoint.store import Checkpoints
+    from portable.paths import Place
+    from portable.run.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A model ready to train.
+
+    Attributes:
+        engine: with its weights, and its optimizer's state where there is any.
+        progress: the position of the run; the training loop moves it on.
+        source: the checkpoint it comes from; None for a new run.
+        external: what ``source`` holds, where another program wrote it.
+    """
+
+    engine: Engine
+    progress: Progress
+    source: Place | None = None
+    external: Takeover | None = None
+
+
+def restore(
+    prepared: Prepared, source: Place | None, checkpoints: Checkpoints[Any] | None = None
+) -> Restored:
+    """Make the engine and fill it; all ranks call it.
+
+    Args:
+        prepared: the run.
+        source: the checkpoint to resume from, possibly another program's; None to start.
+        checkpoints: the run's own. If ``source`` is one of them and damaged, an older one is used.
+
+    Raises:
+        UserError: if ``source`` does not belong to this run, or every checkpoint is damaged.
+    """
+    backend = prepared.backend
+    if source is None:
+        blueprint = Blueprint.of(prepared.model)
+        engine = backend.prepare(prepared.model, prepared.config)
+        _initialize(engine, blueprint, prepared)
+        return Restored(engine, Progress(0, 0))
+    own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
+    external = None if source in own else _external(prepared, source)  # before the model is touched
+    engine = backend.prepare(prepared.model, prepared.config)
+    damaged: list[tuple[Place, DamagedError | None]] = []
+    for candidate in own[own.index(source) :] if source in own else [source]:
+        outcome: Progress | DamagedError
+        try:
+            outcome = load(engine, candidate, external, prepared)
+        except DamagedError as error:
+            outcome = error
+        # A rank reads only its own shards, so it sees only their damage.
+        unreadable = backend.any(isinstance(outcome, DamagedError))
+        if not unreadable and isinstance(outcome, Progress):
+            if checkpoints is not None and backend.rank == 0:
+                _set_aside(damaged, checkpoints, candidate)
+            return Restored(engine, outcome, candidate, external)
+        damaged.append((candidate, outcome if isinstance(outcome, DamagedError) else None))
+    raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
+
+
+def _set_aside(
+    damaged: list[tuple[Place, DamagedError | None]], checkpoints: Checkpoints[Any], instead: Place
+) -> None:
+    for folder, reason in damaged:
+        aside = checkpoints.set_aside(folder)
+        why = one_line(reason or "another rank could not read it")
+        print(f"warning: {why}; set aside as {aside}, going on from {instead}", file=sys.stderr)
+
+
+def _external(prepared: Prepared, source: Place) -> Takeover | None:
+    """What ``source`` holds for this run, if another program wrote it."""
+    backend, config = prepared.backend, prepared.config
+    taken, error = None, None
+    given = place_of("checkpoint.resume", config.checkpoint.resume)
+    try:
+        foreign = open_foreign(source, [name for name, _ in prepared.model.named_parameters()])
+        if foreign is not None:
+            taken = take_over(foreign, config, prepared.model, prepared.schedule)
+        elif source == given:  # otherwise the run has come further by itself
+            refuse_resume_step(config)
+    except UserError as found:
+        error = found
+    if backend.any(error is not None):
+        raise error or RunError(f"checkpoint.resume: {source} could not be read by another rank")
+    if taken is not None:
+        agree(backend, {f"where {source.name} stands": [taken.step, taken.samples]})
+        if backend.rank == 0:
+            for warning in taken.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+    return taken
+
+
+def load(engine: Engine, source: Place, external: Takeover | None, prepared: Prepared) -> Progress:
+    """Fill ``engine`` from a checkpoint.
+
+    Raises:
+        DamagedError: if something in it is not as it was written.
+        UserError: if it belongs to another run of this program.
+    """
+    try:
+        with storage_errors("checkpoint.resume"):  # a store out of reach is no damage
+            if external is not None:
+                engine.load(external.checkpoint)
+                return Progress(external.step, external.samples)
+            checkpoint = open_checkpoint(source)
+            state = TrainerState.read(checkpoint.root)
+            if prepared.backend.rank == 0:  # which reports for all
+                warning = state.check_files(checkpoint.root)
+                if warning is not None:
+                    print(f"warning: {warning}", file=sys.stderr)
+            if changed := difference(state.run, prepared.config.fingerprint()):
+                raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
+            if state.data != prepared.data.fingerprint:
+                raise UserError(
+                    f"checkpoint.resume: {source} was trained on other text than "
+                    f"{prepared.data.sizes.source} here; give data.source the same files, or choose another "
+                    "output_dir"
+                )
+            engine.load(checkpoint)
+    except CheckpointError as error:
+        raise DamagedError(f"checkpoint.resume: {error}") from error
+    return Progress(state.step, state.samples, state.skipped_steps)
+
+
+def _initialize(engine: Engine, blueprint: Blueprint, prepared: Prepared) -> None:
+    """Give a new run its initial or pretrained weights."""
+    config = prepared.config
+    if config.model.from_scratch:
+        for weights in blueprint.initial_weights(config.seed):
+            engine.load_weights(weights)
+        return
+    pretrained = pretrained_weights(config.model, blueprint.model)
+    if prepared.backend.rank == 0:
+        for note in pretrained.notes():
+            print(note, file=sys.stderr)
+    if pretrained.missing:
+        # A new head, for example: initialise what the checkpoint lacks, then load the rest.
+        left = set(pretrained.missing)
+        for weights in blueprint.initial_weights(config.seed):
+            engine.load_weights({n: w for n, w in weights.items() if n in left})
+            left -= weights.keys()
+            if not left:
+                break
+    engine.load_weights(pretrained.found)

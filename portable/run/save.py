@@ -1,0 +1,60 @@
+"""What a checkpoint of a run holds beside the shards: the trainer state and the model's own files."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.checkpoint.store import TrainerState
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.backend import Engine
+    from portable.checkpoint.store import Checkpoints
+    from portable.loop import Progress
+    from portable.run.prepare import Prepared
+
+
+def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, progress: Progress) -> None:
+    """Save a checkpoint, in the background where the config says so; all ranks call it."""
+    config, backend = prepared.config, prepared.backend
+    background = config.checkpoint.async_
+    state = TrainerState(
+        step=progress.step,
+        samples=progress.samples,
+        seed=config.seed,
+        schedule={"kind": config.train.schedule, **asdict(prepared.schedule)},
+        run=config.fingerprint(),
+        backend=backend.name,
+        strategy=config.strategy,
+        world_size=backend.world_size,
+        data=prepared.data.fingerprint,
+        metadata={"skipped_steps": progress.skipped},
+    )
+    checkpoints.begin(
+        backend,
+        state,
+        lambda folder: engine.save(folder, background=background),
+        partial(write_model_files, prepared),
+    )
+    if not background:
+        checkpoints.finish()
+
+
+def write_model_files(prepared: Prepared, folder: Path) -> None:
+    """Write what ``from_pretrained`` needs besides the weights."""
+    config = prepared.model_config
+    config.architectures = [prepared.architecture]
+    config.dtype = torch.float32  # of the weights beside it, whatever they were loaded from
+    config.save_pretrained(folder)
+    generation = getattr(prepared.model, "generation_config", None)
+    if generation is not None:
+        try:
+            generation.save_pretrained(folder)
+        except ValueError:  # it contradicts itself, as it did where it came from
+            generation.to_json_file(folder / "generation_config.json")
+    prepared.data.tokenizer.save_pretrained(folder)

@@ -1,0 +1,99 @@
+"""The first stage: from the user's config to the one that runs, before any rank starts.
+
+Every file that a config names is read and checked here, once. The launcher hands the result to its ranks,
+which settle nothing again: they compare a digest of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from portable.batch_plan import BatchPlan, plan_batches
+from portable.checkpoint.external import own_state
+from portable.output.existing_run import ExistingRun, check_same_run, existing_run
+from portable.output.output_dir import open_output
+from portable.paths import place_of, storage_errors
+from portable.registry import backend_package
+from portable.reporting.metrics import check_trackers
+
+if TYPE_CHECKING:
+    from portable.backend import Backend
+    from portable.config import RunConfig
+    from portable.paths import Place
+    from portable.registry import World
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A run as it will be trained.
+
+    Attributes:
+        config: with ``backend: auto`` and what a DeepSpeed JSON says resolved. ``precision`` stays ``auto``
+            where only a rank may open the device to find out: see :func:`on_device`.
+        place: what ``output_dir`` names.
+        existing: the run that ``place`` held already.
+        world: the ranks of this launch.
+    """
+
+    config: RunConfig
+    place: Place
+    existing: ExistingRun
+    world: World
+
+
+def settle(config: RunConfig, backend_name: str, ranks: int = 1, *, writes: bool = True) -> Settled:
+    """Resolve and check a config. Opens no device.
+
+    Args:
+        config: as the user gave it.
+        backend_name: cpu, cuda or xla.
+        ranks: that this process will start; 1 where it is a rank itself.
+        writes: whether the run writes into ``output_dir``.
+
+    Raises:
+        UserError: for what cannot run.
+    """
+    package = backend_package(backend_name)
+    world = package.world(ranks)
+    place = place_of("output_dir", config.output_dir)
+    existing = existing_run(place)
+    config = package.adopt(config, world)
+    known: dict[str, Any] = {"backend": package.name}
+    if config.precision == "auto":
+        precision = _precision_begun_with(config, existing) or package.default_precision()
+        known |= {} if precision is None else {"precision": precision}
+    config = config.replaced(known)
+    package.check(config, world)
+    check_trackers(config.log.trackers)
+    check_same_run(place, existing, config)
+    if writes:
+        open_output(config).check_writable()
+    first_plan(config, world)
+    return Settled(config, place, existing, world)
+
+
+def on_device(settled: Settled, backend: Backend) -> Settled:
+    """``settled`` with the precision that ``auto`` means on this rank's device."""
+    config = settled.config
+    if config.precision != "auto":
+        return settled
+    return replace(settled, config=config.replaced({"precision": backend.resolve_precision("auto")}))
+
+
+def first_plan(config: RunConfig, world: World) -> BatchPlan:
+    """The batch plan of rank 0; of one sequence at a time where the micro-batch is still to be found."""
+    if config.train.micro_batch_size == "auto":
+        config = config.replaced({"train.micro_batch_size": 1})
+    return plan_batches(config, world_size=world.ranks, rank=0, devices_per_rank=world.devices_per_rank)
+
+
+def _precision_begun_with(config: RunConfig, existing: ExistingRun) -> str | None:
+    """The precision of the run that this one resumes: it keeps it on any machine."""
+    if existing.config is not None:
+        return existing.config.precision
+    if config.checkpoint.resume in ("auto", "never"):
+        return None
+    with storage_errors("checkpoint.resume"):
+        state = own_state(place_of("checkpoint.resume", config.checkpoint.resume))
+    return None if state is None else str(state.run["precision"])

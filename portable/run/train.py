@@ -1,0 +1,213 @@
+"""The fourth stage: everything around the training loop that has to be open while it runs."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.config import dump_yaml
+from portable.durable import write_durably
+from portable.errors import UserError
+from portable.loop import Cadence, train
+from portable.output.existing_run import CONFIG_FILE, FINAL, check_unchanged, resume_source
+from portable.output.export import recover_export
+from portable.paths import storage_errors
+from portable.planner.subject import inspect
+from portable.ranks import launch
+from portable.ranks.collectives import all_or_none
+from portable.ranks.consistency import agree
+from portable.ranks.watchdog import Watchdog
+from portable.reporting.profiling import Profiler
+from portable.reporting.reporter import Reporter
+from portable.run.batches import eval_batches, train_loader
+from portable.run.finish import finish, headline, sample
+from portable.run.restore import Restored, restore
+from portable.run.save import save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portable.checkpoint.store import Checkpoints
+    from portable.loop import Progress
+    from portable.output.output_dir import Output
+    from portable.run.prepare import Prepared
+
+EXIT_DONE, EXIT_STOPPED = 0, 75
+
+
+class DeviceMemoryError(Exception):
+    """A training step ran out of device memory.
+
+    Attributes:
+        step: which, counted from 1.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"out of device memory in step {step}")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Open:
+    """What is open while a run trains."""
+
+    output: Output
+    checkpoints: Checkpoints[Any]
+    restored: Restored
+    profiler: Profiler | None
+
+
+def train_run(prepared: Prepared, output: Output, *, profile: bool = False) -> int:
+    """Train in ``output`` from where its run stands; all ranks call it.
+
+    Args:
+        prepared: the run.
+        output: kept from other runs meanwhile.
+        profile: write a trace of a few steps.
+
+    Returns:
+        the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
+
+    Raises:
+        DeviceMemoryError: a step ran out of device memory.
+    """
+    with storage_errors("output_dir"), ExitStack() as stack:
+        held: UserError | None = None
+        try:
+            if prepared.backend.rank == 0:
+                stack.enter_context(output.held())
+                check_unchanged(output.place, prepared.settled.existing)
+        except UserError as error:
+            held = error
+        all_or_none(held)
+        return _train(prepared, _open(prepared, output, profile=profile))
+
+
+def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
+    config, backend = prepared.config, prepared.backend
+    output.open(inspect(prepared.model).checkpoint_bytes(config.train) // backend.world_size)
+    checkpoints = output.checkpoints(keep=config.checkpoint.keep)
+    source = resume_source(config, checkpoints)
+    agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
+    restored = restore(prepared, source, checkpoints)
+    if restored.external is not None:
+        restored.external.check_length(prepared.until)
+    if backend.rank == 0:
+        checkpoints.remove_partial()
+        if isinstance(output.place, Path):
+            recover_export(output.place / FINAL)
+        write_durably(output.work / CONFIG_FILE, dump_yaml(config))
+        output.publish()
+    profiler = Profiler(output.work / "profile", backend.rank) if profile else None
+    return Open(output, checkpoints, restored, profiler)
+
+
+def _train(prepared: Prepared, opened: Open) -> int:
+    config, backend, output = prepared.config, prepared.backend, opened.output
+    engine, progress, checkpoints = opened.restored.engine, opened.restored.progress, opened.checkpoints
+
+    def report_hang(line: str) -> None:
+        launch.report_hang(line)
+        output.publish_soon(at_once=True)
+
+    watchdog = Watchdog(
+        rank=backend.rank,
+        seconds=config.log.hang_timeout,
+        folder=output.work / "hang",
+        report=report_hang,
+        record=backend.diagnostics.dump_collectives,
+    )
+
+    def save_at(at: Progress) -> None:
+        with watchdog.paused():
+            save(prepared, checkpoints, engine, at)
+
+    reporter = new_reporter(prepared, opened, save_at)
+    for line in (*prepared.notes, headline(prepared, opened.restored)):
+        reporter.say(line)
+    batches = watchdog.over(train_loader(prepared, progress.samples))
+    held_out = prepared.data.eval
+    gc.collect()
+    gc.freeze()  # the model and the libraries stay: no collection need visit them
+    try:
+        try:
+            with watchdog:
+                stopped = train(
+                    backend,
+                    engine,
+                    batches,
+                    None if held_out is None else lambda: watchdog.over(eval_batches(prepared, held_out)),
+                    progress=progress,
+                    cadence=_cadence(prepared),
+                    schedule=prepared.schedule,
+                    plan=prepared.plan,
+                    max_grad_norm=config.train.max_grad_norm or 0.0,
+                    events=reporter,
+                )
+        except Exception as error:
+            if backend.ran_out_of_memory(error):
+                raise DeviceMemoryError(progress.step + 1) from error
+            raise
+        checkpoints.finish()
+        backend.barrier()  # no rank ends before rank 0 has renamed the checkpoint's folder
+        if stopped:
+            reporter.on_stop(progress)
+            reporter.say(f"stopped at step {progress.step}, checkpoint saved; run the same command to go on")
+            return EXIT_STOPPED
+        complete = progress.step == prepared.steps
+        reporter.on_end(progress, complete=complete)
+        if complete:
+            sample(prepared, engine, reporter)
+    finally:
+        batches.close()
+        reporter.close()
+        gc.unfreeze()
+    if backend.rank == 0:
+        finish(prepared, output, reporter, checkpoints.latest(), opened.profiler, complete=complete)
+    output.publish()
+    return EXIT_DONE
+
+
+def _cadence(prepared: Prepared) -> Cadence:
+    config, samples = prepared.config, len(prepared.data.train)
+    return Cadence(
+        until=prepared.until,
+        log_every=config.log.every_steps,
+        eval_every=config.train.eval_every or 0,
+        save_every=config.checkpoint.every_steps or 0,
+        eval_samples=(config.train.eval_every_epochs or 0) * samples,
+        save_samples=(config.checkpoint.every_epochs or 0) * samples,
+    )
+
+
+def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress], None]) -> Reporter:
+    """What shows and records this launch in the run's folder."""
+    config, backend, source = prepared.config, prepared.backend, opened.restored.source
+    return Reporter(
+        backend=backend,
+        output=opened.output,
+        progress=opened.restored.progress,
+        total_steps=prepared.steps,
+        tokens_per_sample=config.data.seq_len,
+        flops_per_token=prepared.flops_per_token,
+        precision=config.precision,
+        trackers=config.log.trackers,
+        config=config.fingerprint(),
+        checkpoints=opened.checkpoints,
+        save=save_at,
+        profiler=opened.profiler,
+        leg={
+            "backend": backend.name,
+            "strategy": config.strategy,
+            "world_size": backend.world_size,
+            "devices_per_rank": backend.devices_per_rank,
+            "device": backend.device.type,
+            "precision": config.precision,
+            "model": prepared.architecture,
+            "parameters": prepared.parameters,
+            "source": str(source) if source is not None else None,
+        },
+    )

@@ -1,0 +1,136 @@
+"""The record of backend ``xla``: see :class:`portable.registry.BackendPackage`.
+
+Imports neither torch nor torch_xla: a config's rules ask here whenever one is built.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portable.config.rules import ZERO, ConflictError, nvidia_only
+from portable.errors import UserError, require, unsupported
+from portable.registry import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.backend import Backend
+    from portable.config import RunConfig
+    from portable.planner.device_catalog import Device
+    from portable.planner.memory_model import FootprintRoom
+
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""``xla.compute_dtype`` -> ``precision``."""
+
+
+class XlaPackage:
+    """One process a host, which drives all its devices."""
+
+    name = "xla"
+    extra = "xla"
+    typical_device = "v5e"
+
+    def is_here(self) -> bool:
+        from tpu.devices import uses_tpu
+
+        return uses_tpu()
+
+    def local_ranks(self) -> int:
+        return 1
+
+    def check_ranks(self, ranks: int) -> None:
+        if ranks > 1:
+            raise UserError(
+                "--nproc: XLA runs one process a host, which drives all its devices; leave it out"
+            )
+
+    def world(self, ranks: int) -> World:
+        from tpu import runtime
+
+        runtime.start()  # only the runtime knows the hosts of a slice
+        return World(runtime.hosts(), runtime.local_devices())
+
+    def default_precision(self) -> str | None:
+        from tpu import runtime
+
+        return "bf16" if runtime.on_tpu() else "fp32"
+
+    def defaults(self, config: RunConfig) -> dict[str, Any]:
+        if config.precision != "auto" or config.xla.compute_dtype is None:
+            return {}
+        return {"precision": PRECISIONS[config.xla.compute_dtype]}
+
+    def conflicts(self, config: RunConfig) -> Iterator[ConflictError]:
+        yield from nvidia_only(config)
+        if config.strategy in ZERO:
+            yield ConflictError(
+                ("strategy", "backend"),
+                f"strategy {config.strategy} is DeepSpeed's, which does not run on backend xla; use "
+                "full_shard",
+            )
+        chunk = config.memory.loss_chunk_tokens
+        if isinstance(chunk, int) and chunk > 0:
+            yield ConflictError(
+                ("memory.loss_chunk_tokens", "backend"),
+                f"memory.loss_chunk_tokens {chunk} does not work with backend xla; set it to auto",
+            )
+        computed = config.xla.compute_dtype
+        if computed is not None and config.precision not in ("auto", PRECISIONS[computed]):
+            yield ConflictError(
+                ("xla.compute_dtype", "precision"),
+                f"xla.compute_dtype {computed} contradicts precision {config.precision}; remove one of the "
+                "two",
+            )
+        recompute = config.memory.activation_checkpointing
+        if config.xla.xla_fsdp_grad_ckpt is False and recompute != "none":
+            yield ConflictError(
+                ("xla.xla_fsdp_grad_ckpt", "memory.activation_checkpointing"),
+                f"xla.xla_fsdp_grad_ckpt false contradicts memory.activation_checkpointing {recompute}; "
+                "remove one of the two",
+            )
+
+    def adopt(self, config: RunConfig, world: World) -> RunConfig:
+        return config  # a DeepSpeed JSON is ignored here, so that one file serves all backends
+
+    def check(self, config: RunConfig, world: World) -> None:
+        from tpu import runtime
+        from tpu.checks import unusable
+        from tpu.layout import Layout
+
+        unsupported(unusable(config))
+        require(
+            config.xla.compilation_cache in ("auto", "none") or runtime.on_tpu(),
+            "xla.compilation_cache: graphs for virtual devices cannot be read back; set it to none",
+        )
+        Layout(config, world.devices)
+
+    def notes(self, config: RunConfig) -> list[str]:
+        if config.deepspeed.config is None:
+            return []
+        return ["deepspeed.config has no effect on backend xla, where DeepSpeed does not run"]
+
+    def remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+        # Nothing can be offloaded, and the compiler cuts up the loss by itself.
+        if config.memory.activation_checkpointing != "full":
+            yield "memory.activation_checkpointing full"
+
+    def host_memory_advice(self, config: RunConfig) -> str:
+        return "to take less, set data.num_workers or train.micro_batch_size lower"
+
+    def footprint(self) -> FootprintRoom:
+        from tpu import footprint
+
+        return footprint
+
+    def devices(self) -> tuple[Device, ...]:
+        from tpu.devices import accelerators
+
+        return tuple(accelerators())
+
+    def create(self) -> Backend:
+        from tpu.backend import XlaBackend
+
+        return XlaBackend(self.name)
+
+
+XLA = XlaPackage()
