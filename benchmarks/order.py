@@ -28,7 +28,7 @@ import torch.distributed as dist
 from benchmarks.loops import PortableLoop
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
-from benchmarks.train_overhead import SMALL_MODEL, create_backend
+from benchmarks.train_overhead import SMALL_MODEL
 from gpu import footprint
 from portable.config import load_config
 from portable.errors import UserError, one_line

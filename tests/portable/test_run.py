@@ -159,7 +159,7 @@ def leg_of(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
 
 def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
     """A leg that SIGKILL ends within its second save."""
-    import portable.checkpoint.store as module
+    import portable.durable as module
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -180,14 +180,14 @@ def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
 
         TorchEngine.save = save  # type: ignore[method-assign, assignment]
     elif moment == "rename":
-        from portable.durable import sync_folder as sync
+        sync = module.sync_folder
 
         def sync_folder(path: Path) -> None:
             sync(path)
             if "000008" in path.name:
                 die()
 
-        module.sync_folder = sync_folder  # type: ignore[attr-defined]
+        module.sync_folder = sync_folder
     leg(folder, corpus, train__steps=12)
 
 
