@@ -7,7 +7,7 @@ import shutil
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.errors import CheckpointError
 from converters.exchange import let_go, new_temporary, recover, replace_folder
@@ -15,7 +15,7 @@ from converters.outfile import FLUSH_BYTES, OutputFile, copy_file, write_file
 from converters.remote import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from converters.places import Place
@@ -80,16 +80,20 @@ class Draft(Protocol):
         ...
 
 
-def new_output(target: Place, *, needed: int, overwrite: bool) -> AbstractContextManager[Draft]:
+def new_output(
+    target: Place, *, needed: int, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
+) -> AbstractContextManager[Draft]:
     """A draft that becomes `target` when the block ends well, and vanishes otherwise.
 
     Args:
         needed: bytes that will be written.
+        names: of all files that will be written.
+        facts: what the marker in an object store is to tell besides.
     """
     if isinstance(target, RemotePath):
         from converters.remote_output import new_prefix
 
-        return new_prefix(target, overwrite=overwrite)
+        return new_prefix(target, overwrite=overwrite, names=names, facts=facts)
     return _new_local(target, needed=needed, overwrite=overwrite)
 
 

@@ -23,6 +23,7 @@ Writing: an object appears whole or not at all, there are no folders to be made.
         file.write(data)                     written; appears at the end, discarded on an exception. Its
                                              `write` takes anything of bytes: `torch.save(state, file)` works
     path.upload(nbytes)                      the parts themselves, by several threads: see `Upload`
+    path.move_to(other)                      one object, by another name; its bytes stay in the store
     path.unlink(missing_ok=...)              one object
     path.remove_tree()                       every object below, and uploads that a killed process left open
 
@@ -360,6 +361,12 @@ class RemotePath:
         with other.create() as out:
             for start in range(0, size, PART_BYTES):
                 out.write(self.read_range(start, min(size, start + PART_BYTES)))
+
+    def move_to(self, other: RemotePath) -> None:
+        """Give the object another name in the same store: it is copied there by the store, then deleted."""
+        with_retries(str(self), "copy", lambda: self._store.fs.cp_file(self._key, other._key))
+        self._store.forget(other._key)
+        self.unlink(missing_ok=True)
 
     def write_bytes(self, data: bytes) -> int:
         """Write a small object in one request; it appears whole, in place of any other of the name."""

@@ -18,7 +18,7 @@ from converters.storage import Folder
 from converters.writing import Entry, Plan, PlannedFile, carry_out, model_entries, optimizer_entries, shards
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from converters.checkpoint import Checkpoint
     from converters.places import Place
@@ -73,6 +73,7 @@ def write_safetensors(
     progress: bool = True,
     verify: bool = False,
     expand: bool = False,
+    facts: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Write `out/model.safetensors` (or numbered shards with an index) and the companions.
 
@@ -85,6 +86,7 @@ def write_safetensors(
         progress: a bar in bytes on a terminal's stderr.
         verify: read everything back and compare before `out` appears.
         expand: write tensors that repeat the bytes of SRC's files however often they do.
+        facts: what the marker of an `out` in an object store is to tell besides.
 
     Returns:
         The plan that was carried out.
@@ -105,6 +107,7 @@ def write_safetensors(
         progress=progress,
         verify=verify,
         expand=expand,
+        facts=facts,
     )
 
 

@@ -398,10 +398,10 @@ class CheckpointFolder(Checkpoints[Path]):
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def unused_name(path: Path) -> Path:
+def unused_name(path: P) -> P:
     """``path``, or the first of ``path-2``, ``path-3`` ... that there is not."""
     found, number = path, 1
-    while os.path.lexists(found):
+    while found.exists() if isinstance(found, RemotePath) else os.path.lexists(found):
         number += 1
         found = path.with_name(f"{path.name}-{number}")
     return found

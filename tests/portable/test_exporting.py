@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from converters import exchange as exchange_module
+from converters import remote_output, write_safetensors
+from converters.completion import COMPLETE, INCOMPLETE
 from converters.exchange import exchange
-from portable import exporting
+from converters.opening import open_checkpoint
+from converters.remote import RemotePath
+from portable.errors import UserError
 from portable.exporting import MARKER, export, recover_export
 from portable.run import train_leg
 from tests.runs import configured
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.object_store import ObjectStore
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +114,7 @@ def test_a_kill_at_any_moment_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", renamed)
         patch.setattr(shutil, "rmtree", removed)
-        patch.setattr(exporting, "exchange", exchanged)
+        patch.setattr(exchange_module, "exchange", exchanged)
         try:
             export(checkpoint, final)
         except MemoryError:
@@ -119,3 +126,85 @@ def test_a_kill_at_any_moment_loses_nothing(
     left_over = {path.name for path in tmp_path.iterdir()} - {"final", "final.kept"}
     # The converter's own, whose lock this process, which is not dead, still holds.
     assert all(name.startswith("..final.new.tmp-") for name in left_over)
+
+
+# -- in an object store --------------------------------------------------------------------------------------
+
+
+def test_in_a_store_it_replaces_its_own(
+    checkpoint: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final = RemotePath.of(s3.url("run/final"))
+    for _ in range(2):
+        export(checkpoint, final)
+    found = s3.names("run/")
+    assert "final/model.safetensors" in found and f"final/{COMPLETE}" in found
+    assert all(name.startswith("final/") for name in found)
+    assert not capsys.readouterr().err
+
+
+def test_in_a_store_it_keeps_what_a_person_put_there(
+    checkpoint: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final = RemotePath.of(s3.url("run/final"))
+    s3.put("run/final/old/thesis.txt", b"mine")  # there before any export
+    export(checkpoint, final)
+    assert s3.tree("run/final.kept") == {"old/thesis.txt": b"mine"}
+    assert "old/thesis.txt was put there by no export" in capsys.readouterr().err
+    s3.put("run/final/README.md", b"mine")
+    s3.put("run/final/config.json", b"{}")
+    export(checkpoint, final)
+    assert s3.tree("run/final.kept-2") == {"README.md": b"mine", "config.json": b"{}"}
+    told = capsys.readouterr().err
+    assert "README.md was put there by no export (and 1 more)" in told and "final.kept-2" in told
+    # Nor is a conversion an export, although it marks what it has written.
+    write_safetensors(open_checkpoint(checkpoint), final, overwrite=True, dtype="bfloat16")
+    halved = s3.get("run/final/model.safetensors")
+    export(checkpoint, final)
+    assert s3.get("run/final.kept-3/model.safetensors") == halved
+    assert s3.get("run/final/model.safetensors") != halved
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+def test_in_a_store_a_kill_loses_and_leaves_nothing(
+    checkpoint: Path,
+    s3: ObjectStore,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    """Killed while old objects go, or while new ones come, which is emulated: nothing is tidied up."""
+    export(checkpoint, RemotePath.of(s3.url("run/final")))
+    whole = s3.tree("run/final")
+    s3.put("run/final/model-00002-of-00002.safetensors", b"mine")
+    s3.fail(status=403, method=method, key="final/tokenizer")
+    with monkeypatch.context() as patch, pytest.raises(UserError):
+        patch.setattr(remote_output._Draft, "discard", lambda _: None)
+        export(checkpoint, RemotePath.of(s3.url("run/final")))
+    s3.heal()
+    assert INCOMPLETE in s3.names("run/final/")
+    assert list(s3.tree("run/final.kept").values()) == [b"mine"]
+    s3.put("run/final/README.md", b"mine")  # somebody looks at the ruins
+    capsys.readouterr()
+    export(checkpoint, RemotePath.of(s3.url("run/final")))
+    assert s3.tree("run/final.kept-2") == {"README.md": b"mine"}
+    assert "README.md was put there by no export, so it is kept in" in capsys.readouterr().err
+    assert {**s3.tree("run/final"), COMPLETE: b""} == {**whole, COMPLETE: b""}
+
+
+def test_what_appears_while_a_store_is_written_is_not_replaced(
+    checkpoint: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = RemotePath.of(s3.url("run/final"))
+    export(checkpoint, final)
+    whole = s3.tree("run/final")
+    settle = remote_output._Draft.settle
+
+    def late(draft: remote_output._Draft) -> None:
+        s3.put("run/final/README.md", b"late")
+        settle(draft)
+
+    monkeypatch.setattr(remote_output._Draft, "settle", late)
+    with pytest.raises(UserError, match=r"README.md: appeared while .* nothing was replaced"):
+        export(checkpoint, final)
+    assert s3.tree("run/final") == {**whole, "README.md": b"late"}
