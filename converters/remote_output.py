@@ -67,6 +67,8 @@ class Written:
 
 def versions(folder: RemotePath) -> dict[str, Version]:
     """Every object below `folder` but the markers."""
+    if not folder.exists():  # asking for all that is below nothing costs more requests
+        return {}
     found = {name: (entry.size, entry.version) for name, entry in folder.objects().items()}
     return {name: version for name, version in found.items() if name not in (COMPLETE, INCOMPLETE)}
 
