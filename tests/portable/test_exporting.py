@@ -66,6 +66,22 @@ def test_it_keeps_what_a_person_put_there(
     ]
 
 
+def test_it_holds_what_was_saved_and_no_more(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files that make weights loadable, beside those of the checkpoint, where no save has put them."""
+    run = tmp_path / "run"
+    step = run / "checkpoints" / checkpoint.name
+    shutil.copytree(checkpoint, step)
+    (step / "added_tokens.json").write_text('{"stray": 3}')
+    (run / "vocab.txt").write_text("stray")
+    export(step, run / "final")
+    export(checkpoint, tmp_path / "final")
+    names = [sorted(path.name for path in (folder / "final").iterdir()) for folder in (run, tmp_path)]
+    assert names[0] == names[1]
+    assert "added_tokens.json: was not saved with" in caplog.text
+
+
 def test_a_link_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "thesis.txt").write_text("mine")

@@ -344,3 +344,20 @@ def test_more_devices_are_a_move(tmp_path: Path) -> None:
     assert (
         run.facts()["ran on"] == "xla, full_shard, 1 rank of 2 devices; xla, full_shard, 1 rank of 4 devices"
     )
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "loss.svg", "report.html"])
+def test_a_run_writes_through_no_link(tmp_path: Path, corpus: Path, name: str) -> None:
+    """A link in the place of a file of the run: refused in one line, or replaced."""
+    folder, mine = tmp_path / "run", tmp_path / "mine"
+    folder.mkdir()
+    mine.write_text("mine")
+    (folder / name).symlink_to(mine)
+    settings = {"train__steps": 1, "data__eval_fraction": 0, "checkpoint__export": False}
+    try:
+        train_leg("cpu", configured(folder, corpus, **settings))
+    except UserError as error:
+        assert f"{name} cannot be written to: is a link" in str(error)
+    else:
+        assert not (folder / name).is_symlink()
+    assert mine.read_text() == "mine"
