@@ -106,15 +106,16 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
     target = out.resolve()
     if isinstance(target, Path):
         recover(target)
+    where = _resolved(out)
     for source in sources:
-        origin = source.resolve()
-        if isinstance(target, RemotePath) != isinstance(origin, RemotePath):
+        origin = _resolved(source)
+        if isinstance(where, RemotePath) != isinstance(origin, RemotePath):
             continue
-        if target == origin:
+        if where == origin:
             raise CheckpointError(f"{out}: is the checkpoint itself; give another output folder")
-        if target.is_relative_to(origin):  # type: ignore[arg-type]
+        if where.is_relative_to(origin):  # type: ignore[arg-type]
             raise CheckpointError(f"{out}: lies inside {source}; give an output folder outside it")
-        if origin.is_relative_to(target):  # type: ignore[arg-type]
+        if origin.is_relative_to(where):  # type: ignore[arg-type]
             raise CheckpointError(f"{out}: holds {source}; give another output folder")
     if isinstance(target, RemotePath):
         from converters.remote_output import check_prefix
@@ -130,6 +131,12 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
         if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
             raise CheckpointError(f"{out}: holds the current or the home folder and will not be replaced")
     return target
+
+
+def _resolved(place: Place) -> Place:
+    """By links, and `file://` URLs, which are other names of paths."""
+    local = place.local if isinstance(place, RemotePath) else place
+    return place if local is None else local.resolve()
 
 
 class _LocalDraft:
