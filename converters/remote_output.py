@@ -146,7 +146,8 @@ class _Draft:
                 )
         self._token = begin(self.folder, facts=self._facts, objects=there, names=self._planned)
         for name in there:
-            if name not in self._names:
+            # What is written later stays till then: a config.json may be copied from here, to here.
+            if name not in self._planned:
                 (self.folder / name).unlink(missing_ok=True)
         while self._uploads:
             self._uploads[0].commit()
