@@ -179,17 +179,17 @@ def create_backend(choice: str) -> Backend:
 
 def _take_turns(options: Options, prepared: Prepared, folder: Path) -> list[Result]:
     now = CLOCKS[options.clock]
-    portable = PortableLoop(prepared, folder / "portable", now)
-    setting = Setting.of(prepared, portable.model, now, steps=options.total_steps)
+    ours = PortableLoop(prepared, folder / "portable", now)
+    setting = Setting.of(prepared, ours.model, now, steps=options.total_steps)
     trainer = TrainerLoop(setting, folder / "trainer", logging_steps=options.steps)
-    others: list[Loop] = [BareLoop(setting, BASELINE), portable, AccelerateLoop(setting)]
+    others: list[Loop] = [BareLoop(setting, BASELINE), ours, AccelerateLoop(setting)]
     if options.control:
         others.append(BareLoop(setting, "bare, again"))
     contestants: list[Contestant] = [*others, trainer]
     try:
         turns = take_turns(trainer, others, [options.warmup, *[options.steps] * options.rounds])
     finally:
-        portable.close()
+        ours.close()
     return [
         Result(
             contestant.name,

@@ -40,24 +40,24 @@ __all__ = [
 # Imported at the first use (PEP 562): numpy takes longer to import than a small checkpoint to convert, and
 # neither `portable-convert --help` nor a mistyped option needs it.
 _HOMES = {
-    "Checkpoint": "checkpoint",
-    "CheckpointError": "errors",
-    "OptimizerState": "checkpoint",
-    "Tensor": "tensor",
-    "check_manifest": "manifest",
-    "item_checksums": "formats.dcp_seal",
-    "manifest_entries": "manifest",
-    "manifest_text": "manifest",
-    "open_checkpoint": "opening",
-    "read_pickled": "opening",
-    "write_dcp": "dcp_writer",
-    "write_safetensors": "safetensors_writer",
-    "write_seal": "formats.dcp_seal",
+    "Checkpoint": "converters.checkpoint",
+    "CheckpointError": "converters.errors",
+    "OptimizerState": "converters.checkpoint",
+    "Tensor": "converters.tensor",
+    "check_manifest": "converters.manifest",
+    "item_checksums": "converters.formats.dcp_seal",
+    "manifest_entries": "converters.manifest",
+    "manifest_text": "converters.manifest",
+    "open_checkpoint": "converters.opening",
+    "read_pickled": "converters.opening",
+    "write_dcp": "converters.dcp_writer",
+    "write_safetensors": "converters.safetensors_writer",
+    "write_seal": "converters.formats.dcp_seal",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value

@@ -164,7 +164,7 @@ def _convert(options: argparse.Namespace) -> int:
 
     source, out = place(options.src), place(options.out)
 
-    writer = import_module(f"converters.{options.to}_writer")
+    writer = import_module(WRITERS[options.to])
     make_plan: Callable[..., Plan] = getattr(writer, f"plan_{options.to}")
     write: Callable[..., Plan] = getattr(writer, f"write_{options.to}")
     if not source.exists():

@@ -15,5 +15,5 @@ DTYPES: dict[str, str | None] = {
 # A conversion writes at most so many times the bytes that SRC's files hold, unless --expand asks for more.
 # A cast to a wider type makes up to four.
 EXPANSION = 8
-# --to -> a module `<name>_writer` with `plan_<name>` and `write_<name>`.
-WRITERS = ("safetensors", "dcp")
+# --to -> a module with `plan_<name>` and `write_<name>`.
+WRITERS = {"safetensors": "converters.safetensors_writer", "dcp": "converters.dcp_writer"}

@@ -19,17 +19,17 @@ __all__ = ["Result", "RunConfig", "RunError", "UserError", "load_config", "train
 
 # Imported at the first use (PEP 562): every module of the package passes here, and few need all of it.
 _HOMES = {
-    "Result": "api",
-    "RunConfig": "config",
-    "RunError": "errors",
-    "UserError": "errors",
-    "load_config": "config",
-    "train": "api",
+    "Result": "portable.api",
+    "RunConfig": "portable.config",
+    "RunError": "portable.errors",
+    "UserError": "portable.errors",
+    "load_config": "portable.config",
+    "train": "portable.api",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value

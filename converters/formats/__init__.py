@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint
     from converters.places import Place
 
-_MODULES = ("dcp", "universal", "deepspeed", "xla_fsdp", "torch_save", "safetensors")
+_MODULES = (
+    "converters.formats.dcp",
+    "converters.formats.universal",
+    "converters.formats.deepspeed",
+    "converters.formats.xla_fsdp",
+    "converters.formats.torch_save",
+    "converters.formats.safetensors",
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Format:
 @cache
 def formats() -> tuple[Format, ...]:
     """Every format, in the order they are asked."""
-    return tuple(import_module(f"{__name__}.{name}").FORMAT for name in _MODULES)
+    return tuple(import_module(name).FORMAT for name in _MODULES)
 
 
 def detect(source: Source) -> Format | None:
