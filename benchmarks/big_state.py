@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.config import load_config
-from portable.launch import launch
 from portable.loop import train_step
+from portable.ranks.launch import launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portable.backend import Engine
     from portable.config import RunConfig
-    from portable.run import Prepared
+    from portable.run.leg import Prepared
 
 RANKS = 2
 

@@ -37,9 +37,9 @@ from benchmarks.pages import put_into
 from benchmarks.small_disk import SmallDisk, small_disk
 from benchmarks.train_overhead import SMALL_MODEL
 from converters import CheckpointError, open_checkpoint
-from portable.checkpointing import STATE_FILE, CheckpointFolder, TrainerState
+from portable.checkpoint.store import STATE_FILE, CheckpointFolder, TrainerState
 from portable.errors import DamagedError, UserError
-from portable.metrics import METRICS_FILE, read_metrics
+from portable.reporting.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

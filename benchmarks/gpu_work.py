@@ -19,7 +19,7 @@ from benchmarks.train_overhead import forget_accelerators
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import UserError
-from portable.run import Prepared, resolve
+from portable.run.leg import Prepared, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -39,7 +39,7 @@ from benchmarks.chaos import Chaos, Leg, Outcome, Run, _alive
 from benchmarks.inotify import CREATED, Watch
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from converters import open_checkpoint
-from portable.exporting import MARKER
+from portable.output.export import MARKER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -20,11 +20,11 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from portable.initial import Blueprint
 from portable.loop import Cadence, Events, train
-from portable.optim import decaying, parameter_groups
-from portable.output import LocalOutput
-from portable.weights import to_torch
+from portable.model.initialize import Blueprint
+from portable.model.tensors import to_torch
+from portable.optim.build import decaying, parameter_groups
+from portable.output.output_dir import LocalOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from portable.backend import Batch
     from portable.config import RunConfig
     from portable.loop import Progress
-    from portable.report import Reporter
-    from portable.run import Prepared
+    from portable.reporting.reporter import Reporter
+    from portable.run.leg import Prepared
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 

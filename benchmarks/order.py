@@ -32,21 +32,22 @@ from benchmarks.train_overhead import SMALL_MODEL, create_backend
 from gpu import footprint
 from portable.config import load_config
 from portable.errors import UserError, one_line
-from portable.launch import launch
-from portable.planner import devices, speed
-from portable.planner.footprint import Cluster, Setting
-from portable.planner.here import planner_here
+from portable.planner import device_catalog as devices
+from portable.planner import speed
+from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
-from portable.planner.report import in_words
 from portable.planner.subject import LiveSubject
-from portable.run import Prepared, resolve
+from portable.planner.tables import in_words
+from portable.planner.this_machine import planner_here
+from portable.ranks.launch import launch
+from portable.run.leg import Prepared, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.backend import Backend
     from portable.config import RunConfig
-    from portable.planner.devices import Device
+    from portable.planner.device_catalog import Device
     from portable.planner.plan import Option
 
 BEGIN = "<!-- benchmarks.order: begin -->"

@@ -29,13 +29,13 @@ from benchmarks import plan_xla
 from benchmarks.allocator import allocations
 from benchmarks.machine import command_line
 from benchmarks.pages import put_into
-from gpu import rehearsal
+from gpu import memory_trial as rehearsal
 from gpu.strategies import Machine, engine_room
-from portable import model as models
 from portable.config import load_config
-from portable.initial import Blueprint
+from portable.model import build as models
+from portable.model.initialize import Blueprint
 from portable.planner.activations import fake_batch
-from portable.planner.footprint import Cluster, Setting
+from portable.planner.memory_model import Cluster, Setting
 from portable.planner.passes import Request
 from portable.planner.plan import DeviceBytes, Planner, Target
 from portable.planner.subject import LiveSubject

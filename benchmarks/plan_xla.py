@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable import model as models
 from portable.backend import backend_room
 from portable.config import load_config
+from portable.model import build as models
 from portable.planner.activations import fake_batch
 from portable.planner.passes import Request
 

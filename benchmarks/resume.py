@@ -25,9 +25,9 @@ from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 from benchmarks.zero_memory import Sampler, anonymous, file_backed, trim
 from portable.backend import backend_room
-from portable.checkpointing import CheckpointFolder
+from portable.checkpoint.store import CheckpointFolder
 from portable.loop import Progress
-from portable.run import Prepared, resolve
+from portable.run.leg import Prepared, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,7 +142,7 @@ def _peers(
     if writer == strategy == "full_shard":
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        from portable.model import state_tensors
+        from portable.model.build import state_tensors
 
         def dcp() -> None:
             state = {"model": state_tensors(engine.model), "optim": engine._optimizer_state()}
@@ -152,7 +152,7 @@ def _peers(
     if writer == strategy and strategy.startswith("zero") and same_ranks:
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-        from portable.quiet import native_stdout_closed
+        from portable.terminal import native_stdout_closed
 
         peer = TorchCheckpointEngine()
 

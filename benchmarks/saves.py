@@ -26,9 +26,9 @@ from benchmarks.big_state import RANKS, config, on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 from portable.backend import backend_room
-from portable.checkpointing import CheckpointFolder
+from portable.checkpoint.store import CheckpointFolder
 from portable.loop import Progress
-from portable.run import Prepared, resolve
+from portable.run.leg import Prepared, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,7 +131,7 @@ def _peers(engine: Any, strategy: str, folder: Path) -> dict[str, Callable[[], o
         from torch.distributed.checkpoint.state_dict_saver import async_save
         from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-        from portable.model import state_tensors
+        from portable.model.build import state_tensors
 
         group = dist.new_group(backend="gloo")
 
@@ -147,7 +147,7 @@ def _peers(engine: Any, strategy: str, folder: Path) -> dict[str, Callable[[], o
     if strategy.startswith("zero"):
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-        from portable.quiet import native_stdout_closed
+        from portable.terminal import native_stdout_closed
 
         peer = TorchCheckpointEngine()
 

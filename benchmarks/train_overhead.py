@@ -36,7 +36,7 @@ from benchmarks.loops import (
 from benchmarks.machine import command_line, describe_machine
 from portable.backend import Backend, backend_room, resolve_backend
 from portable.config import RunConfig, load_config
-from portable.run import Prepared, resolve
+from portable.run.leg import Prepared, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

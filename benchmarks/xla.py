@@ -31,8 +31,8 @@ from benchmarks.machine import command_line, describe_machine
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.loop import train_step
-from portable.optim import decaying, parameter_groups
-from portable.run import Prepared, resolve
+from portable.optim.build import decaying, parameter_groups
+from portable.run.leg import Prepared, resolve
 from tpu.graphs import counted
 from tpu.runtime import torch_xla, xr, xs
 

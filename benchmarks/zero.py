@@ -46,11 +46,11 @@ from benchmarks.train_overhead import (
 )
 from portable.config import load_config
 from portable.data import TrainLoader
-from portable.initial import Blueprint
-from portable.launch import launch
-from portable.model import tied_names
-from portable.run import Prepared, resolve
-from portable.weights import to_torch
+from portable.model.build import tied_names
+from portable.model.initialize import Blueprint
+from portable.model.tensors import to_torch
+from portable.ranks.launch import launch
+from portable.run.leg import Prepared, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,11 +29,11 @@ from benchmarks.big_state import llama, write_text
 from benchmarks.machine import command_line
 from benchmarks.pages import put_into
 from portable.backend import backend_room
-from portable.checkpointing import CheckpointFolder
+from portable.checkpoint.store import CheckpointFolder
 from portable.config import load_config
-from portable.launch import launch
 from portable.loop import Progress, train_step
-from portable.run import Prepared, resolve
+from portable.ranks.launch import launch
+from portable.run.leg import Prepared, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
-    from converters.dcp_writer import write_dcp
     from converters.errors import CheckpointError
-    from converters.formats.dcp_seal import item_checksums, write_seal
+    from converters.formats.dcp.checksums import item_checksums, write_seal
     from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
-    from converters.safetensors_writer import write_safetensors
-    from converters.tensor import Tensor
+    from converters.tensors.tensor import Tensor
+    from converters.writers.dcp_writer import write_dcp
+    from converters.writers.safetensors_writer import write_safetensors
 
 __all__ = [
     "Checkpoint",
@@ -43,16 +43,16 @@ _HOMES = {
     "Checkpoint": "converters.checkpoint",
     "CheckpointError": "converters.errors",
     "OptimizerState": "converters.checkpoint",
-    "Tensor": "converters.tensor",
+    "Tensor": "converters.tensors.tensor",
     "check_manifest": "converters.manifest",
-    "item_checksums": "converters.formats.dcp_seal",
+    "item_checksums": "converters.formats.dcp.checksums",
     "manifest_entries": "converters.manifest",
     "manifest_text": "converters.manifest",
     "open_checkpoint": "converters.opening",
     "read_pickled": "converters.opening",
-    "write_dcp": "converters.dcp_writer",
-    "write_safetensors": "converters.safetensors_writer",
-    "write_seal": "converters.formats.dcp_seal",
+    "write_dcp": "converters.writers.dcp_writer",
+    "write_safetensors": "converters.writers.safetensors_writer",
+    "write_seal": "converters.formats.dcp.checksums",
 }
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from converters.ties import resolve_ties
+from converters.names.ties import resolve_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from converters.places import Place
-    from converters.tensor import Tensor
+    from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
 
 Scalar = int | float | bool
 ParamGroups = list[dict[str, Any]]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from converters.checkpoint import Checkpoint
-    from converters.places import Place
-    from converters.writing import Plan
+    from converters.storage.path_or_url import Place
+    from converters.writers.conversion import Plan
 
 _UNITS = {
     "": 1,
@@ -158,9 +158,9 @@ def _convert(options: argparse.Namespace) -> int:
     # Imported here, so that help and a mistyped option answer at once.
     from converters.companions import companions_from
     from converters.opening import open_checkpoint
-    from converters.output import check_output
-    from converters.places import place
-    from converters.writing import check_expansion
+    from converters.storage.path_or_url import place
+    from converters.writers.conversion import check_expansion
+    from converters.writers.draft import check_output
 
     source, out = place(options.src), place(options.out)
 

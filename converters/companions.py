@@ -8,19 +8,19 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.dtypes import CASTABLE, TO_TORCH
 from converters.errors import CheckpointError, printable
-from converters.guarded import LinkError, read_small_text, real_path
 from converters.manifest import check_manifest
-from converters.places import place
-from converters.remote import RemotePath
-from converters.remote_errors import AccessDeniedError
+from converters.storage.guarded import LinkError, read_small_text, real_path
+from converters.storage.object_store import RemotePath
+from converters.storage.path_or_url import place
+from converters.storage.store_errors import AccessDeniedError
+from converters.tensors.dtypes import CASTABLE, TO_TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from converters.places import Place
-    from converters.writing import Entry
+    from converters.storage.path_or_url import Place
+    from converters.writers.conversion import Entry
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@
      "crc32": 789}
 
 It holds a CRC32 of itself. No shard is read for it: a file of DCP items is sealed already, by a seal that
-the manifest names (see :mod:`converters.formats.dcp_seal`), and the directory of a torch.save file holds the
+the manifest names (see :mod:`converters.formats.dcp.checksums`), and the directory of a torch.save file
+holds the
 CRC32s of what is in the file, as torch took them while it wrote. Whoever reads a tensor checks those.
 """
 
@@ -19,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from isal import isal_zlib
 
 from converters.errors import CheckpointError, printable
-from converters.guarded import open_regular, read_small_text, real_path
-from converters.remote import RemotePath
+from converters.storage.guarded import open_regular, read_small_text, real_path
+from converters.storage.object_store import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from converters.places import Place
+    from converters.storage.path_or_url import Place
 
 MANIFEST = "checkpoint_manifest.json"
 _VERSION = 1
@@ -173,7 +174,7 @@ def _crc32(path: Place) -> int:
 
 
 def _directory(folder: Place, name: str) -> int:
-    from converters.storage import Folder
-    from converters.torchzip import TorchZip
+    from converters.containers.torchzip import TorchZip
+    from converters.storage.bytes import Folder
 
     return TorchZip(Folder(folder).file(name)).checksum

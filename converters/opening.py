@@ -6,18 +6,18 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from converters.completion import INCOMPLETE, is_unfinished
 from converters.errors import CheckpointError
 from converters.formats import Format, Source, detect, formats
-from converters.guarded import real_path
-from converters.places import place
-from converters.remote import RemotePath
+from converters.storage.completion import INCOMPLETE, is_unfinished
+from converters.storage.guarded import real_path
+from converters.storage.object_store import RemotePath
+from converters.storage.path_or_url import place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from converters.checkpoint import Checkpoint
-    from converters.places import Place
+    from converters.storage.path_or_url import Place
 
 # step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100 ...
 _STEP = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[-_]?(\d+)")
@@ -64,9 +64,9 @@ def read_pickled(path: str | Place) -> Any:
     Raises:
         CheckpointError: damaged, or an object of a class that torch itself does not write.
     """
-    from converters.pickles import plain
-    from converters.storage import Folder
-    from converters.torchzip import TorchZip
+    from converters.containers.pickle_reader import plain
+    from converters.containers.torchzip import TorchZip
+    from converters.storage.bytes import Folder
 
     path = place(path)
     try:

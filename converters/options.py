@@ -16,4 +16,4 @@ DTYPES: dict[str, str | None] = {
 # A cast to a wider type makes up to four.
 EXPANSION = 8
 # --to -> a module with `plan_<name>` and `write_<name>`.
-WRITERS = {"safetensors": "converters.safetensors_writer", "dcp": "converters.dcp_writer"}
+WRITERS = {"safetensors": "converters.writers.safetensors_writer", "dcp": "converters.writers.dcp_writer"}

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from gpu import compiling, devices, host_memory, rehearsal, zero_runtime
-from gpu.sharding import shard_group_size, transport
+from gpu import compiling, devices
+from gpu import memory_advice as host_memory
+from gpu import memory_trial as rehearsal
+from gpu.fsdp.sharding import shard_group_size, transport
 from gpu.strategies import CountingEngine, Machine, engine_room
+from gpu.zero import runtime as zero_runtime
 from portable.errors import require, unsupported
-from portable.host import host_memory as memory_of_this_process
-from portable.hosts import any_rank, gather_text
-from portable.quiet import native_stdout_closed
+from portable.ranks.collectives import any_rank, gather_text
+from portable.ranks.process_memory import host_memory as memory_of_this_process
+from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +78,7 @@ class TorchBackend:
     def adopt(self, config: RunConfig, ranks: int) -> RunConfig:
         if config.deepspeed.config is None:
             return config
-        from gpu import zero  # only here: DeepSpeed takes seconds to import
+        from gpu.zero import engine as zero  # only here: DeepSpeed takes seconds to import
 
         return zero.adopt(config, self.device.type, max(ranks, self.world_size))
 
@@ -111,7 +114,7 @@ class TorchBackend:
     def notes(self, config: RunConfig) -> list[str]:
         if config.deepspeed.config is None:
             return []
-        from gpu import zero  # only here: DeepSpeed takes seconds to import
+        from gpu.zero import engine as zero  # only here: DeepSpeed takes seconds to import
 
         return zero.notes(config, self.device.type)
 

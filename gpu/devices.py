@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 from portable.errors import UserError
-from portable.planner.devices import Device
+from portable.planner.device_catalog import Device
 
 # Dense tensor-core peaks in TFLOP/s as (bf16 or fp16, tf32), from NVIDIA's data sheets; where a sheet gives
 # the figure with 2:4 sparsity, half of it. Matched as words of the name, in this order.
@@ -104,7 +104,7 @@ def accelerators() -> list[Device]:
 def shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
     """Elements that the sizes of a matrix product should be multiples of, for tensor cores at full speed.
 
-    16 bytes, and 128 bytes on A100 and what came after it for servers: see :mod:`portable.shapes`.
+    16 bytes, and 128 bytes on A100 and what came after it for servers: see :mod:`portable.model.shape_hints`.
 
     Args:
         capability: of the GPU, such as (9, 0).

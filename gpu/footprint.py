@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu import zero_sizes
+from gpu.zero import buckets as zero_sizes
 from portable.errors import UserError
-from portable.planner.footprint import (
+from portable.planner.memory_model import (
     COMPUTE_BYTES,
     MASTER,
     Cluster,
@@ -37,16 +37,16 @@ _KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
 
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintRoom`."""
     if config.deepspeed.config is None:
         return config
-    from gpu import zero  # only here: DeepSpeed takes seconds to import
+    from gpu.zero import engine as zero  # only here: DeepSpeed takes seconds to import
 
     return zero.adopt(config, "cpu", cluster.devices)
 
 
 def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
-    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintRoom`."""
     yield Setting("no_shard")
     if config.train.optimizer in _ZERO_OPTIMIZERS:
         for strategy in ("zero1", "zero2", "zero3"):
@@ -66,14 +66,14 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
 
 
 def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """See :class:`portable.planner.footprint.FootprintRoom`."""
-    from gpu.units import units  # only here: it needs torch
+    """See :class:`portable.planner.memory_model.FootprintRoom`."""
+    from gpu.fsdp.units import units  # only here: it needs torch
 
     return units(model, config)
 
 
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """See :class:`portable.planner.footprint.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintRoom`."""
     if config.strategy.startswith("zero"):
         return _Zero(model, config, cluster).footprint()
     alone = cluster.devices == 1 and config.memory.offload_params != "cpu"
@@ -266,7 +266,7 @@ class _Zero:
 
     @cached_property
     def _groups(self) -> list[list[Weight]]:
-        """The optimizer's groups of parameters; see :func:`portable.optim.parameter_groups`."""
+        """The optimizer's groups of parameters; see :func:`portable.optim.build.parameter_groups`."""
         decaying = [w for w in self._trained if w.decays]
         others = [w for w in self._trained if not w.decays]
         return [group for group in (decaying, others) if group]

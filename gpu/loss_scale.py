@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.checkpointing import write_durably
+from portable.checkpoint.store import write_durably
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.config import Fp16Config
-    from portable.places import Place
+    from portable.paths import Place
 
 _FILE = "loss_scale.json"
 _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

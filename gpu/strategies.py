@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 # Imported only when chosen: DeepSpeed takes seconds to import, and need not be installed.
 _ROOMS = {
-    "no_shard": "gpu.engine",
-    "full_shard": "gpu.engine",
-    "shard_grad_op": "gpu.engine",
-    "hybrid_shard": "gpu.engine",
-    "hybrid_shard_zero2": "gpu.engine",
-    "zero1": "gpu.zero",
-    "zero2": "gpu.zero",
-    "zero3": "gpu.zero",
+    "no_shard": "gpu.fsdp.engine",
+    "full_shard": "gpu.fsdp.engine",
+    "shard_grad_op": "gpu.fsdp.engine",
+    "hybrid_shard": "gpu.fsdp.engine",
+    "hybrid_shard_zero2": "gpu.fsdp.engine",
+    "zero1": "gpu.zero.engine",
+    "zero2": "gpu.zero.engine",
+    "zero3": "gpu.zero.engine",
 }
 
 

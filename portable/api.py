@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import RunError
-from portable.metrics import read_metrics
-from portable.places import place_of
-from portable.run_folder import checkpoints_of
+from portable.output.existing_run import checkpoints_of
+from portable.paths import place_of
+from portable.reporting.metrics import read_metrics
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-    from portable.places import Place
+    from portable.paths import Place
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def train(config: RunConfig, *, nproc: int | None = None) -> Result:
     """
     from portable.cli import run
     from portable.config import Invocation
-    from portable.run import EXIT_DONE, EXIT_STOPPED
+    from portable.run.leg import EXIT_DONE, EXIT_STOPPED
 
     code = run(Invocation(config, nproc=nproc))
     if code not in (EXIT_DONE, EXIT_STOPPED):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from portable.config import RunConfig
-    from portable.finite import Health
-    from portable.weights import ReadableTensor
+    from portable.model.tensors import ReadableTensor
+    from portable.optim.non_finite import Health
 
 Batch = dict[str, torch.Tensor]
 """Keyword arguments of the model's ``forward``, int64 ``[micro_batch, seq_len]``, plus ``labels`` that are

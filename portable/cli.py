@@ -8,9 +8,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from converters.commands import FAILED, REFUSED, command
-from portable.bound import die_with_parent
 from portable.errors import RunError, StoppedError, ToldElsewhereError, UserError, one_line
-from portable.quiet import loading
+from portable.ranks.parent_death import die_with_parent
+from portable.terminal import loading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-train`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
     try:
         from portable.config import parse_args
-        from portable.slurm import rank_variables
+        from portable.ranks.slurm import rank_variables
 
         os.environ.update(rank_variables(os.environ))
         return run(parse_args(_without_local_rank(sys.argv[1:] if argv is None else argv)))
@@ -47,12 +47,12 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 def run(invocation: Invocation) -> int:
     """Launch local ranks, or be one of a launcher's."""
     with loading():
-        from portable import launch
         from portable.backend import backend_room, resolve_backend
-        from portable.places import place_of
-        from portable.preview import describe_checkpoint, dry_run
-        from portable.run import check_output_folder, train_leg
-        from portable.run_folder import checkpoints_of
+        from portable.commands.dry_run import describe_checkpoint, dry_run
+        from portable.output.existing_run import checkpoints_of
+        from portable.paths import place_of
+        from portable.ranks import launch
+        from portable.run.leg import check_output_folder, train_leg
 
     config = invocation.config
     if os.environ.get("RANK", "0") == "0":

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from portable.errors import RunError
-from portable.loss import count_valid
-from portable.quiet import at_a_terminal
+from portable.model.loss import count_valid
+from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.backend import Backend, Batch, Engine
-    from portable.plan import BatchPlan
-    from portable.schedule import Schedule
+    from portable.batch_plan import BatchPlan
+    from portable.optim.schedule import Schedule
 
 _STOPPING = b"\nstopping after this step, with a checkpoint; once more stops at once, without\n"
 

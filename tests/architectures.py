@@ -117,7 +117,7 @@ def our_losses(config: RunConfig) -> list[float]:
 def auto_class(task: str) -> Any:
     import transformers
 
-    from portable.model import AUTO_CLASSES
+    from portable.model.build import AUTO_CLASSES
 
     return getattr(transformers, AUTO_CLASSES[task])
 

@@ -43,32 +43,32 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/portable/test_moves.py::test_goes_on_from_the_reference", "tests/portable/test_run.py"),
     ),
     "files get their name before they are on disk": Mutant(
-        "portable/checkpointing.py",
+        "portable/checkpoint/store.py",
         "    descriptor = os.open(path, os.O_RDONLY)\n    try:\n        os.fsync(descriptor)",
         "    descriptor = os.open(path, os.O_RDONLY)\n    try:\n        pass",
         ("tests/portable/test_durability.py",),
     ),
     "each rank reads the first rank's shard": Mutant(
-        "gpu/engine.py",
+        "gpu/fsdp/engine.py",
         "slice(start, start + size) for start, size in zip(offset, shape, strict=True)",
         "slice(0, size) for start, size in zip(offset, shape, strict=True)",
         ("tests/portable/test_moves.py::test_goes_on_from_the_reference",),
     ),
     "a checksum that does not match passes": Mutant(
-        "converters/storage.py",
+        "converters/storage/bytes.py",
         "(self._parts[0][2] if self._parts else 0) != self.crc32",
         "(self._parts[0][2] if self._parts else 0) == -1",
         ("tests/converters/test_mutations.py",),
     ),
     "the second moment is not restored": Mutant(
-        "gpu/engine.py",
+        "gpu/fsdp/engine.py",
         '                _fill_state(tensor, values.get(key), f"{key} of {name}")',
         '                if key != "exp_avg_sq":\n'
         '                    _fill_state(tensor, values.get(key), f"{key} of {name}")',
         ("tests/portable/test_moves.py::test_goes_on_from_the_reference",),
     ),
     "a rank makes an update that is not finite": Mutant(
-        "gpu/engine.py",
+        "gpu/fsdp/engine.py",
         "self._optimizer.found_inf = (left_out | ~finite).float().to(place)",
         "self._optimizer.found_inf = ((left_out | ~finite) & (dist.get_rank() == 0)).float().to(place)",
         ("tests/test_engines.py::test_leaves_out_an_update_that_is_not_finite",),
@@ -80,13 +80,13 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/portable/test_launch.py",),
     ),
     "a tied weight is written twice": Mutant(
-        "converters/ties.py",
+        "converters/names/ties.py",
         "if owner in stored and alias != owner}",
         "if owner in stored and alias == owner}",
         ("tests/converters/test_deepspeed.py", "tests/converters/test_dcp.py", "tests/portable/test_run.py"),
     ),
     "a folder of another run is gone on in": Mutant(
-        "portable/run_folder.py",
+        "portable/output/existing_run.py",
         "if earlier is not None and (changed := difference(earlier, config)):",
         "if earlier is None and (changed := difference(earlier, config)):",
         (

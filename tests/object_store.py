@@ -42,7 +42,12 @@ def scale_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
     2 MB then take as many requests, parts, runs and blocks as 32 MB do.
     """
-    from converters import casting, remote, remote_errors, remote_file, remote_output, writing
+    from converters.storage import object_store as remote
+    from converters.storage import range_reader as remote_file
+    from converters.storage import store_errors as remote_errors
+    from converters.tensors import casting
+    from converters.writers import conversion as writing
+    from converters.writers import remote_draft as remote_output
 
     sizes = {
         remote: ["PART_BYTES"],

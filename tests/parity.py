@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.backend import backend_room
 from portable.loop import train_step
-from portable.run import Prepared, resolve
+from portable.run.leg import Prepared, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -31,7 +31,7 @@ GRACE = 10.0  # seconds that the others have to notice that a rank has failed
 MOST_THREADS = 40
 """Of a rank; one that has more by the end of a test is replaced."""
 PRELOADED = (
-    "portable.run",
+    "portable.run.leg",
     "gpu.backend",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -55,7 +55,7 @@ def serve(connection: Connection) -> None:
     os.environ["USE_TORCH_XLA"] = "0"
     import torch
 
-    from portable import run
+    from portable.run import leg as run
 
     torch.set_num_threads(1)
     # Half of the time of a short run: looking for garbage among all that was imported, and a picture.

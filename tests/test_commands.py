@@ -11,8 +11,8 @@ import pytest
 
 import converters.cli
 import portable.cli
-import portable.html_report
 import portable.planner.cli
+import portable.reporting.html_report
 from converters.commands import EXIT_CODES, command
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, Callable[..., int]] = {
     "converters.cli": converters.cli.main,
     "portable.cli": portable.cli.main,
-    "portable.html_report": portable.html_report.main,
+    "portable.reporting.html_report": portable.reporting.html_report.main,
     "portable.planner.cli": portable.planner.cli.main,
 }
 
@@ -93,8 +93,8 @@ def test_ctrl_c_is_told_alike(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
     monkeypatch.setattr("portable.config.parse_args", interrupted)
     monkeypatch.setattr("portable.planner.cli.read_command", interrupted)
-    monkeypatch.setattr("portable.html_report.place_of", interrupted)
+    monkeypatch.setattr("portable.reporting.html_report.place_of", interrupted)
     monkeypatch.setattr("converters.cli._convert", interrupted)
     for module, main in COMMANDS.items():
-        assert main(["a", "b"] if module != "portable.html_report" else ["a"]) == 130
+        assert main(["a", "b"] if module != "portable.reporting.html_report" else ["a"]) == 130
         assert capsys.readouterr().err == "error: interrupted\n"

@@ -27,7 +27,7 @@ import yaml
 from portable.backend import backend_room
 from portable.config import load_config, parse_args
 from portable.errors import UserError
-from portable.run import resolve, train_leg
+from portable.run.leg import resolve, train_leg
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
 

@@ -23,8 +23,8 @@ LOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "matplotlib.backends.backend_svg",
     "matplotlib.figure",
-    "portable.preview",
-    "portable.resume",
+    "portable.commands.dry_run",
+    "portable.checkpoint.matching",
     "tensorboard.plugins.hparams.api",
     "torch.utils.tensorboard",
 )

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from portable.errors import require, unsupported
-from portable.host import host_memory
-from portable.hosts import any_rank, gather_text
-from portable.places import default_cache_dir
+from portable.paths import default_cache_dir
+from portable.ranks.collectives import any_rank, gather_text
+from portable.ranks.process_memory import host_memory
 from tpu import devices, graphs, runtime
 from tpu.checks import unusable
 from tpu.engine import XlaEngine
 from tpu.graphs import Graphs
 from tpu.layout import Layout
-from tpu.quirks import let_models_be_traced, let_tokens_be_counted, use_fixed_shapes
 from tpu.runtime import torch_xla, xla, xr
+from tpu.transformers_patches import let_models_be_traced, let_tokens_be_counted, use_fixed_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

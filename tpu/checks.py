@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.schedule import build_schedule
+from portable.optim.schedule import build_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

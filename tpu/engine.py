@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from portable.checkpoint.matching import stored_state
 from portable.errors import require
-from portable.finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
-from portable.loss import Objective
-from portable.model import replace_tensors, state_tensors, transformer_layers
-from portable.resume import stored_state
+from portable.model.build import replace_tensors, state_tensors, transformer_layers
+from portable.model.loss import Objective
+from portable.optim.non_finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.layout import constrain
 from tpu.optim import Optimizer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from converters import Checkpoint
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
-    from portable.weights import ReadableTensor
+    from portable.model.tensors import ReadableTensor
     from tpu.graphs import Graphs
     from tpu.layout import Layout, Spec
 

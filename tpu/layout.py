@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from portable.errors import UserError
-from portable.weights import to_torch
-from tpu.cuts import HYBRID, Cuts
+from portable.model.tensors import to_torch
 from tpu.runtime import xla, xr, xs
+from tpu.sharding import HYBRID, Cuts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.config import RunConfig
-    from portable.weights import ReadableTensor
+    from portable.model.tensors import ReadableTensor
 
 REPLICA, FSDP = "replica", "fsdp"
 

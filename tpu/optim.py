@@ -14,8 +14,8 @@ import torch
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
-from portable import adafactor
-from portable.optim import decaying, parameter_groups
+from portable.optim import adafactor
+from portable.optim.build import decaying, parameter_groups
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -93,7 +93,7 @@ class Sgd:
 
 
 class Adafactor:
-    """Adafactor (Shazeer and Stern, 2018), as :class:`portable.adafactor.Adafactor`.
+    """Adafactor (Shazeer and Stern, 2018), as :class:`portable.optim.adafactor.Adafactor`.
 
     A tensor is one logical tensor under SPMD, so that means over rows, columns and all elements are right on
     any number of devices.

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from portable.hosts import background_group
-from portable.quiet import quiet_checkpoint_warnings
-from portable.sealing import SealingWriter
+from portable.checkpoint.checksumming_writer import SealingWriter
+from portable.ranks.collectives import background_group
+from portable.terminal import quiet_checkpoint_warnings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from converters.checkpoint import Checkpoint
-    from converters.places import Place
+    from converters.storage.path_or_url import Place
 
 _MODULES = (
-    "converters.formats.dcp",
-    "converters.formats.universal",
-    "converters.formats.deepspeed",
-    "converters.formats.xla_fsdp",
-    "converters.formats.torch_save",
+    "converters.formats.dcp.reader",
+    "converters.formats.deepspeed.universal",
+    "converters.formats.deepspeed.reader",
+    "converters.formats.xla_fsdp.reader",
+    "converters.formats.torch_save.reader",
     "converters.formats.safetensors",
 )
 

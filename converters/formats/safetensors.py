@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
 from converters.companions import find_companions, trainer_metadata
-from converters.dtypes import NUMPY, itemsize
+from converters.containers.shard_index import read_index, read_json
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
-from converters.formats.torch_save import in_order, optimizer_beside
-from converters.module_order import module_order
-from converters.naming import plain_names, split_state_key
-from converters.shard_index import read_index, read_json
-from converters.storage import Folder, SourceFile
-from converters.tensor import Tensor
+from converters.formats.torch_save.reader import in_order, optimizer_beside
+from converters.names.canonical import plain_names, split_state_key
+from converters.names.module_order import module_order
+from converters.storage.bytes import Folder, SourceFile
+from converters.tensors.dtypes import NUMPY, itemsize
+from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from converters.places import Place
+    from converters.storage.path_or_url import Place
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"

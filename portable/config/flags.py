@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from converters.errors import CheckpointError
-from converters.places import expanded
+from converters.storage.path_or_url import expanded
 from portable.config import keys
 from portable.config.suggest import did_you_mean, what_to_do
 from portable.config.yaml_text import parse_value

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.remote import RemotePath
+from converters.storage.object_store import RemotePath
 from portable.config import accelerate_yaml, flags, keys, yaml_text
 from portable.config.problems import Origin, build, shown, unknown_key
 from portable.config.schema import RunConfig

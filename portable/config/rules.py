@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.remote import is_url
-from converters.remote_errors import redact
+from converters.storage.object_store import is_url
+from converters.storage.store_errors import redact
 from portable.config.suggest import did_you_mean
-from portable.schedule import SCHEDULES, build_schedule, own_params, warmup_steps
+from portable.optim.schedule import SCHEDULES, build_schedule, own_params, warmup_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

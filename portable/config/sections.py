@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from portable.config.types import IDENTITY, AnyCase, Flag, Names, OneOrMany, OpenMapping, PathText, Section
-from portable.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
+from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from converters.errors import CheckpointError
-from converters.places import expanded
+from converters.storage.path_or_url import expanded
 
 IDENTITY: dict[str, JsonValue] = {"identity": True}
 """Marks a field that two legs of one run must agree on; see ``RunConfig.fingerprint``."""

@@ -34,7 +34,7 @@ from portable.data.tokenizer import (
     trained_vocab_size,
 )
 from portable.errors import UserError
-from portable.places import default_cache_dir
+from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
     import os

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from portable.data.documents import Document, Fields, Source, read_row
 from portable.errors import UserError, one_line
-from portable.scratch import scratch_folder
+from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

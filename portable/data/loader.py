@@ -16,7 +16,7 @@ from portable.data.order import locate
 from portable.data.samples import IGNORED, Batch, Samples
 from portable.errors import RunError, UserError
 
-_BOUND = "portable.bound_worker"
+_BOUND = "portable.ranks.forkserver_preload"
 _AHEAD = 4  # micro-batches that wait ready
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from converters.remote import RemotePath
+from converters.storage.object_store import RemotePath
 from portable.data.cache import locked_folder
 from portable.data.documents import Document, Fields, changed_meanwhile, listed
 from portable.data.files import FORMATS, LocalFiles
 from portable.errors import UserError
-from portable.places import storage_errors
+from portable.paths import storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from converters.remote import Object
+    from converters.storage.object_store import Object
 
 _DIGEST = "digest"
 """The file beside a copy; what is copied has a suffix."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.remote import is_url
+from converters.storage.object_store import is_url
 from portable.data.documents import Document, Fields, Source, text_only
 from portable.data.files import LocalFiles, local_files
 from portable.data.library import HubDataset
 from portable.data.remote_files import RemoteFiles, remote_files
 from portable.data.standard_library import StandardLibrary
 from portable.errors import UserError
-from portable.places import default_cache_dir
+from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ from converters.manifest import MANIFEST
 from portable.data.cache import locked_folder
 from portable.data.documents import listed
 from portable.errors import UserError, one_line
-from portable.scratch import scratch_folder
+from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

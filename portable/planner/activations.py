@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portable.chunked_loss import chunked_head
-from portable.loss import token_loss
-from portable.model import LayerKinds, layer_kinds, replace_tensors, shortened, transformer_layers
+from portable.model.activation_checkpointing import checkpoint_activations
+from portable.model.build import LayerKinds, layer_kinds, replace_tensors, shortened, transformer_layers
+from portable.model.chunked_loss import chunked_head
+from portable.model.loss import token_loss
+from portable.model.transformers_patches import no_look_at_values
 from portable.planner.passes import Activations, Peak
-from portable.quirks import no_look_at_values
-from portable.recompute import checkpoint_activations
 
 if TYPE_CHECKING:
     from portable.backend import Batch

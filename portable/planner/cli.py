@@ -13,12 +13,12 @@ from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
 from portable.errors import UserError, one_line
-from portable.planner import devices
-from portable.planner.footprint import Cluster, footprint_room
+from portable.planner import device_catalog as devices
 from portable.planner.kept import KeptSubject
+from portable.planner.memory_model import Cluster, footprint_room
 from portable.planner.plan import Planner, Target
-from portable.planner.report import as_json, as_text
-from portable.quiet import loading
+from portable.planner.tables import as_json, as_text
+from portable.terminal import loading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +124,7 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
 
 def _built(config: RunConfig) -> Subject:
     with loading():
-        from portable import model as models
+        from portable.model import build as models
         from portable.planner.subject import LiveSubject
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from portable.planner.footprint import moment_bytes
+from portable.planner.memory_model import moment_bytes
 
 if TYPE_CHECKING:
     from portable.config import TrainConfig
@@ -76,7 +76,7 @@ class Inventory:
         return list(found.values())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """See :func:`portable.plan.flops_per_token`."""
+        """See :func:`portable.batch_plan.flops_per_token`."""
         return self.products + self.scores * seq_len
 
     def checkpoint_bytes(self, train: TrainConfig) -> int:

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.places import default_cache_dir
+from portable.paths import default_cache_dir
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.passes import Activations, Peak, Request
 

@@ -14,7 +14,7 @@ import yaml
 
 from portable.config.rules import largest_divisor
 from portable.errors import UserError
-from portable.planner.footprint import SOME_DISK, Cluster, Footprint, Setting, footprint_room
+from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting, footprint_room
 from portable.planner.passes import Activations, Request
 from portable.planner.speed import StepTime, step_time
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.config import RunConfig
-    from portable.planner.devices import Device
+    from portable.planner.device_catalog import Device
     from portable.planner.inventory import Inventory
     from portable.planner.subject import Subject
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from portable.planner.devices import Device
-    from portable.planner.footprint import Footprint
+    from portable.planner.device_catalog import Device
+    from portable.planner.memory_model import Footprint
 
 ACHIEVED = 0.45
 """Share of a device's peak that large products reach in training."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from portable.batch_plan import flops_per_token
 from portable.errors import UserError, one_line
-from portable.model import embeddings, state_tensors, transformer_layers
-from portable.optim import decaying
-from portable.plan import flops_per_token
+from portable.model.build import embeddings, state_tensors, transformer_layers
+from portable.optim.build import decaying
 from portable.planner.activations import activations
-from portable.planner.footprint import footprint_room
 from portable.planner.inventory import Inventory, Weight
+from portable.planner.memory_model import footprint_room
 from portable.planner.passes import Activations, Peak
 
 if TYPE_CHECKING:

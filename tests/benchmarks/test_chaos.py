@@ -16,7 +16,7 @@ from benchmarks import chaos
 from benchmarks.chaos import KEEP, Chaos, Leg, Outcome, Run
 from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.small_disk import small_disk
-from portable.checkpointing import STATE_FILE, CheckpointFolder
+from portable.checkpoint.store import STATE_FILE, CheckpointFolder
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def test_a_few_kills_of_every_sort(tmp_path: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path, corpus: Path) -> Run:
     """A run of which two checkpoints are kept."""
-    from portable.run import train_leg
+    from portable.run.leg import train_leg
 
     settings: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": KEEP}
     assert train_leg("cpu", configured(tmp_path / "run", corpus, **settings)) == 0

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import kills
 from benchmarks.chaos import KEEP, Leg
 from benchmarks.kills import Conversions, Cycle, Killing, Tally
-from portable.metrics import METRICS_FILE
+from portable.reporting.metrics import METRICS_FILE
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def test_kills_of_every_phase(tmp_path: Path) -> None:
 @pytest.fixture
 def cycle(tmp_path: Path, corpus: Path) -> Cycle:
     """A run that is complete."""
-    from portable.run import train_leg
+    from portable.run.leg import train_leg
 
     made = Cycle(tmp_path / "cycle", "no_shard", 1)
     made.cache.mkdir()

@@ -15,7 +15,7 @@ from gpu import footprint
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portable.planner.footprint import Setting
+    from portable.planner.memory_model import Setting
     from tests.ranks import RankPool
 
 OPTIONS = order.Options(backend="cpu", rounds=1, steps=1, small=True)

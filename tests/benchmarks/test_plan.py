@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from benchmarks import plan
-from portable.planner.footprint import Setting
+from portable.planner.memory_model import Setting
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from converters import Checkpoint, Tensor
-from converters.dtypes import FROM_TORCH
+from converters.tensors.dtypes import FROM_TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

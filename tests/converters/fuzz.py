@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, Tensor, cli, open_checkpoint
-from converters.pickles import plain
-from portable import html_report
+from converters.containers.pickle_reader import plain
+from portable.reporting import html_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from converters import Checkpoint, CheckpointError, OptimizerState, Tensor, open_checkpoint, write_dcp
-from converters.pickles import plain, unpickle
-from converters.shard_index import read_index
-from converters.storage import Folder, Memory
-from converters.torchzip import TORCH_STANDINS, TorchZip
+from converters.containers.pickle_reader import plain, unpickle
+from converters.containers.shard_index import read_index
+from converters.containers.torchzip import TORCH_STANDINS, TorchZip
+from converters.storage.bytes import Folder, Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpu.zero_runtime import import_deepspeed
+from gpu.zero.runtime import import_deepspeed
 from tests.converters.make_dcp import launch
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from converters import Tensor
-from converters.casting import cast_blocks
-from converters.storage import Memory
+from converters.storage.bytes import Memory
+from converters.tensors.casting import cast_blocks
 
 
 def cast(values: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[Any, Any]:

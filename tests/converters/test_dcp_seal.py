@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, item_checksums, open_checkpoint, write_seal
-from converters.formats.dcp_metadata import read_metadata
-from converters.formats.dcp_seal import SEAL
-from converters.storage import Folder
+from converters.formats.dcp.checksums import SEAL
+from converters.formats.dcp.metadata import read_metadata
+from converters.storage.bytes import Folder
 from tests.converters.test_mutations import everything
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from converters import Tensor, open_checkpoint, write_dcp, write_safetensors
 from converters.cli import main
-from converters.storage import Memory
-from converters.torchzip_writer import pickle, tensor_parts, value_bytes
-from converters.writing import Entry, PlannedFile, Trailer
+from converters.storage.bytes import Memory
+from converters.writers.conversion import Entry, PlannedFile, Trailer
+from converters.writers.torchzip_writer import pickle, tensor_parts, value_bytes
 from tests.converters.compare import assert_model, assert_optimizer, bits
 from tests.converters.test_dcp import load
 from tests.converters.test_safetensors import WEIGHTS, model

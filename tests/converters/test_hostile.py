@@ -18,14 +18,14 @@ import safetensors.torch
 import torch
 
 from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_safetensors
-from converters import exchange as exchange_module
 from converters.cli import main
-from converters.exchange import exchange
-from converters.guarded import read_small
-from converters.naming import plain_names
-from converters.output import check_output, new_folder
-from converters.places import place
-from converters.storage import Memory
+from converters.names.canonical import plain_names
+from converters.storage.bytes import Memory
+from converters.storage.guarded import read_small
+from converters.storage.path_or_url import place
+from converters.writers import replace_folder as exchange_module
+from converters.writers.draft import check_output, new_folder
+from converters.writers.replace_folder import exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -265,7 +265,7 @@ def test_memory_and_threads_run_out(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("converters.writing.in_parallel", fail)
+    monkeypatch.setattr("converters.writers.conversion.in_parallel", fail)
     assert main([str(model(tmp_path / "in")), str(tmp_path / "out")]) == 1
     assert told in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -274,7 +274,7 @@ def test_memory_and_threads_run_out(
 def test_a_conversion_that_hangs_ends_on_sigterm(tmp_path: Path) -> None:
     """The main thread waits for threads that a disk keeps, and the system ends it all the same."""
     script = (
-        "import sys, threading, time, converters.cli as cli, converters.writing as writing\n"
+        "import sys, threading, time, converters.cli as cli, converters.writers.conversion as writing\n"
         "cli._PATIENCE = 1\n"
         "def hang(*_, **__):\n"
         "    told = 0\n"

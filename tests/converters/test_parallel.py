@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from converters import CheckpointError, parallel
-from converters.parallel import in_parallel
+from converters import CheckpointError
+from converters.writers import parallel
+from converters.writers.parallel import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from converters.parallel import Job, Progress
+    from converters.writers.parallel import Job, Progress
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from converters import CheckpointError, open_checkpoint
 from converters.cli import main
-from converters.module_order import MODEL_TYPES, module_order
+from converters.names.module_order import MODEL_TYPES, module_order
 from tests.converters import make_peers
 from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits
 from tests.converters.make_dcp import trained

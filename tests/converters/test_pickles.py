@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from converters import CheckpointError
-from converters.pickles import Instance, plain, unpickle
-from converters.torchzip import TORCH_STANDINS
+from converters.containers.pickle_reader import Instance, plain, unpickle
+from converters.containers.torchzip import TORCH_STANDINS
 
 
 def read(data: bytes, **more: Any) -> Any:

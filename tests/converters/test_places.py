@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from converters.errors import CheckpointError
-from converters.places import expanded, place
+from converters.storage.path_or_url import expanded, place
 
 
 @pytest.fixture(autouse=True)

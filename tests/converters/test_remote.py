@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from converters import completion, remote
 from converters.errors import CheckpointError
-from converters.remote import RemotePath, is_url
-from converters.remote_errors import AccessDeniedError, RemoteError, RetriesUsedUpError, redact
+from converters.storage import completion
+from converters.storage import object_store as remote
+from converters.storage.object_store import RemotePath, is_url
+from converters.storage.store_errors import AccessDeniedError, RemoteError, RetriesUsedUpError, redact
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def test_urls_that_are_refused(url: str, said: str) -> None:
 def test_a_missing_package_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['s3fs'] = sys.modules['gcsfs'] = None\n"
-        "from converters.remote import RemotePath\n"
+        "from converters.storage.object_store import RemotePath\n"
         "for url in ('s3://b/x', 'gs://b/x'):\n"
         "    try: RemotePath.of(url)\n"
         "    except Exception as error: print(error)"

@@ -16,10 +16,12 @@ import pytest
 import safetensors.numpy
 import torch
 
-from converters import open_checkpoint, remote, remote_file, write_safetensors
+from converters import open_checkpoint, write_safetensors
 from converters.cli import main
-from converters.completion import COMPLETE, INCOMPLETE
-from converters.remote import RemotePath
+from converters.storage import object_store as remote
+from converters.storage import range_reader as remote_file
+from converters.storage.completion import COMPLETE, INCOMPLETE
+from converters.storage.object_store import RemotePath
 from tests.converters.samples import Sample, all_samples
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
 
@@ -444,7 +446,7 @@ def test_nothing_secret_is_printed(s3: ObjectStore, large: Path) -> None:
     )
     assert [int(end) for end in re.findall(r"exit code (\d+)", made.stdout)] == [0, 2, 2], made.stderr[-2000:]
     assert SECRET_KEY not in made.stdout + made.stderr
-    assert "converters.remote" in made.stderr
+    assert "converters.storage.object_store" in made.stderr
 
 
 def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -20,8 +20,8 @@ from converters import (
     open_checkpoint,
     write_safetensors,
 )
-from converters.casting import cast_blocks
-from converters.storage import Memory
+from converters.storage.bytes import Memory
+from converters.tensors.casting import cast_blocks
 from tests.converters.compare import assert_model, assert_same, bits
 
 if TYPE_CHECKING:

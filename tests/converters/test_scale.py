@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from converters import Tensor, open_checkpoint, write_safetensors
-from converters.storage import Memory
-from converters.torchzip_writer import Call, Made, Name, pickle, tensor_parts
-from converters.writing import Entry, Trailer
+from converters.storage.bytes import Memory
+from converters.writers.conversion import Entry, Trailer
+from converters.writers.torchzip_writer import Call, Made, Name, pickle, tensor_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

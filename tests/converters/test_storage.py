@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from converters import CheckpointError, storage
-from converters.storage import FileSpan, Folder, Joined, Memory, Slice
+from converters import CheckpointError
+from converters.storage import bytes as storage
+from converters.storage.bytes import FileSpan, Folder, Joined, Memory, Slice
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.storage import Touched
+    from converters.storage.bytes import Touched
 
 DATA = random.Random(0).randbytes(3 << 20)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from converters import CheckpointError, Tensor
-from converters import tensor as tensor_module
-from converters.storage import Memory
-from converters.tensor import Box, View
-from converters.tiling import check_boxes_tile
+from converters.storage.bytes import Memory
+from converters.tensors import tensor as tensor_module
+from converters.tensors.tensor import Box, View
+from converters.tensors.tiling import check_boxes_tile
 
 Cut = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from converters import CheckpointError, Tensor
-from converters.storage import Folder
-from converters.tensor import Box
-from converters.torchzip import StoredTensor, TorchZip
+from converters.containers.torchzip import StoredTensor, TorchZip
+from converters.storage.bytes import Folder
+from converters.tensors.tensor import Box
 from tests.converters.compare import assert_same
 
 if TYPE_CHECKING:

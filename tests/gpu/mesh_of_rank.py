@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpu import sharding
+from gpu.fsdp import sharding
 from portable import cli
 
 if TYPE_CHECKING:

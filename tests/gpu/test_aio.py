@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from gpu import aio, nvme, zero_runtime
-from gpu.aio import CHOICES, DEFAULT, Aio, Trial, search
-from gpu.deepspeed_json import read
+from gpu.zero import aio, nvme
+from gpu.zero import runtime as zero_runtime
+from gpu.zero.aio import CHOICES, DEFAULT, Aio, Trial, search
+from gpu.zero.config.document import read
 from portable.config import load_config
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def test_a_build_that_was_killed_is_told_of(tmp_path: Path, ranks: RankPool) -> 
 
 
 def test_a_path_that_is_not_there_is_one_line(tmp_path: Path, zygote: Zygote) -> None:
-    done = zygote.run("python", "-m", "gpu.aio", str(tmp_path / "missing"))
+    done = zygote.run("python", "-m", "gpu.zero.aio", str(tmp_path / "missing"))
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"error: PATH: {tmp_path / 'missing'} does not exist; make the folder, or name another"

@@ -192,8 +192,8 @@ def test_captured_graphs_are_told_of_passes(
 
 def captured(config: RunConfig) -> tuple[Losses, int, dict[str, int]]:
     """Losses; passes that torch was told of; micro-batches, and gradients left where a graph put them."""
-    from gpu import sharding
-    from gpu.engine import TorchEngine
+    from gpu.fsdp import sharding
+    from gpu.fsdp.engine import TorchEngine
 
     told = 0
     kept = {"passes": 0, "fresh": 0}

@@ -16,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpu import sharding
-from portable import run as run_module
+from gpu.fsdp import sharding
 from portable.backend import backend_room
 from portable.errors import UserError
 from portable.loop import train_step
-from portable.metrics import read_metrics
-from portable.report import Reporter
-from portable.run import Prepared, resolve, train_leg
+from portable.reporting.metrics import read_metrics
+from portable.reporting.reporter import Reporter
+from portable.run import leg as run_module
+from portable.run.leg import Prepared, resolve, train_leg
 from tests.parity import take_steps
 from tests.runs import TINY_MODEL, configured
 

@@ -12,12 +12,13 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from gpu import deepspeed_json, zero_runtime
-from gpu.deepspeed_keys import check_keys, known_keys
+from gpu.zero import runtime as zero_runtime
+from gpu.zero.config import document as deepspeed_json
+from gpu.zero.config.known_keys import check_keys, known_keys
 from portable.backend import backend_room
+from portable.batch_plan import plan_batches
 from portable.errors import UserError
-from portable.plan import plan_batches
-from portable.run import resolve, train_leg
+from portable.run.leg import resolve, train_leg
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero_checkpoints import leg, losses
 from tests.runs import configured

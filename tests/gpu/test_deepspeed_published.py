@@ -14,11 +14,12 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from gpu import deepspeed_json, zero_runtime
+from gpu.zero import runtime as zero_runtime
+from gpu.zero.config import document as deepspeed_json
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import UserError
-from portable.run import resolve
+from portable.run.leg import resolve
 from tests.gpu.test_parity import assert_close, our_losses
 from tests.runs import configured
 

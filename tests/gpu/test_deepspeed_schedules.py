@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from gpu import zero_runtime
+from gpu.zero import runtime as zero_runtime
 from portable.backend import backend_room
 from portable.config import load_config
-from portable.run import resolve, train_leg
-from portable.schedule import build_schedule
+from portable.optim.schedule import build_schedule
+from portable.run.leg import resolve, train_leg
 from tests.parity import opened
 from tests.runs import configured
 
@@ -142,7 +142,7 @@ def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
 
 def test_a_json_schedule_goes_on_under_fsdp(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     """Two legs under DeepSpeed and FSDP2 against one under DDP."""
-    from portable.metrics import read_metrics
+    from portable.reporting.metrics import read_metrics
 
     params = {"warmup_num_steps": 5, "warmup_min_lr": 0.0005}
     shared: dict[str, Any] = {

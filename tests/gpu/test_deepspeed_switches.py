@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed")
 
-from gpu import deepspeed_json, zero_runtime
+from gpu.zero import runtime as zero_runtime
+from gpu.zero.config import document as deepspeed_json
 from portable.backend import backend_room
 from portable.errors import UserError
-from portable.run import resolve, train_leg
+from portable.run.leg import resolve, train_leg
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero import zero_config
 from tests.runs import TINY_MODEL
@@ -95,7 +96,7 @@ def losses_with_inputs_on_host(config: RunConfig) -> Losses:
     """The losses, once it is certain that each layer's inputs, and they alone, go to the host and back."""
     from torch.autograd.graph import save_on_cpu
 
-    from portable import recompute
+    from portable.model import activation_checkpointing as recompute
 
     packed: list[torch.Size] = []
     unpacked: list[torch.Size] = []

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from gpu import devices
 from portable.errors import UserError
-from portable.shapes import shape_hints
+from portable.model.shape_hints import shape_hints
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from gpu import backend as room
 from gpu.backend import TorchBackend
-from portable.watchdog import Watchdog
+from portable.ranks.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,8 +30,8 @@ def made(name: str, world_size: int) -> TorchBackend:
 def test_a_hang_dumps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_dump_nccl_trace", lambda: b"a pickle")
     ended: list[int] = []
-    monkeypatch.setattr("portable.watchdog.os._exit", ended.append)
-    monkeypatch.setattr("portable.watchdog.GRACE", 0)
+    monkeypatch.setattr("portable.ranks.watchdog.os._exit", ended.append)
+    monkeypatch.setattr("portable.ranks.watchdog.GRACE", 0)
     told: list[str] = []
     for name in ("cuda", "cpu"):
         backend = made(name, 2)

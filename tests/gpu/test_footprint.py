@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from gpu import nvme
 from gpu.footprint import adopt, footprint, settings, units
-from portable import model as models
-from portable.planner.footprint import Cluster, Setting
+from gpu.zero import nvme
+from portable.model import build as models
+from portable.planner.memory_model import Cluster, Setting
 from portable.planner.subject import inspect
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured

@@ -13,9 +13,9 @@ from gpu.loss_scale import DeviceScaler, LossScale
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import RunError
-from portable.metrics import read_metrics
-from portable.run import Prepared, resolve, train_leg
-from portable.shards import local
+from portable.optim.sharded import local
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import Prepared, resolve, train_leg
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened

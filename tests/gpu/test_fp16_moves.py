@@ -39,11 +39,11 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
     """Where the search stands once the newest checkpoint is loaded, and after the leg, which saves."""
     from deepspeed.accelerator import get_accelerator
 
-    from gpu.zero_runtime import import_deepspeed
+    from gpu.zero.runtime import import_deepspeed
     from portable.backend import backend_room
-    from portable.checkpointing import CheckpointFolder
+    from portable.checkpoint.store import CheckpointFolder
     from portable.loop import Progress, train_step
-    from portable.run import Prepared, resolve
+    from portable.run.leg import Prepared, resolve
 
     import_deepspeed("cpu")
     get_accelerator().is_fp16_supported = lambda: True

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from portable.errors import UserError
-from portable.metrics import read_metrics
-from portable.run import train_leg
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import train_leg
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
 from tests.runs import configured
@@ -206,7 +206,7 @@ def test_refused(settings: dict[str, Any], message: str, tmp_path: Path, corpus:
 
 
 def test_offloaded_parameters_wait_in_host_memory() -> None:
-    from gpu.sharding import _offload_policy
+    from gpu.fsdp.sharding import _offload_policy
 
     assert _offload_policy(True, torch.device("cuda")).pin_memory  # type: ignore[attr-defined]
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gpu import rehearsal
+from gpu import memory_trial as rehearsal
 from gpu.backend import TorchBackend
 from portable.backend import backend_room
 from portable.cli import main
 from portable.config import load_config
 from portable.errors import UserError
-from portable.fitting import FIRST_GUESS, divisors, largest_fitting
-from portable.planner import devices
-from portable.run import train_leg
+from portable.planner import device_catalog as devices
+from portable.run.leg import train_leg
+from portable.run.micro_batch import FIRST_GUESS, divisors, largest_fitting
 from tests.gpu.test_fsdp import losses
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, flags, tiny
@@ -163,7 +163,7 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
     The error is injected, as torch.cuda raises it: there is no GPU whose memory could run out. What fits is
     then searched for under a real limit.
     """
-    from gpu.engine import TorchEngine
+    from gpu.fsdp.engine import TorchEngine
 
     taken = 0
     accumulate = TorchEngine.accumulate

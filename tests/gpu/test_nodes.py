@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.metrics import read_metrics
-from portable.run import train_leg
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import train_leg
 from tests import slurm
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny

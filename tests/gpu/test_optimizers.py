@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 from converters import open_checkpoint
-from portable.adafactor import RULES, Adafactor
-from portable.adamw_8bit import AdamW8bit, decode, encode, levels
-from portable.blocks import block_size
+from portable.optim.adafactor import RULES, Adafactor
+from portable.optim.adamw_8bit import AdamW8bit, decode, encode, levels
+from portable.optim.block_size import block_size
 from tests.gpu.test_fsdp import leg, losses, shares
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured

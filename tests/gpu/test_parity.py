@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from portable.backend import backend_room
 from portable.data import TrainLoader
-from portable.run import Prepared, resolve
+from portable.run.leg import Prepared, resolve
 from tests.parity import opened
 from tests.ranks import RankError, RankPool
 from tests.runs import configured

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from portable.backend import backend_room
-from portable.run import Prepared, resolve, train_leg
+from portable.run.leg import Prepared, resolve, train_leg
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:

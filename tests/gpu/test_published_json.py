@@ -12,15 +12,16 @@ pytest.importorskip("deepspeed")
 
 from pydantic import BaseModel
 
-from gpu import deepspeed_json, zero_runtime
-from gpu.zero_settings import ModelSizes, settings_for
-from gpu.zero_sizes import automatic
+from gpu.zero import runtime as zero_runtime
+from gpu.zero.buckets import automatic
+from gpu.zero.config import document as deepspeed_json
+from gpu.zero.settings import ModelSizes, settings_for
 from portable.backend import backend_room
+from portable.batch_plan import plan_batches
 from portable.config import load_config, parse_args
 from portable.errors import UserError
-from portable.plan import plan_batches
-from portable.run import resolve
-from portable.schedule import SCHEDULES
+from portable.optim.schedule import SCHEDULES
+from portable.run.leg import resolve
 from tests.published import Shape, shapes
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ OURS = {
     "scheduler_name": "the run steps the schedule",
     "scheduler_params": "the run steps the schedule",
     "activation_checkpointing_config": "memory.activation_checkpointing",
-    "zero_allow_untested_optimizer": "gpu/zero_optimizer.py has taken care",
-    "zero_force_ds_cpu_optimizer": "gpu/zero_optimizer.py has taken care",
+    "zero_allow_untested_optimizer": "gpu/zero/optimizer.py has taken care",
+    "zero_force_ds_cpu_optimizer": "gpu/zero/optimizer.py has taken care",
     "zero_config.log_trace_cache_warnings": "says nothing of the run",
     "zero_config.offload_optimizer.nvme_path": "a folder of the run below it",
     "zero_config.offload_param.nvme_path": "a folder of the run below it",

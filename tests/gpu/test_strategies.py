@@ -11,7 +11,7 @@ import torch
 from gpu.backend import TorchBackend
 from portable.cli import main
 from portable.errors import UserError
-from portable.run import Prepared
+from portable.run.leg import Prepared
 from tests.runs import configured, flags, tiny
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from portable.adafactor import Adafactor
-from portable.adamw_8bit import AdamW8bit
+from portable.optim.adafactor import Adafactor
+from portable.optim.adamw_8bit import AdamW8bit
 from tests.parity import opened
 from tests.runs import configured
 

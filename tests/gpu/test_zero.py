@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable import model as models
 from portable.backend import backend_room
 from portable.errors import UserError
+from portable.model import build as models
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured
 

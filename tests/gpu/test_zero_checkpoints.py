@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from converters.cli import main as convert
-from portable.metrics import read_metrics
-from portable.run import train_leg
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import train_leg
 from tests.runs import configured
 
 pytest.importorskip("deepspeed")

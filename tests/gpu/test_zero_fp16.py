@@ -28,10 +28,10 @@ def fp16_steps(config: RunConfig) -> tuple[list[float], dict[str, float], str]:
     """The losses of some steps in fp16, what was counted, and how it ended if not well."""
     from deepspeed.accelerator import get_accelerator
 
-    from gpu.zero_runtime import import_deepspeed
+    from gpu.zero.runtime import import_deepspeed
     from portable.backend import backend_room
     from portable.loop import train_step
-    from portable.run import Prepared, resolve
+    from portable.run.leg import Prepared, resolve
 
     import_deepspeed("cpu")
     get_accelerator().is_fp16_supported = lambda: True

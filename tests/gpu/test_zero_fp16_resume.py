@@ -28,11 +28,11 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
     """Loss and loss scale of each step from ``start`` on; a checkpoint is read before and written after."""
     from deepspeed.accelerator import get_accelerator
 
-    from gpu.zero_runtime import import_deepspeed
+    from gpu.zero.runtime import import_deepspeed
     from portable.backend import backend_room
-    from portable.checkpointing import CheckpointFolder
+    from portable.checkpoint.store import CheckpointFolder
     from portable.loop import Progress, train_step
-    from portable.run import Prepared, resolve
+    from portable.run.leg import Prepared, resolve
 
     import_deepspeed("cpu")
     get_accelerator().is_fp16_supported = lambda: True

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from portable.launch import joined
-from portable.run import train_leg
+from portable.ranks.launch import joined
+from portable.run.leg import train_leg
 from tests.portable.test_launch import AT_MOST, ranks_of, start, steps_logged, wait_for
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny

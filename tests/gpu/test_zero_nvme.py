@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from gpu import nvme
+from gpu.zero import nvme
 from portable.errors import UserError
 from tests.gpu.test_zero_checkpoints import leg, losses, weights
 from tests.runs import TINY_MODEL, configured

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from gpu import zero_saving
+from gpu.zero import saving as zero_saving
 from portable.errors import RunError
 from tests.gpu.test_zero_checkpoints import leg
 from tests.parity import opened

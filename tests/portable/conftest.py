@@ -31,5 +31,5 @@ def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def brief_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process draw no loss and look for no garbage, which takes longer than their training."""
-    monkeypatch.setattr("portable.run.plot_loss", lambda _: None)
-    monkeypatch.setattr("portable.run.gc", Mock(spec=gc))
+    monkeypatch.setattr("portable.run.leg.plot_loss", lambda _: None)
+    monkeypatch.setattr("portable.run.leg.gc", Mock(spec=gc))

@@ -11,8 +11,8 @@ from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launch
 from portable.config import load_config, parse_args
 from portable.config.accelerate_yaml import read_environment
 from portable.errors import UserError
-from portable.metrics import read_metrics
-from portable.run import train_leg
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import train_leg
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny
 

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from benchmarks.allocator import allocations
-from portable import model as models
-from portable.chunked_loss import chunked_head
 from portable.config import load_config
-from portable.loss import token_loss
-from portable.model import layer_kinds
+from portable.model import build as models
+from portable.model.activation_checkpointing import checkpoint_activations
+from portable.model.build import layer_kinds
+from portable.model.chunked_loss import chunked_head
+from portable.model.loss import token_loss
+from portable.model.transformers_patches import no_look_at_values
 from portable.planner import activations as planner
 from portable.planner.activations import DTYPES, activations, fake_batch
 from portable.planner.passes import Compute, Request
-from portable.quirks import no_look_at_values
-from portable.recompute import checkpoint_activations
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

@@ -20,13 +20,13 @@ from transformers import (
 )
 from transformers.trainer_utils import align_special_tokens
 
-from portable.adopt import SpecialTokens, known_classes
 from portable.config.sections import ModelConfig
 from portable.data import LAST_LABEL, KnownClasses
 from portable.data.classes import number_classes
 from portable.errors import UserError
-from portable.model import build_model, model_config
-from portable.run import train_leg
+from portable.model.build import build_model, model_config
+from portable.model.special_tokens import SpecialTokens, known_classes
+from portable.run.leg import train_leg
 from tests.parity import opened
 from tests.portable.test_data_tokenizer import word_tokenizer
 from tests.runs import TINY_MODEL, configured

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.errors import UserError
-from portable.run import train_leg
+from portable.run.leg import train_leg
 from tests.runs import configured
 
 if TYPE_CHECKING:

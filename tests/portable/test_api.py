@@ -12,7 +12,7 @@ import pytest
 from nbclient import NotebookClient
 
 from portable import Result, UserError, load_config, train
-from portable.report import Reporter
+from portable.reporting.reporter import Reporter
 from tests.runs import configured
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable import model as models
-from portable.checkpointing import CheckpointFolder, TrainerState
+from portable.checkpoint.store import CheckpointFolder, TrainerState
 from portable.cli import main
 from portable.config import load_config
 from portable.errors import RunError, UserError
-from portable.lock import locked
+from portable.model import build as models
+from portable.output.lock import locked
 from tests.runs import TINY_MODEL, flags, tiny
 
 if TYPE_CHECKING:

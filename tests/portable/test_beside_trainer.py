@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 
 from portable.data.loader import EVAL_EPOCH
 from portable.data.order import locate
-from portable.loss import IGNORED
-from portable.metrics import read_metrics
-from portable.model import AUTO_CLASSES
-from portable.run import train_leg
+from portable.model.build import AUTO_CLASSES
+from portable.model.loss import IGNORED
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import train_leg
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured, write_labelled
 from tests.tiny_models import tiny_config

@@ -24,7 +24,7 @@ from pathlib import Path
 if __name__ != "__main__":  # in the child, which imports this first
     Path(sys.argv[1]).write_text(str(os.getpid()))
     time.sleep(60)
-from portable.bound import spawned_bound
+from portable.ranks.parent_death import spawned_bound
 if __name__ == "__main__":
     with spawned_bound():
         multiprocessing.get_context("spawn").Process(target=print).start()
@@ -94,7 +94,7 @@ def work():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 if __name__ == "__main__":
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["portable.bound_worker"])
+    context.set_forkserver_preload(["portable.ranks.forkserver_preload"])
     worker = context.Process(target=work)
     worker.start()
     worker.join()

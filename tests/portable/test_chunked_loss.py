@@ -9,12 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portable.chunked_loss import chunked_head
 from portable.config import load_config
 from portable.errors import UserError
-from portable.initial import Blueprint
-from portable.loss import token_loss
-from portable.model import build_model, materialize, model_config
+from portable.model.build import build_model, materialize, model_config
+from portable.model.chunked_loss import chunked_head
+from portable.model.initialize import Blueprint
+from portable.model.loss import token_loss
 from tests.gpu.test_fsdp import FOUR
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from portable.chunked_loss import ChunkedHead
+    from portable.model.chunked_loss import ChunkedHead
     from tests.ranks import RankPool
 
 SMALL: dict[str, Any] = {"vocab_size": 301, "hidden_size": 32, "num_attention_heads": 2}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.cli import main
-from portable.metrics import human_bytes
+from portable.reporting.metrics import human_bytes
 from tests.runs import TINY_MODEL, flags, tiny
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def snapshot(folder: Path) -> dict[str, int]:
         ("portable.cli", ["--help"], 0),
         ("portable.cli", ["--train.learning_rat", "1"], 2),
         ("portable.planner.cli", ["--help"], 0),
-        ("portable.html_report", ["--help"], 0),
-        ("portable.html_report", ["no/such/run"], 2),
+        ("portable.reporting.html_report", ["--help"], 0),
+        ("portable.reporting.html_report", ["no/such/run"], 2),
     ],
 )
 def test_help_and_mistakes_are_answered_without_torch(module: str, arguments: list[str], code: int) -> None:
@@ -203,7 +203,7 @@ def test_the_dry_run_knows_the_bytes_of_a_checkpoint(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from converters import Tensor, open_checkpoint
-    from portable.metrics import human_bytes
+    from portable.reporting.metrics import human_bytes
 
     settings = tiny(tmp_path, corpus, train__steps=2)
     assert main(flags(settings)) == 0

@@ -21,7 +21,7 @@ from portable.data.sources import Document, Fields, Source, open_source
 from portable.data.tokenize import frame, token_cache_folder, tokenize
 from portable.data.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError
-from portable.places import default_cache_dir
+from portable.paths import default_cache_dir
 from tests.portable.data_support import corpus, texts, token_cache, write_jsonl
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from portable.config import load_config
 from portable.data import build_data, inspect_data
 from portable.data.tasks import longest_first
 from portable.errors import UserError
-from portable.metrics import read_metrics
-from portable.run import train_leg
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import train_leg
 from tests.portable.data_support import Settings, write_jsonl
 from tests.runs import TINY_MODEL, tiny
 
@@ -254,7 +254,7 @@ def test_what_a_task_does_not_use_is_refused(key: str, value: Any, task: str) ->
 def test_advice_on_a_length_can_be_followed(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    from portable import model as models_of
+    from portable.model import build as models_of
 
     AutoConfig.for_model(**TINY_MODEL).save_pretrained(tmp_path)
     for given, remedy in (

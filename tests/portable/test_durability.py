@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
-from converters.exchange import exchange
 from converters.manifest import MANIFEST
-from portable import checkpointing
-from portable.checkpointing import CheckpointFolder, TrainerState
+from converters.writers.replace_folder import exchange
+from portable.checkpoint import store as checkpointing
+from portable.checkpoint.store import CheckpointFolder, TrainerState
 from portable.errors import RunError
-from portable.run import train_leg
+from portable.run.leg import train_leg
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def test_a_disk_that_is_full_is_one_line(
     """The disk is emulated: the device that is always full stands in for the metrics."""
     folder = tmp_path / "run"
     assert train_leg("cpu", configured(folder, corpus, train__stop_after=4)) == 0
-    from portable import metrics
+    from portable.reporting import metrics
 
     monkeypatch.setattr(metrics, "open_own", lambda _, flags: os.open("/dev/full", flags))
     with pytest.raises(RunError, match=r"cannot be written to: No space left.*free some.*step-000004"):

@@ -16,8 +16,8 @@ from portable.cli import main
 from portable.config import load_config
 from portable.config.reference import ROOT
 from portable.data import build_data
-from portable.metrics import human_count, read_metrics
-from portable.run import train_leg
+from portable.reporting.metrics import human_count, read_metrics
+from portable.run.leg import train_leg
 from tests.runs import configured
 
 if TYPE_CHECKING:

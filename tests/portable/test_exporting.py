@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from converters import exchange as exchange_module
-from converters import remote_output, write_safetensors
-from converters.completion import COMPLETE, INCOMPLETE
-from converters.exchange import exchange
+from converters import write_safetensors
 from converters.opening import open_checkpoint
-from converters.remote import RemotePath
+from converters.storage.completion import COMPLETE, INCOMPLETE
+from converters.storage.object_store import RemotePath
+from converters.writers import remote_draft as remote_output
+from converters.writers import replace_folder as exchange_module
+from converters.writers.replace_folder import exchange
 from portable.errors import UserError
-from portable.exporting import MARKER, export, recover_export
-from portable.run import train_leg
+from portable.output.export import MARKER, export, recover_export
+from portable.run.leg import train_leg
 from tests.runs import configured
 
 if TYPE_CHECKING:

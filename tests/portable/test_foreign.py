@@ -20,13 +20,13 @@ from torch.nn import functional
 
 from converters import open_checkpoint
 from portable.backend import backend_room
+from portable.checkpoint.external import open_foreign, written_by_us
 from portable.cli import main
 from portable.data import TrainLoader
 from portable.errors import UserError
-from portable.foreign import open_foreign, written_by_us
 from portable.loop import train_step
-from portable.metrics import read_metrics
-from portable.run import Prepared, resolve, train_leg
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import Prepared, resolve, train_leg
 from tests.converters.compare import assert_same
 from tests.converters.making import once
 from tests.portable.make_foreign import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments

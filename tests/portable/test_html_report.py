@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.checkpointing import write_durably
+from portable.checkpoint.store import write_durably
 from portable.errors import UserError
-from portable.history import History, read_events
-from portable.html_report import POINTS, Run, _machine, main, thinned
-from portable.lock import locked
-from portable.metrics import MetricsFile
-from portable.run import train_leg
+from portable.output.lock import locked
+from portable.reporting.events import History, read_events
+from portable.reporting.html_report import POINTS, Run, _machine, main, thinned
+from portable.reporting.metrics import MetricsFile
+from portable.run.leg import train_leg
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def test_time_between_legs_does_not_count(tmp_path: Path, monkeypatch: pytest.Mo
     )  # fmt: skip
     history = History(folder)
     for kind, step, moment in (("start", 0, 0.0), ("save", 2, 9000.0), ("resume", 2, 86_400.0)):
-        monkeypatch.setattr("portable.history.time.time", lambda moment=moment: moment)
+        monkeypatch.setattr("portable.reporting.events.time.time", lambda moment=moment: moment)
         history.record(kind, step)  # type: ignore[arg-type]
     history.close()
     assert main([str(folder)]) == 0

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from portable import model as models
 from portable.config import load_config
-from portable.initial import Blueprint
+from portable.model import build as models
+from portable.model.initialize import Blueprint
 from tests.architectures import TASKS, pairs
 from tests.tiny_models import tiny_config
 

@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with each model that is built."""
-    from portable import model as models
+    from portable.model import build as models
 
     found: list[str] = []
     build = models.build_model
@@ -184,7 +184,7 @@ def test_only_releases_are_taken_to_stay_as_they_are(
 def test_a_model_that_changes_while_it_is_built_is_not_kept(
     folder: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from portable import model as models
+    from portable.model import build as models
 
     build = models.build_model
 
@@ -316,7 +316,7 @@ def test_only_so_many_models_are_kept(cache: Path, monkeypatch: pytest.MonkeyPat
 
 
 def inspected(config: RunConfig) -> Inventory:
-    from portable.model import build_model, model_config
+    from portable.model.build import build_model, model_config
     from portable.planner.subject import inspect
 
     return inspect(build_model(model_config(config.model), config.model))

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from portable.errors import RunError, UserError
-from portable.launch import STOP_REQUESTED, _stopped, failing, launch
-from portable.lock import locked
 from portable.loop import stop_signals
-from portable.metrics import read_metrics
-from portable.run import train_leg
+from portable.output.lock import locked
+from portable.ranks.launch import STOP_REQUESTED, _stopped, failing, launch
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import train_leg
 from tests.runs import configured, flags, tiny
 from tests.zygote import stands_for
 
@@ -91,7 +91,7 @@ def test_on_a_terminal_ctrl_c_is_answered_at_once(
 ) -> None:
     """Not only when the step is over, by which time a person would have pressed it again."""
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr("portable.quiet.sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("portable.terminal.sys.stderr.isatty", lambda: True)
     with stop_signals() as stop_requested:
         assert not stop_requested()
         os.kill(os.getpid(), signal.SIGINT)
@@ -392,15 +392,15 @@ def report(how: str, counted: tuple[int | None, ...] = ()) -> None:
     patch = pytest.MonkeyPatch()  # for good: this process ends with it
     if counted:
         readings = iter([{} if value is None else {"/proc/vmstat": value} for value in counted])
-        patch.setattr("portable.launch.oom_kills", lambda: next(readings))
+        patch.setattr("portable.ranks.launch.oom_kills", lambda: next(readings))
     if how == "breaks":
-        patch.setattr("portable.launch.REPORTING", 1.0)  # the other rank never reports
+        patch.setattr("portable.ranks.launch.REPORTING", 1.0)  # the other rank never reports
     if how == "returns":
         patch.setattr(sys.stderr, "isatty", lambda: True)
     if how == "asked twice":
         threading.Thread(target=ask_twice).start()
     if how == "asked early":
-        patch.setattr("portable.launch.die_with_parent", wait_until_asked)
+        patch.setattr("portable.ranks.launch.die_with_parent", wait_until_asked)
         threading.Thread(target=ask_early).start()
     try:
         print(launch(_rank_function, (how,), ranks=2, memory_advice="set this lower"))

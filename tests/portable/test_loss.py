@@ -10,10 +10,10 @@ import transformers
 from torch.nn import functional
 from transformers import AutoConfig
 
-from portable.chunked_loss import chunked_head
 from portable.errors import UserError
-from portable.loss import IGNORED, Objective, token_loss
-from portable.model import AUTO_CLASSES
+from portable.model.build import AUTO_CLASSES
+from portable.model.chunked_loss import chunked_head
+from portable.model.loss import IGNORED, Objective, token_loss
 from tests.gpu.test_parity import assert_close, our_losses
 from tests.parity import opened
 from tests.runs import configured

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from portable import model as models
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.config.sections import ModelConfig
 from portable.errors import UserError
-from portable.initial import Blueprint
-from portable.pretrained import pretrained_weights
-from portable.run import Prepared, resolve
+from portable.model import build as models
+from portable.model.initialize import Blueprint
+from portable.model.pretrained import pretrained_weights
+from portable.run.leg import Prepared, resolve
 from tests.runs import configured
 from tests.tiny_models import tiny_config
 

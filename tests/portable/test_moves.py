@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from portable.checkpointing import TrainerState
-from portable.metrics import read_metrics
-from portable.run import train_leg
+from portable.checkpoint.store import TrainerState
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import train_leg
 from tests.engines import ENGINES, Engines
 from tests.runs import configured
 from tests.views import assert_same_view, view

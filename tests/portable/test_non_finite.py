@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from portable import model as models
 from portable.backend import backend_room
-from portable.checkpointing import TrainerState
+from portable.checkpoint.store import TrainerState
 from portable.data import locate
 from portable.errors import RunError
-from portable.finite import MOST_IN_A_ROW, NEW_ACCOUNT, Health, entered
-from portable.history import read_events
-from portable.metrics import read_metrics
-from portable.run import Prepared, resolve, train_leg
+from portable.model import build as models
+from portable.optim.non_finite import MOST_IN_A_ROW, NEW_ACCOUNT, Health, entered
+from portable.reporting.events import read_events
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import Prepared, resolve, train_leg
 from tests.runs import TINY_MODEL, configured
 from tests.views import View, assert_same_bits, view
 

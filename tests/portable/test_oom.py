@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from portable.oom import killed_since, oom_kills
+from portable.ranks.oom_kills import killed_since, oom_kills
 
 
 def put(path: Path, text: str) -> None:

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from converters import open_checkpoint
-from portable.model import AUTO_CLASSES
-from portable.optim import decaying, parameter_groups
-from portable.run import train_leg
+from portable.model.build import AUTO_CLASSES
+from portable.optim.build import decaying, parameter_groups
+from portable.run.leg import train_leg
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import assert_close, our_losses
 from tests.runs import configured
@@ -118,7 +118,7 @@ def test_a_checkpoint_with_other_groups_goes_on(
         return {name for name, p in module.named_parameters() if p.dim() >= 2}
 
     with monkeypatch.context() as patch:
-        patch.setattr("gpu.engine.decaying", by_dims)
+        patch.setattr("gpu.fsdp.engine.decaying", by_dims)
         assert train_leg("cpu", configured(run, corpus, **settings, train__stop_after=2)) == 0
     first = [set(g["params"]) for g in optimizer_groups(run)]
     assert train_leg("cpu", configured(run, corpus, **settings)) == 0

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable import model as models
 from portable.config import load_config
-from portable.planner import devices
+from portable.model import build as models
+from portable.planner import device_catalog as devices
 from portable.planner.cli import main
-from portable.planner.footprint import SOME_DISK, Cluster, Setting
+from portable.planner.memory_model import SOME_DISK, Cluster, Setting
 from portable.planner.plan import Planner, Target
-from portable.planner.report import short_time
 from portable.planner.subject import LiveSubject
+from portable.planner.tables import short_time
 
 if TYPE_CHECKING:
     from pathlib import Path

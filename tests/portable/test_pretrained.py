@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from portable import model as models
 from portable.config import load_config
 from portable.errors import UserError
-from portable.pretrained import PretrainedWeights, pretrained_weights
+from portable.model import build as models
+from portable.model.pretrained import PretrainedWeights, pretrained_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,7 +105,7 @@ def test_a_table_that_cannot_be_read_leaves_the_work_to_transformers(
     theirs = models.state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
     settings = chosen("causal-lm", name_or_path=str(tmp_path))
     model = built(settings)
-    monkeypatch.setattr("portable.pretrained._translated", lambda *_: None)
+    monkeypatch.setattr("portable.model.pretrained._translated", lambda *_: None)
     ours = read(pretrained_weights(settings, model))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

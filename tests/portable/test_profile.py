@@ -6,8 +6,8 @@ import gzip
 import json
 from typing import TYPE_CHECKING
 
-from portable.profiling import RECORDED
-from portable.run import train_leg
+from portable.reporting.profiling import RECORDED
+from portable.run.leg import train_leg
 from tests.runs import configured
 
 if TYPE_CHECKING:

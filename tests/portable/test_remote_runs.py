@@ -17,15 +17,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from converters.remote import RemotePath
-from converters.remote_errors import RemoteError
-from portable import lease
+from converters.storage.object_store import RemotePath
+from converters.storage.store_errors import RemoteError
+from portable.checkpoint.remote_store import RemoteCheckpoints, send_files
 from portable.cli import main
 from portable.errors import RunError, UserError
-from portable.lease import LEASE_FILE, Lease
-from portable.metrics import read_metrics
-from portable.remote_checkpoints import RemoteCheckpoints, send_files
-from portable.run import train_leg
+from portable.output import lease
+from portable.output.lease import LEASE_FILE, Lease
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import train_leg
 from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY
 from tests.ranks import RankError
 from tests.runs import configured, flags, tiny
@@ -43,8 +43,8 @@ EIGHT = "checkpoints/step-000008"
 @pytest.fixture(autouse=True)
 def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
-    monkeypatch.setattr("converters.remote_errors._FIRST_WAIT", 0.01)
-    monkeypatch.setattr("portable.run.gc", Mock(spec=gc))
+    monkeypatch.setattr("converters.storage.store_errors._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("portable.run.leg.gc", Mock(spec=gc))
 
 
 def leg(place: Path | str, corpus: Path | str, **overrides: Any) -> int:
@@ -290,7 +290,7 @@ def test_resume_from_a_url(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks:
 
 
 def test_a_large_file_goes_in_parts(s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("converters.remote.PART_BYTES", LEAST_PART)
+    monkeypatch.setattr("converters.storage.object_store.PART_BYTES", LEAST_PART)
     content = random.Random(0).randbytes(2 * LEAST_PART + LEAST_PART // 2 + 3)
     (tmp_path / "shard").write_bytes(content)
     target = RemotePath.of(s3.url("shard"))
@@ -352,7 +352,7 @@ def test_a_place_that_cannot_be_written_to_is_found_out_before_any_work(
     line = refusal(capsys, settings)
     assert f"output_dir: {s3.url('run')}" in line and "access denied" in line and SECRET_KEY not in line
     assert not (tmp_path / "cache").exists()
-    monkeypatch.setattr("converters.remote._filesystems", {})
+    monkeypatch.setattr("converters.storage.object_store._filesystems", {})
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3")
     monkeypatch.setitem(sys.modules, "s3fs", None)
     assert "the package s3fs is not installed" in refusal(capsys, settings)
@@ -362,7 +362,7 @@ def test_staging_needs_room(
     s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr("portable.remote_output.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("portable.output.remote_output_dir.shutil.disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* has 97.7 KiB left, .* take about 650"):
         leg(s3.url("run"), corpus)
     assert not s3.names("run/")
@@ -409,7 +409,7 @@ def test_a_staging_folder_that_somebody_else_made_is_refused(
     trap: str, s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name in the system's folder for temporary files is known to all who may write there."""
-    monkeypatch.setattr("portable.remote_output.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("portable.output.remote_output_dir.tempfile.gettempdir", lambda: str(tmp_path))
     base = tmp_path / f"portable-{os.getuid()}"
     if trap == "a link":
         (tmp_path / "theirs").mkdir()

@@ -15,18 +15,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from converters.formats.dcp_seal import SEAL
+from converters.formats.dcp.checksums import SEAL
 from converters.manifest import MANIFEST
-from portable import run
-from portable.checkpointing import CheckpointFolder, TrainerState
+from portable.checkpoint.store import CheckpointFolder, TrainerState
 from portable.config import load_config
 from portable.errors import DamagedError, RunError, UserError
-from portable.html_report import write_report
-from portable.lock import locked
-from portable.metrics import read_metrics
-from portable.output import open_output
-from portable.plot import plot_loss
-from portable.run import train_leg
+from portable.output.lock import locked
+from portable.output.output_dir import open_output
+from portable.reporting.html_report import write_report
+from portable.reporting.loss_plot import plot_loss
+from portable.reporting.metrics import read_metrics
+from portable.run import leg as run
+from portable.run.leg import train_leg
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -159,13 +159,13 @@ def leg_of(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
 
 def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
     """A leg that SIGKILL ends within its second save."""
-    import portable.checkpointing as module
+    import portable.checkpoint.store as module
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if moment == "shards":
-        from gpu.engine import TorchEngine
+        from gpu.fsdp.engine import TorchEngine
 
         write = TorchEngine.save
 
@@ -369,7 +369,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Pat
 
 def test_masked_updates_leave_weights_and_state_alone(tmp_path: Path, corpus: Path) -> None:
     from portable.backend import backend_room
-    from portable.run import Prepared, resolve
+    from portable.run.leg import Prepared, resolve
 
     backend = backend_room("cpu").create("cpu")
     run = Prepared(resolve(configured(tmp_path, corpus), backend), backend)

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from portable.config import load_config
 from portable.errors import UserError
-from portable.schedule import Constant, Cosine, Linear, Schedule, build_schedule
+from portable.optim.schedule import Constant, Cosine, Linear, Schedule, build_schedule
 
 
 @pytest.mark.parametrize("kind", [Cosine, Linear, Constant])

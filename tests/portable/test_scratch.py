@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from portable.scratch import scratch_folder
+from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 KILLED = """
 import os, signal
-from portable.scratch import scratch_folder
+from portable.temporary_folder import scratch_folder
 with scratch_folder("kind") as folder:
     (folder / "deep").mkdir()
     (folder / "deep" / "file").touch()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from portable.errors import UserError
-from portable.slurm import first_host, rank_variables
+from portable.ranks.slurm import first_host, rank_variables
 
 STEP = {
     "SLURM_JOB_ID": "4711",

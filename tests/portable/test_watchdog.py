@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 STANDS_STILL = """
 import sys, time
 from pathlib import Path
-from portable.watchdog import Watchdog
+from portable.ranks.watchdog import Watchdog
 
 def a_step_that_never_ends():
     time.sleep(60)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.plan_xla import measure, told_in
-from portable import model as models
 from portable.backend import backend_room
-from portable.planner.footprint import Cluster, Setting
+from portable.model import build as models
+from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.subject import LiveSubject, inspect
-from portable.run import Prepared, resolve
+from portable.run.leg import Prepared, resolve
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
 from tpu.footprint import footprint

@@ -23,8 +23,8 @@ from converters.cli import main as convert
 from portable.backend import backend_room
 from portable.errors import UserError
 from portable.loop import train_step
-from portable.metrics import read_metrics
-from portable.run import Prepared, resolve, train_leg
+from portable.reporting.metrics import read_metrics
+from portable.run.leg import Prepared, resolve, train_leg
 from tests.ranks import RankError, free_port
 from tests.runs import TINY_MODEL, configured, flags, tiny
 from tests.xla import QUICK
@@ -527,7 +527,7 @@ def test_graphs_are_kept_on_a_tpu(xla: XlaPool) -> None:
 
 
 def check(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
-    from portable.run import check_output_folder
+    from portable.run.leg import check_output_folder
 
     batch = {"train__global_batch_size": 8}
     try:

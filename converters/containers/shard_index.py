@@ -1,0 +1,60 @@
+"""The JSON index beside numbered shards: which tensor lies in which file, and whether the files agree."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from converters.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from converters.storage.bytes import Folder, SourceFile
+
+V = TypeVar("V")
+
+
+def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str, V]]) -> dict[str, V]:
+    """What the shards hold, in the order of the shards and of each shard's own tensors.
+
+    Args:
+        name: the index, `<stem>.index.json`.
+        read: one shard's content by tensor name.
+
+    Raises:
+        CheckpointError: no index, a shard is missing, or one holds more or less than the index says.
+    """
+    file = folder.file(name)
+    index = read_json(file, file.read(0, file.nbytes))
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{file.path}: not an index of shards (no weight_map)")
+    shards = {shard: read(folder.file(shard)) for shard in sorted(set(weight_map.values()))}
+    for key, shard in weight_map.items():
+        if key not in shards[shard]:
+            raise CheckpointError(f"{folder.path / shard}: does not hold {key!r}, which {name} places there")
+    found: dict[str, V] = {}
+    for shard, held in shards.items():
+        for key, value in held.items():
+            if weight_map.get(key) != shard:
+                raise CheckpointError(
+                    f"{folder.path / shard}: holds {key!r}, which {name} does not place there"
+                )
+            found[key] = value
+    return found
+
+
+def read_json(file: SourceFile, data: bytes) -> Any:
+    """The parsed text; CheckpointError where it is no JSON or names a key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise CheckpointError(f"{file.path}: names a key twice")
+        return made
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{file.path}: damaged, not readable as JSON") from None

@@ -1,0 +1,406 @@
+"""torch.save files: a stored zip holding one pickle and one member a storage.
+
+Source: torch/serialization.py, caffe2/serialize/inline_container.cc, and APPNOTE.TXT for the zip.
+A file may be a whole `.pt`, or one item of a `.distcp` file, which is a complete zip at an offset.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from isal import isal_zlib
+
+from converters.containers.pickle_reader import MAX_NAME, Global, Instance, Standin, shown, unpickle
+from converters.errors import CheckpointError
+from converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, itemsize
+from converters.tensors.tensor import MAX_DIMS, View
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.storage.bytes import FileSpan, SourceFile
+
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_ENCRYPTED = 1
+
+
+@dataclass(frozen=True)
+class Member:
+    """One file of the zip, as the central directory has it; offsets count from the start of the zip."""
+
+    name: str
+    header: int
+    nbytes: int
+    crc32: int | None
+
+
+class TorchZip:
+    """The directory of one torch.save zip at [offset, offset + length) of `file`.
+
+    Attributes:
+        checksum: CRC32 of the directory, which holds the CRC32s of all members.
+
+    Raises:
+        CheckpointError: not a zip, compressed, encrypted, truncated, with members that overlap or come twice.
+    """
+
+    def __init__(self, file: SourceFile, offset: int = 0, length: int | None = None, what: str = "") -> None:
+        self.lock = threading.Lock()
+        self.file = file
+        self.offset = offset
+        self.length = file.nbytes - offset if length is None else length
+        self.where = f"{file.path}: {what}" if what else str(file.path)
+        if offset < 0 or self.length < 0 or offset + self.length > file.nbytes:
+            raise CheckpointError(f"{self.where}: would end at byte {offset + self.length} of {file.nbytes}")
+        # One read gets the end records and, for small zips, the whole directory.
+        self._tail_at = max(0, self.length - 4096)
+        self._tail = file.read(offset + self._tail_at, self.length - self._tail_at)
+        self.members, self._directory, self.checksum = self._read_directory()
+        roots = {name.split("/", 1)[0] for name in self.members}
+        if len(roots) != 1:
+            raise CheckpointError(f"{self.where}: a zip, but not one that torch.save wrote")
+        self.archive = roots.pop()
+        if f"{self.archive}/data.pkl" not in self.members:
+            raise CheckpointError(f"{self.where}: a zip without data.pkl, not one that torch.save wrote")
+        if f"{self.archive}/byteorder" in self.members and self.read("byteorder") != b"little":
+            raise CheckpointError(f"{self.where}: written on a big-endian machine, which is not supported")
+
+    def _fail(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {why}")
+
+    def _bytes(self, at: int, count: int) -> bytes:
+        if at < 0 or count < 0 or at + count > self.length:
+            raise self._fail("truncated or damaged zip")
+        if at >= self._tail_at:
+            return self._tail[at - self._tail_at : at - self._tail_at + count]
+        return self.file.read(self.offset + at, count)
+
+    def _read_directory(self) -> tuple[dict[str, Member], int, int]:
+        end_at = self.length - _END.size
+        if end_at < 0 or self._bytes(end_at, 4) != b"PK\5\6":
+            raise self._not_a_zip()
+        _, disk, start_disk, here, count, size, start, comment = _END.unpack(self._bytes(end_at, _END.size))
+        stop = end_at
+        locator_at = end_at - _LOCATOR64.size
+        if locator_at >= 0 and self._bytes(locator_at, 4) == b"PK\6\7":
+            _, _, stop, _ = _LOCATOR64.unpack(self._bytes(locator_at, _LOCATOR64.size))
+            record = self._bytes(stop, _END64.size)
+            magic, record_size, _, _, _, _, here64, count64, size64, start64 = _END64.unpack(record)
+            narrow = ((here, here64, 16), (count, count64, 16), (size, size64, 32), (start, start64, 32))
+            agree = all(short in (long, (1 << bits) - 1) for short, long, bits in narrow)
+            if magic != b"PK\6\6" or stop + 12 + record_size != locator_at or not agree:
+                raise self._fail("damaged zip: its end records disagree")
+            here, count, size, start = here64, count64, size64, start64
+        if (
+            disk
+            or start_disk
+            or here != count
+            or comment
+            or start + size != stop
+            or count * _CENTRAL.size > size
+        ):
+            raise self._fail("damaged zip: its end record is inconsistent")
+        raw, at = self._bytes(start, size), 0
+        found: list[tuple[str, int, int, int]] = []
+        for _ in range(count):
+            if at + _CENTRAL.size > size:
+                raise self._fail("damaged zip directory")
+            fields = _CENTRAL.unpack_from(raw, at)
+            magic, _, _, flags, method, _, _, crc, packed, nbytes, n, extra, note, disk, _, _, header = fields
+            at += _CENTRAL.size
+            if magic != b"PK\1\2" or at + n + extra + note > size or disk or flags & _ENCRYPTED:
+                raise self._fail("damaged zip directory")
+            name = raw[at : at + n].decode("utf-8", "replace")
+            packed, nbytes, header = self._wide(raw[at + n : at + n + extra], packed, nbytes, header)
+            at += n + extra + note
+            if method != 0 or packed != nbytes:
+                raise self._fail(f"the record {name!r} is compressed; torch.save never does that")
+            found.append((name, header, nbytes, crc))
+        if at != size:
+            raise self._fail("damaged zip directory")
+        found.sort(key=lambda member: member[1])
+        for (name, header, nbytes, _), limit in zip(found, [m[1] for m in found[1:]] + [start], strict=True):
+            if header + _LOCAL.size + len(name) + nbytes > limit:
+                raise self._fail(f"the zip record {name!r} overlaps the next one")
+        # torch.serialization.set_crc32_options(False) stores 0 for every record: there is nothing to check.
+        recorded = any(crc for _, _, _, crc in found)
+        members = {name: Member(name, at, n, crc if recorded else None) for name, at, n, crc in found}
+        if len(members) != len(found):
+            raise self._fail("the zip holds two records of one name")
+        return members, start, isal_zlib.crc32(raw)
+
+    def _wide(self, extra: bytes, packed: int, nbytes: int, header: int) -> tuple[int, int, int]:
+        """The 64-bit values of the zip64 extra field, for those that did not fit 32."""
+        values = [nbytes, packed, header]
+        at = 0
+        while at + 4 <= len(extra):
+            kind, size = struct.unpack_from("<2H", extra, at)
+            if kind == 1 and at + 4 + size <= len(extra):
+                wide = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
+                for i, value in enumerate(values):
+                    if value == 0xFFFFFFFF and wide:
+                        values[i] = wide.pop(0)
+            at += 4 + size
+        return values[1], values[0], values[2]
+
+    def _not_a_zip(self) -> CheckpointError:
+        start = self.file.read(self.offset, min(16, self.length))
+        if start.startswith(b"PK\3\4"):
+            return self._fail("truncated: the end of the zip is missing")
+        if start.startswith(b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20"):
+            return self._fail("written by torch before 1.6; load it with torch and save it again")
+        return self._fail("not a file that torch.save wrote")
+
+    def span(self, name: str) -> FileSpan:
+        """The bytes of the member `<archive>/<name>`, with its CRC."""
+        member = self.members.get(f"{self.archive}/{name}")
+        if member is None:
+            raise self._fail(f"the record {name!r} is missing")
+        raw = self._bytes(member.header, _LOCAL.size)
+        magic, _, flags, method, _, _, _, _, _, n, extra = _LOCAL.unpack(raw)
+        at = member.header + _LOCAL.size
+        if magic != b"PK\3\4" or method or flags & _ENCRYPTED or self._bytes(at, n) != member.name.encode():
+            raise self._fail(f"damaged zip: the header of {name!r} does not match the directory")
+        at += n + extra
+        if at + member.nbytes > self._directory:
+            raise self._fail(f"damaged zip: the record {name!r} runs into the directory")
+        return self.file.span(
+            self.offset + at, member.nbytes, crc32=member.crc32, what=f"{self.archive}/{name}"
+        )
+
+    def read(self, name: str) -> bytes:
+        """The whole member, its CRC checked."""
+        span = self.span(name)
+        data = bytearray(span.nbytes)
+        span.read_into(memoryview(data), 0, set())
+        span.verify()
+        return bytes(data)
+
+    def load(
+        self, standins: Mapping[str, Standin | None] | None = None, prefixes: tuple[str, ...] = ()
+    ) -> Any:
+        """The pickled object: plain containers, with `StoredTensor` for tensors. Nothing in it is run.
+
+        Args:
+            standins: more of the allow-list, beside what torch itself writes (`TORCH_STANDINS`).
+            prefixes: modules whose classes may come as inert `Instance`s.
+        """
+        table = {**TORCH_STANDINS, **standins} if standins else TORCH_STANDINS
+        where = f"{self.where}: data.pkl"
+        return unpickle(
+            self.read("data.pkl"), where=where, standins=table, prefixes=prefixes, persistent=self._storage
+        )
+
+    def _storage(self, pid: Any) -> Storage:
+        if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage" and type(pid[1]) is Global):
+            raise CheckpointError(f"{self.where}: data.pkl refers to something that is not a storage")
+        _, kind, key, _, numel = pid
+        if type(key) is not str or len(key) > MAX_NAME:
+            raise CheckpointError(f"{self.where}: data.pkl refers to a storage without a name")
+        name = kind.key.rpartition(".")[2]
+        dtype = FROM_STORAGE.get(name)
+        if dtype is None and name != "UntypedStorage":
+            raise CheckpointError(f"{self.where}: tensors of {name} are not supported")
+        member = self.members.get(f"{self.archive}/data/{key}")
+        nbytes = numel * (itemsize(dtype) if dtype else 1) if type(numel) is int else -1
+        if member is None or nbytes != member.nbytes:
+            raise CheckpointError(f"{self.where}: the storage {shown(key)} is missing or of another size")
+        return Storage(self, key, dtype, nbytes)
+
+
+class Storage:
+    """A storage that data.pkl refers to; several tensors may be views of it."""
+
+    __slots__ = ("_span", "dtype", "key", "nbytes", "zip")
+
+    def __init__(self, zip: TorchZip, key: str, dtype: str | None, nbytes: int) -> None:
+        self.zip = zip
+        self.key = key
+        self.dtype = dtype
+        self.nbytes = nbytes
+        self._span: FileSpan | None = None
+
+    @property
+    def span(self) -> FileSpan:
+        # One span for all its tensors, whichever thread asks first: it collects what has been read so far.
+        with self.zip.lock:
+            if self._span is None:
+                self._span = self.zip.span(f"data/{self.key}")
+            return self._span
+
+
+class StoredTensor:
+    """A pickled tensor: a strided view of a storage, offsets and strides counted in elements."""
+
+    __slots__ = ("dtype", "offset", "shape", "storage", "strides")
+
+    def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None) -> None:
+        if not isinstance(storage, Storage) or type(size) is not tuple or type(stride) is not tuple:
+            raise TypeError("not a tensor")
+        dtype = dtype or storage.dtype
+        # Few and small before anything is computed of them: products of large ones take for ever.
+        if dtype is None or len(size) != len(stride) or len(size) > MAX_DIMS:
+            raise ValueError("not a tensor")
+        if any(type(n) is not int or not 0 <= n < 1 << 63 for n in (offset, *size, *stride)):
+            raise ValueError("not a tensor")
+        width = itemsize(dtype)
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if prod(size) and (last + 1) * width > storage.nbytes:
+            raise ValueError("a tensor larger than its storage")
+        self.storage = storage
+        self.offset = offset
+        self.shape: tuple[int, ...] = size
+        self.strides: tuple[int, ...] = stride
+        self.dtype = dtype
+
+    def view(self) -> View:
+        """Where the tensor lies, in bytes."""
+        width = itemsize(self.dtype)
+        return View(self.storage.span, self.offset * width, tuple(step * width for step in self.strides))
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any) -> StoredTensor:
+    return StoredTensor(storage, offset, size, stride)
+
+
+def _tensor_v2(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
+) -> StoredTensor:
+    _no_math_bits(bits)
+    return StoredTensor(storage, offset, size, stride)
+
+
+def _tensor_v3(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    bits: Any = None,
+) -> Any:
+    _no_math_bits(bits)
+    name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, Global) else None
+    if name is None:
+        raise ValueError("unknown dtype")
+    return StoredTensor(storage, offset, size, stride, name)
+
+
+def _no_math_bits(bits: Any) -> None:
+    """Refuse a lazily conjugated or negated tensor: what is stored is not yet its value."""
+    if bits and (not isinstance(bits, dict) or any(bits.values())):
+        raise ValueError("a conjugate or negative view")
+
+
+def _from_device(data: Any, dtype: Any, *_: Any) -> Any:
+    name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, Global) else None
+    if not isinstance(data, StoredTensor) or name != data.dtype:
+        raise ValueError("a device tensor of another type than its copy")
+    return data
+
+
+def _first(value: Any, *rest: Any) -> Any:
+    return value
+
+
+def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    if not isinstance(function, Global) or function.key not in _REBUILD:
+        raise TypeError("not a tensor")
+    return function(*args)
+
+
+def _dict(*args: Any) -> dict[Any, Any]:
+    made: dict[Any, Any] = {}
+    for pair in args[0] if args else ():
+        key, value = pair
+        if not isinstance(key, (str, int, float, bool, type(None))):
+            raise TypeError("not a plain key")
+        made[key] = value
+    return made
+
+
+def _default_dict(*args: Any) -> dict[Any, Any]:
+    return {}
+
+
+def _size(dims: Any = ()) -> tuple[int, ...]:
+    if any(type(dim) is not int for dim in dims):
+        raise TypeError("not a size")
+    return tuple(dims)
+
+
+def _path(*parts: Any) -> str:
+    return "/".join(str(part) for part in parts if isinstance(part, str))
+
+
+def _text(text: Any, *_: Any) -> bytes:
+    return bytes(text.encode("latin-1"))
+
+
+def _layout(name: Any) -> Any:
+    return str(name) if isinstance(name, str) else None
+
+
+def _set(items: Any = ()) -> list[Any]:
+    return list(items) if isinstance(items, (list, tuple, set)) else []
+
+
+def _instance(*args: Any) -> Instance:
+    kind = args[0] if args and isinstance(args[0], Global) else None
+    return Instance(kind.key if kind else "object", args)
+
+
+_REBUILD: dict[str, Standin | None] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_device,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+}
+
+TORCH_STANDINS: dict[str, Standin | None] = {
+    **_REBUILD,
+    "torch._tensor._rebuild_from_type_v2": _from_type_v2,
+    "torch.Size": _size,
+    "torch.device": _path,
+    "torch.serialization._get_layout": _layout,
+    "torch.storage.UntypedStorage": None,
+    "torch.nn.parameter.Parameter": _first,
+    "torch.Tensor": None,
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": _default_dict,
+    "collections.Counter": None,
+    "collections.deque": None,
+    "builtins.dict": _dict,
+    "builtins.set": _set,
+    "builtins.frozenset": _set,
+    "builtins.list": _set,
+    "builtins.object": None,
+    "builtins.slice": None,
+    "builtins.complex": None,
+    "builtins.int": None,
+    "builtins.float": None,
+    "_codecs.encode": _text,
+    "copyreg._reconstructor": _instance,
+    "pathlib.Path": _path,
+    "pathlib.PosixPath": _path,
+    "pathlib._local.PosixPath": _path,
+    "pathlib.PurePosixPath": _path,
+    "numpy.dtype": None,
+    "numpy.ndarray": None,
+    "numpy.core.multiarray.scalar": None,
+    "numpy._core.multiarray.scalar": None,
+    "numpy.core.multiarray._reconstruct": None,
+    "numpy._core.multiarray._reconstruct": None,
+    **{f"torch.{name}": None for name in (*FROM_TORCH, *FROM_STORAGE, "complex128", "strided")},
+}

@@ -1,0 +1,228 @@
+"""DCP's `.metadata`: what each key is, and where its chunks lie.
+
+A pickled `Metadata` holds three tables: shapes and chunks by key (`state_dict_metadata`), where each chunk
+lies (`storage_data`), and the nesting the keys were flattened from (`planner_data`). The file carries no
+checksum, so the tables are held against each other and against the sizes of the files.
+
+Source: torch/distributed/checkpoint/metadata.py, filesystem.py, default_planner.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from converters.containers.pickle_reader import Global, Instance, unpickle
+from converters.containers.torchzip import TORCH_STANDINS
+from converters.errors import CheckpointError
+from converters.formats.dcp.checksums import read_seal
+from converters.tensors.dtypes import FROM_TORCH
+from converters.tensors.tensor import MAX_DIMS
+
+if TYPE_CHECKING:
+    from converters.formats.dcp.checksums import Seal
+    from converters.names.canonical import Path as KeyPath
+    from converters.storage.bytes import Folder
+    from converters.storage.path_or_url import Place
+
+Dims = tuple[int, ...]
+
+_CLASSES = "torch.distributed.checkpoint."
+# One `.metadata`, or one a rank where the ranks saved without talking to each other.
+_FILE = re.compile(r"(?:__\d+)?\.metadata")
+
+
+@dataclass(frozen=True)
+class Item:
+    """Where one chunk or pickled value lies: a torch.save zip at [offset, offset + length) of a file.
+
+    `checksum` is that of its directory, where the save was sealed.
+    """
+
+    file: str
+    offset: int
+    length: int
+    checksum: int | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of the state dict.
+
+    Attributes:
+        path: the dict keys and list indices it was flattened from, or None where the writer kept none.
+        dtype: None for a pickled value.
+        shape: of the whole tensor.
+        chunks: (offsets, sizes) of each chunk.
+        items: chunk offsets -> where it lies; None -> where the pickled value lies.
+    """
+
+    folder: Folder
+    key: str
+    path: KeyPath | None
+    dtype: str | None
+    shape: Dims = ()
+    chunks: tuple[tuple[Dims, Dims], ...] = ()
+    items: dict[Dims | None, Item] = field(default_factory=dict)
+
+
+def metadata_files(folder: Place) -> list[str]:
+    """The names of the metadata files in `folder`; empty where it is no (complete) DCP folder."""
+    try:
+        names = [entry.name for entry in folder.iterdir() if _FILE.fullmatch(entry.name)]
+    except OSError:
+        return []
+    return [".metadata"] if ".metadata" in names else sorted(names)
+
+
+def is_metadata_file(path: Place) -> bool:
+    """Whether `path` is named like DCP metadata."""
+    return _FILE.fullmatch(path.name) is not None
+
+
+def read_metadata(folder: Folder) -> dict[str, Entry]:
+    """Every key of one DCP folder.
+
+    Raises:
+        CheckpointError: metadata that is damaged or foreign, a file that is missing or too short, a name that
+            leaves the folder, or two items that share bytes.
+    """
+    merged: dict[str, Entry] = {}
+    seal = read_seal(folder)
+    for name in metadata_files(folder.path):
+        for key, entry in _read_file(folder, name, seal).items():
+            merged[key] = _merge(merged[key], entry) if key in merged else entry
+    return merged
+
+
+def _read_file(folder: Folder, name: str, seal: Seal | None) -> dict[str, Entry]:
+    file = folder.file(name)
+    where = str(file.path)
+    data = file.read(0, file.nbytes)
+    if seal is not None:
+        seal.check_metadata(name, data)
+    root = unpickle(data, where=where, standins=TORCH_STANDINS, prefixes=(_CLASSES,))
+    fields = _fields(root, "Metadata", where)
+    described = _table(fields, "state_dict_metadata", where)
+    items = _items(folder, _table(fields, "storage_data", where), where, seal)
+    if "planner_data" not in fields:
+        raise CheckpointError(f"{where}: damaged, or not DCP metadata (no planner_data)")
+    planned = fields["planner_data"]
+    if not isinstance(planned, dict) or not planned:
+        planned = None
+    if not described.keys() >= items.keys() or (planned is not None and planned.keys() != described.keys()):
+        raise CheckpointError(f"{where}: damaged, its tables name different keys")
+    entries = {}
+    # planner_data keeps the order of the state dict; the other tables list what each rank happened to write.
+    for key in described if planned is None else planned:
+        description = described[key]
+        if not isinstance(key, str):
+            raise CheckpointError(f"{where}: damaged, a key is not a string")
+        path = None if planned is None else _path(planned[key], key, where)
+        kind = description.key.rpartition(".")[2] if isinstance(description, Instance) else ""
+        stored = items.get(key, {})
+        if kind == "TensorStorageMetadata":
+            dtype, shape, chunks = _described(description, key, where)
+            entries[key] = Entry(folder, key, path, dtype, shape, chunks, stored)
+        elif kind == "BytesStorageMetadata" and list(stored) == [None]:
+            entries[key] = Entry(folder, key, path, None, items=stored)
+        else:
+            raise CheckpointError(f"{where}: damaged description of {key!r}")
+    return entries
+
+
+def _merge(left: Entry, right: Entry) -> Entry:
+    """One key as two ranks saw it; what both stored (a replicated chunk, a value) is taken from the first."""
+    if (left.dtype, left.shape, left.path) != (right.dtype, right.shape, right.path):
+        raise CheckpointError(f"{left.folder.path}: the ranks' metadata disagree about {left.key!r}")
+    chunks = tuple(dict.fromkeys(left.chunks + right.chunks))
+    return Entry(
+        left.folder, left.key, left.path, left.dtype, left.shape, chunks, {**right.items, **left.items}
+    )
+
+
+def _fields(value: Any, name: str, where: str) -> dict[str, Any]:
+    """The attributes of a pickled dataclass."""
+    if isinstance(value, Instance) and value.key.endswith("." + name) and isinstance(value.state, dict):
+        return value.state
+    raise CheckpointError(f"{where}: damaged, or not DCP metadata (no {name})")
+
+
+def _table(fields: dict[str, Any], name: str, where: str) -> dict[Any, Any]:
+    table = fields.get(name)
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{where}: damaged, or not DCP metadata (no {name})")
+    return table
+
+
+def _dims(value: Any, what: str, where: str) -> Dims:
+    if (
+        isinstance(value, tuple)
+        and len(value) <= MAX_DIMS
+        and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+    ):
+        return value
+    raise CheckpointError(f"{where}: damaged, {what} is not a size")
+
+
+def _path(path: Any, key: str, where: str) -> KeyPath:
+    # Writers join the path with dots to make the key, so each confirms the other.
+    named = isinstance(path, tuple) and path and all(isinstance(part, (str, int)) for part in path)
+    if named and ".".join(map(str, path)) == key:
+        return tuple(path)
+    raise CheckpointError(f"{where}: damaged, the path of {key!r} does not match it")
+
+
+def _items(
+    folder: Folder, stored: dict[Any, Any], where: str, seal: Seal | None
+) -> dict[str, dict[Dims | None, Item]]:
+    """Key -> chunk offsets (None for a value) -> where it lies; no two may share a byte."""
+    items: dict[str, dict[Dims | None, Item]] = {}
+    spans: dict[str, list[tuple[int, int, str]]] = {}
+    for index, info in stored.items():
+        at, place = _fields(index, "MetadataIndex", where), _fields(info, "_StorageInfo", where)
+        key, name = at.get("fqn"), place.get("relative_path")
+        if not isinstance(key, str) or not isinstance(name, str):
+            raise CheckpointError(f"{where}: damaged storage entry")
+        chunk = None if at.get("offset") is None else _dims(at["offset"], f"a chunk of {key!r}", where)
+        offset, length = _dims((place.get("offset"), place.get("length")), f"the place of {key!r}", where)
+        if place.get("transform_descriptors"):
+            raise CheckpointError(f"{where}: {key!r} is compressed by a DCP extension; save it again without")
+        file = folder.file(name)
+        if offset + length > file.nbytes:
+            raise CheckpointError(
+                f"{file.path}: truncated, {key!r} would end at byte {offset + length} of {file.nbytes}"
+            )
+        if chunk in items.setdefault(key, {}):
+            raise CheckpointError(f"{where}: {key!r} is stored twice")
+        items[key][chunk] = Item(name, offset, length, seal.item(name, offset) if seal else None)
+        spans.setdefault(name, []).append((offset, offset + length, key))
+    for name, taken in spans.items():
+        taken.sort()
+        for (_, stop, key), (start, _, other) in pairwise(taken):
+            if start < stop:
+                raise CheckpointError(f"{where}: damaged, {key!r} and {other!r} share bytes of {name}")
+    return items
+
+
+def _described(
+    description: Instance, key: str, where: str
+) -> tuple[str, Dims, tuple[tuple[Dims, Dims], ...]]:
+    """(dtype, shape, chunks) of one tensor."""
+    fields = _fields(description, "TensorStorageMetadata", where)
+    properties, chunks = fields.get("properties"), fields.get("chunks")
+    state = properties.state if isinstance(properties, Instance) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    name = dtype.key.removeprefix("torch.") if isinstance(dtype, Global) else "?"
+    if name not in FROM_TORCH:
+        raise CheckpointError(f"{where}: {key!r} has the element type {name}, which is not supported")
+    if not isinstance(chunks, list):
+        raise CheckpointError(f"{where}: damaged description of {key!r}")
+    extents = []
+    for chunk in chunks:
+        parts = _fields(chunk, "ChunkStorageMetadata", where)
+        what = f"a chunk of {key!r}"
+        extents.append((_dims(parts.get("offsets"), what, where), _dims(parts.get("sizes"), what, where)))
+    return FROM_TORCH[name], _dims(fields.get("size"), repr(key), where), tuple(extents)

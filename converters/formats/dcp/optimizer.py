@@ -1,0 +1,140 @@
+"""Optimizer state and parameter groups out of flattened DCP keys, whoever flattened them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import OptimizerState, ParamGroups, Scalar
+from converters.containers.pickle_reader import plain
+from converters.errors import CheckpointError
+from converters.names.canonical import Path, Roles, plain_name
+from converters.names.index_keys import candidates_of, fit_in_order
+from converters.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+State = dict[str, dict[str, Tensor | Scalar]]
+
+
+def build_optimizer(
+    roles: Roles,
+    tensors: Mapping[str, Tensor],
+    read_state: Callable[[str, str], Tensor | Scalar | None],
+    read_value: Callable[[str], Any],
+    *,
+    where: str,
+    order: Sequence[str] | None = None,
+) -> OptimizerState:
+    """The optimizer of a flattened state dict.
+
+    Args:
+        roles: which key is what.
+        tensors: the model, for naming state that is keyed by index.
+        read_state: (key, name for errors) -> the state's tensor or number, None to leave it out.
+        read_value: key -> the stored Python value, for parameter groups.
+        order: the names of `tensors` as the model's modules define them, aliases left out.
+
+    Raises:
+        CheckpointError: state keyed by index that does not fit the model's parameters.
+    """
+    state: State = {}
+    for parameter, entries in roles.state.items():
+        name = plain_name(parameter)
+        if name in state:
+            raise CheckpointError(f"{where}: two optimizer states are called {name!r}")
+        read = {what: read_state(key, f"{name}.{what}") for what, key in entries.items()}
+        state[name] = {what: value for what, value in read.items() if value is not None}
+
+    def groups() -> ParamGroups:
+        return _groups({path: read_value(key) for path, key in roles.groups.items()}, where)
+
+    if not state or not all(name.isdigit() and name not in tensors for name in state):
+        return OptimizerState(state, groups)
+    listed = groups()
+    keys = [group["params"] for group in listed] if listed else [sorted(state, key=int)]
+    names = _by_index(state, keys, order or list(tensors), tensors, where)
+    for group in listed:
+        group["params"] = [names[key] for key in group["params"]]
+    return OptimizerState({names[index]: value for index, value in state.items()}, listed)
+
+
+def _by_index(
+    state: State,
+    keys: Sequence[Sequence[str]],
+    order: Sequence[str],
+    tensors: Mapping[str, Tensor],
+    where: str,
+) -> dict[str, str]:
+    """Index -> name, where the optimizer counts parameters in the model's order."""
+    flat = [key for group in keys for key in group]
+    if len(set(flat)) != len(flat) or not set(state) <= set(flat):
+        raise CheckpointError(f"{where}: damaged, the optimizer's groups do not list what it has state of")
+    wanted = [[_moment_shape(state.get(key, {})) for key in group] for group in keys]
+    places = fit_in_order(candidates_of(order, tensors), wanted)
+    if not isinstance(places, dict):
+        why = (
+            "fits the model's parameters in several ways" if places else "does not fit the model's parameters"
+        )
+        raise CheckpointError(
+            f"{where}: the optimizer's state is keyed by index and {why}; convert without --optimizer"
+        )
+    return {keys[group][at]: name for name, (group, at) in places.items()}
+
+
+def _moment_shape(values: Mapping[str, Tensor | Scalar]) -> tuple[int, ...] | None:
+    for what, value in values.items():
+        if what != "step" and isinstance(value, Tensor):
+            return value.shape
+    return None
+
+
+def _groups(values: Mapping[Path, Any], where: str) -> ParamGroups:
+    """`param_groups` from one pickled list, from one item a value, or from one item a parameter and value."""
+    whole = values.get(())
+    if whole is not None:
+        groups = plain(whole)
+    elif values and all(isinstance(path[0], int) for path in values):
+        groups = []
+        for path, value in sorted(values.items(), key=lambda item: [str(part).zfill(9) for part in item[0]]):
+            index = int(path[0])
+            while len(groups) <= index:
+                groups.append({})
+            _put(groups[index], path[1:], plain(value))
+    else:
+        groups = _merged({".".join(map(str, path)): plain(value) for path, value in values.items()})
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError(f"{where}: the optimizer's param_groups are not a list of groups")
+    for group in groups:
+        params = group.get("params", [])
+        if not isinstance(params, list):
+            raise CheckpointError(f"{where}: the params of an optimizer group are not a list")
+        group["params"] = [plain_name(str(param)) for param in params]
+    return groups
+
+
+def _put(group: dict[str, Any], path: Path, value: Any) -> None:
+    """Set a value below a group; integer components rebuild a list that was flattened."""
+    if not path:
+        group.update(value if isinstance(value, dict) else {})
+        return
+    if len(path) == 1:
+        group[str(path[0])] = value
+        return
+    # torch flattens a list only when it holds tensors (a tensor learning rate within betas, say).
+    items = group.setdefault(str(path[0]), [])
+    if isinstance(items, list):
+        items.append(value)
+
+
+def _merged(flat: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """torch's flattened form, `<parameter>.<hyperparameter>`: parameters with equal values make one group."""
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        parameter, _, what = key.rpartition(".")
+        by_parameter.setdefault(parameter, {})[what] = value
+    groups: dict[str, dict[str, Any]] = {}
+    for parameter, values in by_parameter.items():
+        group = groups.setdefault(repr(sorted(values.items())), {"params": [], **values})
+        group["params"].append(parameter)
+    return list(groups.values())

@@ -1,0 +1,209 @@
+"""torch.distributed.checkpoint (DCP): `.metadata` and `__<rank>_<n>.distcp` files.
+
+Each chunk of a tensor, and each pickled value, is a complete torch.save zip within a `.distcp` file. It is
+located, checked and held against `.metadata` when it is first read: a large run has a hundred thousand.
+
+Source: torch/distributed/checkpoint/filesystem.py (`_write_item`).
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import Checkpoint, Scalar
+from converters.companions import find_companions, trainer_metadata
+from converters.containers.torchzip import StoredTensor, TorchZip
+from converters.errors import CheckpointError, blame
+from converters.formats import Format, Source
+from converters.formats.dcp.checksums import SEAL
+from converters.formats.dcp.metadata import (
+    Dims,
+    Entry,
+    Item,
+    is_metadata_file,
+    metadata_files,
+    read_metadata,
+)
+from converters.formats.dcp.optimizer import build_optimizer
+from converters.formats.torch_save.reader import in_order
+from converters.names.canonical import assign_roles, paths_without_nesting, plain_names
+from converters.storage.bytes import Folder, Memory
+from converters.storage.guarded import child
+from converters.tensors.dtypes import itemsize
+from converters.tensors.tensor import Box, Tensor, View
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.checkpoint import Aliases, OptimizerState
+    from converters.names.canonical import Path as KeyPath
+    from converters.storage.path_or_url import Place
+
+# accelerate and the Trainer: one folder for the model, one for the optimizer, numbered.
+_MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
+_COUNTED = ("train_state", "lr_scheduler")
+
+
+def _folders(path: Place) -> list[Place]:
+    """The DCP folders that make up the checkpoint at `path`: itself, or accelerate's pair below it."""
+    if metadata_files(path):
+        return [path]
+    pair = [path / f"{_MODEL_FOLDER}0", path / f"{_OPTIMIZER_FOLDER}0"]
+    if not metadata_files(pair[0]):
+        return []
+    return [child(path, folder.name) for folder in pair if metadata_files(folder)]
+
+
+def _detect(source: Source) -> bool:
+    return bool(_folders(source.path))
+
+
+def _incomplete(source: Source) -> str | None:
+    path = source.path
+    if path.is_file() and (path.suffix == ".distcp" or is_metadata_file(path)):
+        return f"{path}: one file of a DCP checkpoint; give its folder"
+    for folder in (path, path / f"{_MODEL_FOLDER}0"):
+        if folder.is_dir() and any(entry.suffix == ".distcp" for entry in folder.iterdir()):
+            return (
+                f"{folder}: holds .distcp files but no .metadata; the save did not finish, take another step"
+            )
+    return None
+
+
+def _open(source: Source) -> Checkpoint:
+    where = str(source.path)
+    if (source.path / f"{_MODEL_FOLDER}1").is_dir():
+        raise CheckpointError(f"{where}: holds several models; give one of its {_MODEL_FOLDER}* folders")
+    entries: dict[str, Entry] = {}
+    for path in _folders(source.path):
+        for key, entry in read_metadata(Folder(path, verify=source.verify)).items():
+            if entries.setdefault(key, entry) is not entry:
+                raise CheckpointError(f"{path}: the key {key!r} is stored twice")
+    nested = {key: entry.path for key, entry in entries.items() if entry.path is not None}
+    paths = nested if len(nested) == len(entries) else paths_without_nesting(entries)
+    roles = assign_roles(paths, frozenset(key for key, entry in entries.items() if entry.dtype), where=where)
+    stored = {name: _tensor(entries[key], name) for name, key in roles.model.items()}
+    tensors = plain_names(stored, where=where)
+
+    def optimizer(aliases: Aliases) -> OptimizerState | None:
+        if not roles.has_optimizer:
+            return None
+        return build_optimizer(
+            roles,
+            tensors,
+            lambda key, name: _state(entries[key], name),
+            lambda key: _value(entries[key]),
+            where=where,
+            order=in_order(tensors, aliases),
+        )
+
+    return Checkpoint(
+        format="dcp",
+        root=source.path,
+        tensors=tensors,
+        optimizer=optimizer,
+        metadata={**_metadata(source.path), "other_keys": roles.other},
+        companions=find_companions(source.path),
+        counters=lambda: _counters(roles.other, paths, entries),
+    )
+
+
+def read_tensors(folder: Place) -> dict[str, Tensor]:
+    """Every tensor of one DCP folder under its own key, containers and all."""
+    return {key: _tensor(entry, key) for key, entry in read_metadata(Folder(folder)).items() if entry.dtype}
+
+
+def _metadata(path: Place) -> dict[str, Any]:
+    """The number of writers, and what this project's trainer says beside the shards."""
+    names = [entry.name for folder in _folders(path) for entry in folder.iterdir()]
+    ranks = {found[1] for name in names if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
+    told: dict[str, Any] = {"world_size": len(ranks)} if ranks else {}
+    return {**told, **trainer_metadata(path)}
+
+
+def _counters(
+    keys: list[str], paths: Mapping[str, KeyPath], entries: Mapping[str, Entry]
+) -> dict[str, Scalar]:
+    """The numbers of a trainer and its schedule, where torchtitan keeps them."""
+    found: dict[str, Scalar] = {}
+    for key in keys:
+        entry = entries[key]
+        if paths[key][0] in _COUNTED and (entry.dtype is None or entry.shape == ()):
+            value = _value(entry)
+            if isinstance(value, (int, float)):
+                found[".".join(map(str, paths[key]))] = value
+    return found
+
+
+def _tensor(entry: Entry, name: str) -> Tensor:
+    """The tensor of one key; its chunks are located when they are first read."""
+    assert entry.dtype is not None
+    boxes = []
+    for offsets, sizes in entry.chunks:
+        item = entry.items.get(offsets)
+        if not prod(sizes):
+            if prod(entry.shape):
+                continue  # an empty shard holds nothing, whether stored or not
+            if item is not None:
+                _Locator(entry, item, sizes)()  # never read later, so held against .metadata now
+            boxes.append(Box(offsets, sizes, View(Memory(b""), 0, (0,) * len(sizes))))
+            continue
+        if item is None:
+            raise CheckpointError(f"{entry.folder.path}: {entry.key!r} at {list(offsets)} is not stored")
+        if item.length < prod(sizes) * itemsize(entry.dtype):
+            raise CheckpointError(f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short")
+        boxes.append(Box(offsets, sizes, _Locator(entry, item, sizes)))
+    with blame(entry.folder.path):
+        return Tensor(name, entry.dtype, entry.shape, boxes)
+
+
+class _Locator:
+    """Finds one chunk in its `.distcp` file and holds it against what `.metadata` says."""
+
+    __slots__ = ("entry", "item", "sizes")
+
+    def __init__(self, entry: Entry, item: Item, sizes: Dims) -> None:
+        self.entry = entry
+        self.item = item
+        self.sizes = sizes
+
+    def __call__(self) -> View:
+        archive = open_item(self.entry, self.item)
+        stored = archive.load()
+        if not isinstance(stored, StoredTensor):
+            raise CheckpointError(f"{archive.where}: not a plain tensor")
+        if stored.dtype != self.entry.dtype or stored.shape != self.sizes:
+            raise CheckpointError(
+                f"{archive.where}: is {stored.dtype} {list(stored.shape)}, "
+                f".metadata says {self.entry.dtype} {list(self.sizes)}"
+            )
+        return stored.view()
+
+
+def open_item(entry: Entry, item: Item) -> TorchZip:
+    """The zip that an item is; CheckpointError where it is damaged, or not the one that was sealed."""
+    file = entry.folder.file(item.file)
+    archive = TorchZip(file, item.offset, item.length, what=f"item {entry.key!r}")
+    if item.checksum is not None and archive.checksum != item.checksum:
+        raise CheckpointError(f"{archive.where}: damaged, or of another save than {SEAL}")
+    return archive
+
+
+def _value(entry: Entry) -> Any:
+    """The value of one key: numbers for a tensor, else the plain pickled value."""
+    if entry.dtype is not None:
+        return _tensor(entry, entry.key).read().tolist()
+    return open_item(entry, entry.items[None]).load()
+
+
+def _state(entry: Entry, name: str) -> Tensor | Scalar | None:
+    """One piece of optimizer state: a tensor, a number, or None for anything else."""
+    if entry.dtype is not None:
+        return _tensor(entry, name)
+    value = _value(entry)
+    return value if isinstance(value, (int, float)) else None
+
+
+FORMAT = Format("dcp", _detect, _open, _incomplete)

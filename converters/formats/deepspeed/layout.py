@@ -1,0 +1,210 @@
+"""How ZeRO cuts a group of parameters: where each lies in the flat pieces of all ranks.
+
+Stages 1 and 2 lay a group's parameters end to end, pad, and give each rank an equal slice. Stage 3 cuts every
+parameter for itself: rank r holds elements [r * n, (r + 1) * n) with n = ceil(numel / world).
+
+Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, deepspeed/utils/zero_to_fp32.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+from converters.errors import CheckpointError
+from converters.storage.bytes import Joined, Slice
+from converters.tensors.dtypes import itemsize
+from converters.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from converters.containers.torchzip import StoredTensor
+    from converters.formats.deepspeed.files import Shapes
+    from converters.storage.bytes import Source, Touched
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a flat run: `source` is exactly its bytes."""
+
+    dtype: str
+    numel: int
+    source: Source
+
+
+def piece_of(stored: StoredTensor) -> Piece:
+    """The piece that a flat tensor of a rank file is."""
+    view, numel = stored.view(), prod(stored.shape)
+    return Piece(stored.dtype, numel, Slice(view.source, view.offset, numel * itemsize(stored.dtype)))
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One flat run of elements of a group, of which every rank holds a piece."""
+
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+    def sources(self, counts: Sequence[int]) -> list[Source]:
+        """The first `counts[rank]` elements of each rank's piece."""
+        width = itemsize(self.dtype)
+        return [Slice(piece.source, 0, n * width) for piece, n in zip(self.pieces, counts, strict=True)]
+
+
+def join(pieces: Sequence[Piece], where: str) -> Flat:
+    """The pieces of all ranks; CheckpointError if their types differ."""
+    dtypes = {piece.dtype for piece in pieces}
+    if len(dtypes) != 1:
+        raise CheckpointError(f"{where}: ranks hold different element types, {' and '.join(sorted(dtypes))}")
+    return Flat(dtypes.pop(), tuple(pieces))
+
+
+class Striped:
+    """A tensor cut by stage 3: rank r holds bytes [r * stripe, (r + 1) * stripe), at `base` of its piece."""
+
+    __slots__ = ("base", "nbytes", "parts", "stripe")
+
+    def __init__(self, parts: Sequence[Source], base: int, stripe: int, nbytes: int) -> None:
+        if any(base + stripe > part.nbytes for part in parts) or not 0 <= nbytes <= stripe * len(parts):
+            raise CheckpointError("a parameter reaches beyond the flat group of a rank")
+        self.parts = parts
+        self.base = base
+        self.stripe = stripe
+        self.nbytes = nbytes
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        if at < 0 or at + len(buffer) > self.nbytes:
+            raise CheckpointError("the pieces of a tensor are shorter than the tensor")
+        done = 0
+        while done < len(buffer):
+            rank, local = divmod(at + done, self.stripe)
+            count = min(len(buffer) - done, self.stripe - local)
+            self.parts[rank].read_into(buffer[done : done + count], self.base + local, touched)
+            done += count
+
+
+class WholeParameters:
+    """One sub-group of stage 3: every parameter is cut for itself."""
+
+    def __init__(self, shapes: Shapes, world: int, where: str) -> None:
+        self.shapes = shapes
+        self.world = world
+        self.where = where
+        self.bases: dict[str, int] = {}
+        total = 0
+        for name, shape in shapes.items():
+            self.bases[name] = total
+            total += self.part(shape)
+        self.length = total
+
+    def part(self, shape: tuple[int, ...]) -> int:
+        """Elements of a parameter that each rank holds, padding included."""
+        return -(-prod(shape) // self.world)
+
+    def tensors(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
+        """The parameters out of a flat run; CheckpointError unless its length is exactly theirs."""
+        for piece in flat.pieces:
+            if piece.numel != self.length:
+                raise CheckpointError(
+                    f"{self.where}: a flat group holds {piece.numel} elements, not {self.length}"
+                )
+        width = itemsize(flat.dtype)
+        parts = flat.sources([self.length] * self.world)
+        made = {}
+        for name, shape in self.shapes.items():
+            source = Striped(parts, self.bases[name] * width, self.part(shape) * width, prod(shape) * width)
+            made[name] = Tensor.contiguous(name + suffix, flat.dtype, shape, source)
+        return made
+
+
+class EqualSlices:
+    """One group of stages 1 and 2: parameters end to end, with gaps if aligned, cut equally."""
+
+    def __init__(self, shapes: Shapes, gaps: Sequence[int], world: int, slice_: int, where: str) -> None:
+        self.shapes = shapes
+        self.world = world
+        self.slice = slice_
+        self.where = where
+        self.starts: dict[str, int] = {}
+        at = 0
+        for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+            self.starts[name] = at
+            at += prod(shape) + gap
+        self.used = at
+        if at > slice_ * world:
+            raise CheckpointError(
+                f"{where}: the ranks hold {slice_ * world} elements of a group whose parameters take {at}"
+            )
+
+    def lean(self, rank: int) -> int:
+        """Elements of a rank's slice that are not padding at the end of the group."""
+        return max(0, min(self.slice, self.used - rank * self.slice))
+
+    def padding(self, rank: int) -> int:
+        return self.slice - self.lean(rank)
+
+    def tensors(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
+        """The parameters out of a flat run, with or without the padding; else CheckpointError."""
+        lean = [self.lean(rank) for rank in range(self.world)]
+        lengths = [piece.numel for piece in flat.pieces]
+        if lengths not in (lean, [self.slice] * self.world):
+            raise CheckpointError(
+                f"{self.where}: the ranks' slices of {suffix.lstrip('.') or 'a group'} do not have "
+                "the lengths of its parameters"
+            )
+        joined = Joined(flat.sources(lean))
+        width = itemsize(flat.dtype)
+        return {
+            name: Tensor.contiguous(name + suffix, flat.dtype, shape, joined, self.starts[name] * width)
+            for name, shape in self.shapes.items()
+        }
+
+    def fragments(self, rank: int, starts: Mapping[str, int] | None = None) -> dict[str, tuple[int, int]]:
+        """Parameter -> (start in the rank's slice, numel) of what a rank holds."""
+        low, high = rank * self.slice, (rank + 1) * self.slice
+        found = {}
+        for name, start in (self.starts if starts is None else starts).items():
+            first, last = max(low, start), min(high, start + prod(self.shapes[name]))
+            if first < last:
+                found[name] = (first - low, last - first)
+        return found
+
+    def starts_before_round_robin(self) -> dict[str, int]:
+        """Where `param_slice_mappings` has the parameters of a round-robin run.
+
+        DeepSpeed lays the flat group out in the shuffled order and records the mappings as if it had not.
+        Parameter i was dealt to partition i % world, and the partitions were laid end to end.
+        """
+        shuffled = list(self.shapes)
+        order: list[str] = [""] * len(shuffled)
+        at = 0
+        for first in range(self.world):
+            for index in range(first, len(shuffled), self.world):
+                order[index] = shuffled[at]
+                at += 1
+        starts, start = {}, 0
+        for name in order:
+            starts[name] = start
+            start += prod(self.shapes[name])
+        return starts
+
+
+Layout = EqualSlices | WholeParameters
+
+
+def check_distinct(pieces: Sequence[StoredTensor], where: str) -> None:
+    """CheckpointError if two flat tensors of one file share bytes."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for piece in pieces:
+        width = itemsize(piece.dtype)
+        if prod(piece.shape):
+            start = piece.offset * width
+            spans.setdefault(piece.storage.key, []).append((start, start + prod(piece.shape) * width))
+    for taken in spans.values():
+        taken.sort()
+        for (_, stop), (start, _) in pairwise(taken):
+            if start < stop:
+                raise CheckpointError(f"{where}: two flat groups share bytes")

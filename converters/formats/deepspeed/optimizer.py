@@ -1,0 +1,176 @@
+"""Optimizer state of a ZeRO run: flat moments cut back into parameters, and the groups by name."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import OptimizerState, ParamGroups, Scalar
+from converters.containers.pickle_reader import plain
+from converters.containers.torchzip import StoredTensor
+from converters.errors import CheckpointError
+from converters.formats.deepspeed.files import OptimFile, check_same, flat
+from converters.formats.deepspeed.layout import Layout, WholeParameters, check_distinct, join, piece_of
+from converters.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from converters.formats.deepspeed.nvme_swap import SwapFiles
+
+State = dict[str, dict[str, Tensor | Scalar]]
+_BASE, _OPTIMIZER = "base_optimizer_state", "optimizer_state_dict"
+
+
+def build_optimizer(
+    stage: int,
+    ranks: Sequence[OptimFile],
+    layouts: Sequence[Layout],
+    short: Mapping[str, str],
+    swap: SwapFiles | None = None,
+) -> OptimizerState | None:
+    """The optimizer by parameter name; None where the files keep none.
+
+    Args:
+        layouts: one a flat group.
+        short: the stored name of a parameter -> its plain name.
+        swap: where runs lie that were pickled empty.
+
+    Raises:
+        CheckpointError: ranks disagree, or state that is neither a flat run nor a number.
+    """
+    states = [_states(stage, rank, len(layouts)) for rank in ranks]
+    if any(found is None for found in states):
+        return None
+    state: State = {}
+    for index, layout in enumerate(layouts):
+        by_rank = [found[index] for found in states if found is not None]
+        for name, values in _group(layout, by_rank, ranks, swap).items():
+            state[short[name]] = values
+    groups = _groups(stage, ranks)
+    names = [[short[name] for name in layout.shapes] for layout in layouts]
+    if groups is None:  # the elastic form keeps no groups
+        return OptimizerState(state, [{"params": group} for group in names])
+    return OptimizerState(state, [_named(group, names) for group in groups])
+
+
+def optimizer_steps(stage: int, ranks: Sequence[OptimFile], groups: int) -> int | None:
+    """The number of optimizer steps, which all groups of all ranks must agree on; None where none is kept."""
+    first: int | None = None
+    for rank in ranks:
+        for state in _states(stage, rank, groups) or ():
+            step = number(state.get("step"), f"{rank.where}: step")
+            if step is None:
+                continue
+            if not isfinite(step):
+                raise CheckpointError(f"{rank.where}: damaged, is of optimizer step {step:g}")
+            if first is None:
+                first = int(step)
+            if step != first:
+                raise CheckpointError(
+                    f"{rank.where}: is of optimizer step {step:g}, another rank or group of step {first}"
+                )
+    return first
+
+
+def number(value: Any, where: str) -> float | int | None:
+    """A number, also where it is pickled as a tensor of no dimensions."""
+    if isinstance(value, StoredTensor) and value.shape == ():
+        value = (
+            Tensor.contiguous(where, value.dtype, (), value.view().source, value.view().offset).read().item()
+        )
+    return value if isinstance(value, (int, float)) else None
+
+
+def _states(stage: int, rank: OptimFile, groups: int) -> list[dict[str, Any]] | None:
+    """The state of each flat group of one rank, empty before the first step; None without a record."""
+    base = rank.state.get(_OPTIMIZER if stage == 3 else _BASE)
+    if base is None:
+        return None
+    if isinstance(base, list):  # elastic
+        found = base
+    else:
+        state = base.get("state") if isinstance(base, dict) else None
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{rank.where}: damaged, the optimizer keeps no state")
+        if set(state) - set(range(groups)):
+            raise CheckpointError(
+                f"{rank.where}: optimizer state for more than its {groups} parameter groups"
+            )
+        found = [state.get(index, {}) for index in range(groups)]
+    if len(found) != groups or not all(isinstance(group, dict) for group in found):
+        raise CheckpointError(f"{rank.where}: optimizer state for other than its {groups} parameter groups")
+    return found
+
+
+def _group(
+    layout: Layout, states: Sequence[dict[str, Any]], ranks: Sequence[OptimFile], swap: SwapFiles | None
+) -> State:
+    """The state of the parameters of one flat group."""
+    made: State = {name: {} for name in layout.shapes} if states[0] else {}
+    for rank, state in zip(ranks, states, strict=True):
+        check_same(rank.where, "optimizer state", set(state), set(states[0]))
+        runs = [value for value in state.values() if isinstance(value, StoredTensor) and value.shape != ()]
+        check_distinct([flat(run, rank.where) for run in runs], rank.where)
+    for what, first in states[0].items():
+        if first is None:
+            continue
+        values = [state[what] for state in states]
+        if isinstance(first, StoredTensor) and first.shape != ():
+            pieces = [
+                piece_of(flat(value, f"{rank.where}: {what}"))
+                for rank, value in zip(ranks, values, strict=True)
+            ]
+            if swap is not None and isinstance(layout, WholeParameters) and layout.length:
+                pieces = [
+                    piece if piece.numel else swap.piece(rank, layout, piece.dtype, what)
+                    for rank, piece in enumerate(pieces)
+                ]
+            for name, tensor in layout.tensors(join(pieces, f"{ranks[0].where}: {what}"), f".{what}").items():
+                made[name][what] = tensor
+            continue
+        told = number(first, f"{ranks[0].where}: {what}")
+        if told is None:
+            raise CheckpointError(
+                f"{ranks[0].where}: the optimizer state {what!r} is neither flat nor a number"
+            )
+        for rank, value in zip(ranks, values, strict=True):
+            check_same(rank.where, f"optimizer state {what!r}", number(value, rank.where), told)
+        for name in made:
+            made[name][what] = _scalar(f"{name}.{what}", first)
+    return made
+
+
+def _scalar(name: str, value: Any) -> Tensor | Scalar:
+    if isinstance(value, StoredTensor):
+        return Tensor.contiguous(name, value.dtype, (), value.view().source, value.view().offset)
+    found: Scalar = value
+    return found
+
+
+def _groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
+    """`param_groups` as the ranks have it, `params` still indices of flat groups."""
+    found: list[Any] = []
+    for rank in ranks:
+        base = rank.state.get(_OPTIMIZER if stage == 3 else _BASE)
+        if not isinstance(base, dict):
+            return None
+        groups = base.get("param_groups")
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise CheckpointError(f"{rank.where}: damaged, the optimizer has no param_groups")
+        values = [{key: _value(value, rank.where) for key, value in group.items()} for group in groups]
+        if rank is not ranks[0]:
+            check_same(rank.where, "param_groups", values, found)
+        found = values
+    return found
+
+
+def _value(value: Any, where: str) -> Any:
+    return number(value, where) if isinstance(value, StoredTensor) else plain(value)
+
+
+def _named(group: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    indices = group.get("params")
+    if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < len(names) for i in indices):
+        raise CheckpointError("the parameter groups of the optimizer fit no flat groups")
+    return {**group, "params": [name for index in indices for name in names[index]]}

@@ -1,0 +1,406 @@
+"""DeepSpeed universal checkpoints: what `ds_to_universal` makes of a ZeRO run, a folder for every parameter.
+
+`zero/<parameter>/` holds the fp32 master and each moment in a file of its own, shaped (from stages 1 and 2)
+or flat (from stage 3); `zero/optimizer_state.pt` the groups; the run's model states lie beside, with shapes,
+ties and buffers. The parameters' files say nothing of each other, so they are held against the model states
+(the rounded weights, below stage 3) and against what is left of rank 0's flat groups (stage 3).
+
+Source: deepspeed/checkpoint/ds_to_universal.py.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import Checkpoint, OptimizerState, Scalar
+from converters.companions import find_companions
+from converters.containers.pickle_reader import plain, shown
+from converters.containers.torchzip import StoredTensor, TorchZip
+from converters.errors import CheckpointError
+from converters.formats import Format, Source
+from converters.formats.deepspeed.crosscheck import rounds_to
+from converters.formats.deepspeed.files import (
+    PREFIXES,
+    STANDINS,
+    Shapes,
+    check_ranks,
+    check_same,
+    find_names,
+    flat,
+    read_model,
+)
+from converters.formats.deepspeed.layout import WholeParameters, join, piece_of
+from converters.formats.deepspeed.optimizer import number
+from converters.formats.deepspeed.reader import stored_tensor
+from converters.names.canonical import plain_names
+from converters.storage.bytes import Folder
+from converters.storage.guarded import child, read_small
+from converters.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from converters.storage.path_or_url import Place
+
+LATEST = "latest_universal"
+_DEEPSPEED_LATEST = "latest"
+_ZERO, _COMMON = "zero", "zero/optimizer_state.pt"
+_MASTER, _STEP, _SUFFIX = "fp32", "step", ".pt"
+_SAMPLE = 64
+_MAX_RANKS = 1 << 20
+
+
+def _is_universal(path: Place) -> bool:
+    return (path / _COMMON).is_file()
+
+
+def _latest(path: Place) -> str | None:
+    """The folder that `latest_universal` names; None where there is none such."""
+    try:
+        tag = read_small(path / LATEST, limit=1024, head=True).decode("utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    return tag if tag not in ("", ".", "..") and not any(mark in tag for mark in "/\\\0") else None
+
+
+def _folder(source: Source) -> Place | None:
+    path = source.path
+    if path.is_file():
+        inside = path.name.endswith("_model_states.pt") and _is_universal(path.parent)
+        return path.parent if inside else None
+    if source.tag is not None:
+        named = path / source.tag
+        plain_tag = "/" not in source.tag and source.tag not in (".", "..")
+        return child(path, source.tag) if plain_tag and _is_universal(named) else None
+    if _is_universal(path):
+        return path
+    if (path / _DEEPSPEED_LATEST).exists():
+        return None  # the run that the universal folder was made from, whole
+    tag = _latest(path)
+    return child(path, tag) if tag is not None and _is_universal(path / tag) else None
+
+
+def _detect(source: Source) -> bool:
+    return _folder(source) is not None
+
+
+def _incomplete(source: Source) -> str | None:
+    if (source.path / _ZERO).is_dir():
+        return f"{source.path / _COMMON}: is missing, the conversion to a universal checkpoint did not finish"
+    tag = _latest(source.path)
+    if tag is not None:
+        return f"{source.path / LATEST}: names {shown(tag)}, which is no universal checkpoint"
+    return None
+
+
+def _open(source: Source) -> Checkpoint:
+    path = _folder(source)
+    assert path is not None
+    return _Universal(Folder(path, verify=source.verify)).checkpoint(source.path)
+
+
+def _load(folder: Folder, name: str) -> Any:
+    """One file of `zero/`; torch.save keeps the name that a file was saved under."""
+    archive = TorchZip(folder.file(name))
+    stem = name.rpartition("/")[2].removesuffix(_SUFFIX)
+    if archive.archive not in (stem, "archive"):
+        raise CheckpointError(f"{archive.where}: was saved as {archive.archive!r}, so it is another file")
+    return archive.load(STANDINS, PREFIXES)
+
+
+class _Universal:
+    """The files of one universal checkpoint, read and compared."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self.where = str(folder.path)
+        self.common = self._common()
+        stage = self.common.get("zero_stage", 1)
+        if type(stage) is not int or stage not in (1, 2, 3):
+            raise CheckpointError(f"{folder.path / _COMMON}: names no ZeRO stage that is known")
+        self.stage: int = stage
+        names = find_names(folder.path)
+        if names is None or not names.model:
+            raise CheckpointError(f"{self.where}: the model states are missing")
+        if names.optim or names.per_rank_model != (self.stage == 3):
+            raise CheckpointError(f"{self.where}: holds files of a run of another stage")
+        self.world = self._world()
+        check_ranks(folder.path, names.model, self.world if self.stage == 3 else 1, "model")
+        self.models = [read_model(folder, name) for name in names.model.values()]
+        self.model = self.models[0]
+        if self.model.groups is None:
+            raise CheckpointError(f"{self.model.where}: has no param_shapes")
+        for model in self.models[1:]:
+            for what in ("groups", "frozen", "buffers"):
+                check_same(
+                    model.where, what, _ordered(getattr(model, what)), _ordered(getattr(self.model, what))
+                )
+            check_same(
+                model.where, "global_steps", model.count("global_steps"), self.model.count("global_steps")
+            )
+        self.groups: list[Shapes] = self.model.groups
+        self.shapes: Shapes = {name: shape for group in self.groups for name, shape in group.items()}
+        if len(self.shapes) != sum(map(len, self.groups)):
+            raise CheckpointError(f"{self.model.where}: a parameter is in two groups")
+        self.folders = self._parameter_folders()
+        self.rank0 = self._rank0() if self.stage == 3 else {}
+
+    def _common(self) -> dict[str, Any]:
+        common = _load(self.folder, _COMMON)
+        if not isinstance(common, dict):
+            raise CheckpointError(
+                f"{self.folder.path / _COMMON}: not the optimizer state of a universal checkpoint"
+            )
+        if "ds_zero_partition_groups" in common:
+            raise CheckpointError(
+                f"{self.folder.path / _COMMON}: expert parallel checkpoints are not supported"
+            )
+        return common
+
+    def _world(self) -> int:
+        count = self.common.get("partition_count")
+        counts = count if isinstance(count, list) else [count]
+        world = counts[0] if counts else None
+        if type(world) is not int or not 0 < world < _MAX_RANKS or any(n != world for n in counts):
+            raise CheckpointError(f"{self.folder.path / _COMMON}: damaged, no partition_count")
+        return world
+
+    def _parameter_folders(self) -> dict[str, list[str]]:
+        """Parameter -> the files it has; a folder for a name that the model states lack is refused."""
+        root = self.folder.path / _ZERO
+        found: dict[str, list[str]] = {}
+        children: list[Place] = list(root.iterdir())
+        for path in sorted(children, key=lambda path: path.name):
+            if path.is_dir():
+                files = sorted(entry.name for entry in path.iterdir())
+                strange = [name for name in files if not name.endswith(_SUFFIX)]
+                if strange or (path.name not in self.shapes and path.name not in self.model.module):
+                    raise CheckpointError(
+                        f"{path / strange[0] if strange else path}: belongs to no parameter"
+                    )
+                found[path.name] = [name.removesuffix(_SUFFIX) for name in files]
+        for name in self.shapes:
+            if _MASTER not in found.get(name, ()):
+                raise CheckpointError(f"{root / name / (_MASTER + _SUFFIX)}: is missing")
+        return found
+
+    def _rank0(self) -> dict[str, dict[str, tuple[StoredTensor, int, int]]]:
+        """Parameter -> file -> (rank 0's flat group, first element, elements): stage 3 leaves them behind."""
+        where = str(self.folder.path / _COMMON)
+        masters, states = self.common.get("fp32_flat_groups"), _states(self.common, where)
+        held: dict[str, dict[str, tuple[StoredTensor, int, int]]] = {}
+        for index, shapes in enumerate(self.groups):
+            layout = WholeParameters(shapes, self.world, where)
+            state = states.get(index)
+            runs = dict(state) if isinstance(state, dict) else {}
+            if isinstance(masters, list) and index < len(masters):
+                runs[_MASTER] = masters[index]
+            for what, value in runs.items():
+                if not isinstance(value, StoredTensor) or value.shape in ((), (0,)):
+                    continue
+                if flat(value, f"{where}: {what}").shape != (layout.length,):
+                    raise CheckpointError(f"{where}: a flat group is not of the size that param_shapes gives")
+                for name, shape in shapes.items():
+                    count = min(layout.part(shape), prod(shape))
+                    held.setdefault(name, {})[str(what)] = (value, layout.bases[name], count)
+        return held
+
+    def _parameter(self, name: str, what: str) -> Tensor:
+        """One file of a parameter, in the parameter's shape."""
+        shape, file = self.shapes[name], f"{_ZERO}/{name}/{what}{_SUFFIX}"
+        where = str(self.folder.path / file)
+        content = _load(self.folder, file)
+        value = content.get("param") if isinstance(content, dict) else content
+        extra = (
+            [key for key in content if key not in ("param", "cat_dim")] if isinstance(content, dict) else []
+        )
+        if extra:
+            raise CheckpointError(
+                f"{where}: merged from tensor parallel ranks ({extra[0]}), which is not supported"
+            )
+        stored = flat(value, where, whole=True)
+        if stored.shape != (shape if isinstance(content, dict) else (prod(shape),)):
+            raise CheckpointError(f"{where}: is {list(stored.shape)}, the model states record {list(shape)}")
+        if isinstance(content, dict) == (self.stage == 3):
+            raise CheckpointError(f"{where}: is not what a run of stage {self.stage} becomes")
+        self._prove(name, what, stored, where)
+        suffix = "" if what == _MASTER else f".{what}"
+        if not prod(shape):
+            return stored_tensor(name + suffix, stored)
+        view = stored.view()
+        return Tensor.contiguous(name + suffix, stored.dtype, shape, view.source, view.offset)
+
+    def _prove(self, name: str, what: str, stored: StoredTensor, where: str) -> None:
+        """Hold a sample of the values against the second copy, if there is one."""
+        count = prod(stored.shape)
+        if what in self.rank0.get(name, {}):
+            run, base, count = self.rank0[name][what]
+            pairs = [(run, base + at, stored, at) for at in _samples(count)]
+            other = _COMMON
+        elif self.stage < 3 and what == _MASTER:
+            weight = self.model.module.get(name)
+            if not isinstance(weight, StoredTensor) or weight.shape != self.shapes[name]:
+                raise CheckpointError(f"{self.model.where}: {name!r} is not there in its recorded shape")
+            pairs = [(stored, at, weight, at) for at in _samples(count)]
+            other = "the model states"
+        else:
+            return
+        for left, start, right, within in pairs:
+            if rounds_to(piece_of(left), start, right, count - within, within) is False:
+                raise CheckpointError(
+                    f"{where}: other values than {other}; a file of another parameter or step"
+                )
+
+    def checkpoint(self, root: Place) -> Checkpoint:
+        tensors = {name: self._parameter(name, _MASTER) for name in self.shapes}
+        tensors |= self._frozen(tensors)
+        aliases = {
+            alias: owner
+            for alias, owner in self.model.shared.items()
+            if owner in tensors and tensors[owner].numel and alias not in tensors
+        }
+        for name, value in self.model.module.items():
+            if name in tensors or name in aliases or not isinstance(value, StoredTensor):
+                continue
+            if self.stage == 3 and name not in self.model.buffers and not prod(value.shape):
+                raise CheckpointError(
+                    f"{self.model.where}: names {name!r}, whose values are recorded nowhere"
+                )
+            tensors[name] = stored_tensor(name, value)
+        missing = [name for name in self.model.buffers if name not in tensors and name not in aliases]
+        if missing:
+            raise CheckpointError(f"{self.model.where}: the buffer {missing[0]!r} is named but missing")
+        made = plain_names(tensors, where=self.where)
+        short = dict(zip(tensors, made, strict=True))
+        known = dict(zip(plain_names(aliases, where=self.where), aliases.values(), strict=True))
+        told = {
+            "step": self.model.count("global_steps"),
+            "ds_version": self.common.get("ds_version"),
+            "zero_stage": self.stage,
+            "tag": self.folder.path.name,
+        }
+        return Checkpoint(
+            format="deepspeed-universal",
+            root=root,
+            tensors=made,
+            aliases={alias: short[owner] for alias, owner in known.items()},
+            optimizer=lambda _: self._optimizer(short),
+            metadata={key: value for key, value in told.items() if isinstance(value, (int, str))},
+            companions=find_companions(self.folder.path),
+            counters=self.model.counters,
+        )
+
+    def _frozen(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Frozen parameters: whole below stage 3, else in a fragment a rank."""
+        made: dict[str, Tensor] = {}
+        for name, shape in (self.model.frozen or {}).items():
+            where = f"{self.model.where}: {name!r}"
+            if name in trained or any(name not in model.fragments for model in self.models):
+                raise CheckpointError(f"{where}: damaged record of a frozen parameter")
+            if self.stage == 3:
+                pieces = [piece_of(flat(model.fragments[name], model.where)) for model in self.models]
+                made |= WholeParameters({name: shape}, self.world, where).tensors(join(pieces, where))
+            elif (stored := self.model.fragments[name]).shape == shape:
+                made[name] = stored_tensor(name, stored)
+            else:
+                raise CheckpointError(f"{where}: is {list(stored.shape)}, recorded as {list(shape)}")
+        return made
+
+    def _optimizer(self, short: dict[str, str]) -> OptimizerState | None:
+        where = str(self.folder.path / _COMMON)
+        state: dict[str, dict[str, Tensor | Scalar]] = {}
+        kinds = [set(self.folders[name]) - {_MASTER} for name in self.shapes]
+        for name, kind in zip(self.shapes, kinds, strict=True):
+            if kind and kind != set().union(*kinds):
+                lost = sorted(set().union(*kinds) - kind)[0]
+                raise CheckpointError(f"{self.folder.path / _ZERO / name / (lost + _SUFFIX)}: is missing")
+            values: dict[str, Tensor | Scalar] = {}
+            for what in sorted(kind):
+                values[what] = self._step(name) if what == _STEP else self._parameter(name, what)
+            if values:
+                state[short[name]] = values
+        if not state:
+            return None
+        self._steps_of_stage3(state, short, where)
+        self._check_steps(state)
+        groups = self.common.get("param_groups")
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise CheckpointError(f"{where}: damaged, it has no param_groups")
+        named = [self._named(group, short, where) for group in groups]
+        return OptimizerState(state, named)
+
+    def _step(self, name: str) -> Tensor | Scalar:
+        file = f"{_ZERO}/{name}/{_STEP}{_SUFFIX}"
+        return _scalar(_load(self.folder, file), f"{name}.{_STEP}", str(self.folder.path / file))
+
+    def _steps_of_stage3(
+        self, state: dict[str, dict[str, Tensor | Scalar]], short: dict[str, str], where: str
+    ) -> None:
+        """Stage 3 keeps its steps (and other numbers) in the common file, one for each sub-group."""
+        states = _states(self.common, where) if self.stage == 3 else {}
+        for index, shapes in enumerate(self.groups):
+            values = states.get(index)
+            for what, value in values.items() if isinstance(values, dict) else ():
+                if value is None or (isinstance(value, StoredTensor) and value.shape):
+                    continue
+                for name in shapes:
+                    if short[name] in state:
+                        state[short[name]][str(what)] = _scalar(value, f"{name}.{what}", where)
+
+    def _check_steps(self, state: dict[str, dict[str, Tensor | Scalar]]) -> None:
+        """Every parameter is of one step, and of the one that the engine counted."""
+        total, skipped = self.model.count("global_steps"), self.model.count("skipped_steps") or 0
+        told: dict[str, float] = {}
+        for name, values in state.items():
+            step = values.get(_STEP)
+            if step is not None:
+                told[name] = float(step.read().item() if isinstance(step, Tensor) else step)
+        for name, steps in told.items():
+            if steps != next(iter(told.values())) or (total is not None and steps > total - skipped):
+                raise CheckpointError(
+                    f"{self.folder.path / _ZERO / name}: is of step {steps:g}, other records of "
+                    f"{next(iter(told.values())):g}; the engine counted {total}"
+                )
+
+    def _named(self, group: dict[Any, Any], short: dict[str, str], where: str) -> dict[str, Any]:
+        indices = group.get("params")
+        if not isinstance(indices, list) or any(
+            type(index) is not int or not 0 <= index < len(self.groups) for index in indices
+        ):
+            raise CheckpointError(f"{where}: the parameter groups fit none of the model states'")
+        values = {
+            str(key): number(value, where) if isinstance(value, StoredTensor) else plain(value)
+            for key, value in group.items()
+        }
+        return {**values, "params": [short[name] for index in indices for name in self.groups[index]]}
+
+
+def _states(common: dict[str, Any], where: str) -> dict[Any, Any]:
+    """The base optimizer's state by sub-group, as stage 3 leaves that of rank 0."""
+    base = common.get("optimizer_state_dict")
+    state = base.get("state") if isinstance(base, dict) else None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{where}: damaged, the optimizer keeps no state")
+    return state
+
+
+def _scalar(value: Any, name: str, where: str) -> Tensor | Scalar:
+    if isinstance(value, StoredTensor) and value.shape == ():
+        return stored_tensor(name, value)
+    if isinstance(value, (int, float)):
+        return value
+    raise CheckpointError(f"{where}: {name!r} is not a number")
+
+
+def _samples(count: int) -> list[int]:
+    """Where to look at a run of elements: its start, its middle and its end."""
+    return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
+
+
+def _ordered(value: Any) -> Any:
+    """Tables as lists, since their order is the layout."""
+    if isinstance(value, dict):
+        return list(value.items())
+    return [_ordered(item) for item in value] if isinstance(value, list) else value
+
+
+FORMAT = Format("deepspeed-universal", _detect, _open, _incomplete, tags=True)

@@ -1,0 +1,190 @@
+"""DeepSpeed without ZeRO: one file with the model and its optimizer.
+
+In fp32 the optimizer is torch's own. In 16 bits a wrapper keeps fp32 masters, shaped (`fp32_groups`) or one
+flat run a group (`fp32_groups_flat`), and no names: each must come, in the model's order, to the weight that
+is its rounded value.
+
+Source: deepspeed/runtime/fp16/unfused_optimizer.py and fused_optimizer.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import Aliases, Checkpoint, OptimizerState
+from converters.companions import find_companions
+from converters.containers.torchzip import StoredTensor
+from converters.errors import CheckpointError
+from converters.formats.deepspeed.crosscheck import rounds_to
+from converters.formats.deepspeed.files import ModelFile, OptimFile, flat, read_model
+from converters.formats.deepspeed.layout import EqualSlices, join, piece_of
+from converters.formats.deepspeed.optimizer import build_optimizer
+from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
+from converters.names.canonical import plain_names
+from converters.names.index_keys import fit_in_order
+
+if TYPE_CHECKING:
+    from converters.storage.bytes import Folder
+    from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
+
+
+@dataclass
+class _Masters:
+    """The fp32 copies: by name, and how the optimizer's groups count them."""
+
+    tensors: dict[str, Tensor]
+    groups: list[list[str]]
+    flat: list[EqualSlices] | None = None
+
+
+def open_unsharded(folder: Folder, name: str, root: Place) -> Checkpoint:
+    """The checkpoint in the single file `name`.
+
+    Raises:
+        CheckpointError: damaged, of a ZeRO run whose other files are missing, or masters that fit no weights.
+    """
+    model = read_model(folder, name)
+    if model.groups is not None:
+        raise CheckpointError(f"{folder.path}: the optimizer states of all ranks are missing")
+    stored = {key: value for key, value in model.module.items() if isinstance(value, StoredTensor)}
+    stored = plain_names(stored, where=model.where)
+    missing = [buffer for buffer in model.buffers if buffer not in model.module]
+    if missing:
+        raise CheckpointError(f"{model.where}: the buffer {missing[0]!r} is named but missing")
+    aliases = _aliases(stored)
+    buffers = set(plain_names(dict.fromkeys(model.buffers), where=model.where))
+    order = [key for key in stored if key not in aliases and key not in buffers]
+    saved = model.content.get("optimizer")
+    masters = _masters(saved, stored, order, model)
+    tensors = {key: as_tensor(value, key) for key, value in stored.items()} | masters.tensors
+
+    def optimizer(_: Aliases) -> OptimizerState | None:
+        if not isinstance(saved, dict):
+            return None
+        if masters.flat is not None:
+            return _flat_optimizer(saved, masters, model.where)
+        state = saved if is_optimizer(saved) else saved.get("optimizer_state_dict")
+        if masters.groups and isinstance(state, dict):
+            state = _with_names(state, masters.groups, model.where)
+        return read_optimizer(state, tensors, order, where=model.where)
+
+    told = {
+        "step": model.count("global_steps"),
+        "world_size": model.count("dp_world_size"),
+        "ds_version": model.content.get("ds_version"),
+        "zero_stage": 0,
+        "tag": folder.path.name,
+    }
+    return Checkpoint(
+        format="deepspeed",
+        root=root,
+        tensors=tensors,
+        aliases=aliases,
+        optimizer=optimizer,
+        metadata={key: value for key, value in told.items() if isinstance(value, (int, str))},
+        companions=find_companions(folder.path),
+        counters=model.counters,
+    )
+
+
+def _aliases(stored: dict[str, StoredTensor]) -> dict[str, str]:
+    """Names that are one and the same view of a storage."""
+    owners: dict[tuple[Any, ...], str] = {}
+    aliases = {}
+    for name, value in stored.items():
+        if prod(value.shape):
+            owner = owners.setdefault((value.storage.key, value.offset, value.shape, value.strides), name)
+            if owner != name:
+                aliases[name] = owner
+    return aliases
+
+
+def _masters(saved: Any, stored: dict[str, StoredTensor], order: list[str], model: ModelFile) -> _Masters:
+    if not isinstance(saved, dict):
+        return _Masters({}, [])
+    shaped, run = saved.get("fp32_groups"), saved.get("fp32_groups_flat")
+    if isinstance(shaped, list) and all(isinstance(group, list) for group in shaped):
+        return _shaped(shaped, stored, order, model.where)
+    if isinstance(run, list):
+        return _runs(run, stored, order, model.where)
+    if not is_optimizer(saved):
+        raise CheckpointError(f"{model.where}: its optimizer is of a kind that is not supported")
+    return _Masters({}, [])
+
+
+def _shaped(
+    groups: list[list[Any]], stored: dict[str, StoredTensor], order: list[str], where: str
+) -> _Masters:
+    wanted = [[flat(master, f"{where}: fp32_groups", whole=True) for master in group] for group in groups]
+    places = fit_in_order(
+        [(name, stored[name].shape) for name in order],
+        [[master.shape for master in group] for group in wanted],
+    )
+    if isinstance(places, int):
+        why = "several ways" if places else "no way"
+        raise CheckpointError(f"{where}: its fp32_groups fit the weights in {why}")
+    named = [[""] * len(group) for group in wanted]
+    tensors = {}
+    for name, (group, at) in places.items():
+        master = wanted[group][at]
+        if rounds_to(piece_of(master), 0, stored[name], prod(master.shape)) is False:
+            raise CheckpointError(f"{where}: the weight {name!r} is not its fp32 master, rounded")
+        named[group][at] = name
+        tensors[name] = as_tensor(master, name)
+    return _Masters(tensors, named)
+
+
+def _runs(groups: list[Any], stored: dict[str, StoredTensor], order: list[str], where: str) -> _Masters:
+    """Cut each group's run: the next weight goes where its values are, and only there."""
+    runs = [piece_of(flat(group, f"{where}: fp32_groups_flat")) for group in groups]
+    at = [0] * len(runs)
+    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in runs]
+    for name in order:
+        count = prod(stored[name].shape)
+        fitting = [
+            group
+            for group, run in enumerate(runs)
+            if count and at[group] + count <= run.numel and rounds_to(run, at[group], stored[name], count)
+        ]
+        if len(fitting) > 1:
+            raise CheckpointError(f"{where}: the weight {name!r} fits several of its fp32_groups_flat")
+        for group in fitting:
+            shapes[group][name] = stored[name].shape
+            at[group] += count
+    frozen = [name for name in order if not any(name in group for group in shapes)]
+    taken = {stored[name].shape for group in shapes for name in group}
+    if at != [run.numel for run in runs] or any(stored[name].shape in taken for name in frozen):
+        raise CheckpointError(f"{where}: its fp32_groups_flat do not fit the weights beyond doubt")
+    layouts = [
+        EqualSlices(group, [0] * len(group), 1, run.numel, where)
+        for group, run in zip(shapes, runs, strict=True)
+    ]
+    tensors: dict[str, Tensor] = {}
+    for layout, run in zip(layouts, runs, strict=True):
+        tensors |= layout.tensors(join([run], where))
+    return _Masters(tensors, [list(group) for group in shapes], layouts)
+
+
+def _with_names(state: dict[str, Any], groups: list[list[str]], where: str) -> dict[str, Any]:
+    """The optimizer's state dict, its groups told which parameters they count."""
+    told = state.get("param_groups")
+    if not isinstance(told, list) or [len(group.get("params", ())) for group in told] != list(
+        map(len, groups)
+    ):
+        raise CheckpointError(f"{where}: the optimizer's groups are not those of its fp32 masters")
+    named = [{**group, "param_names": names} for group, names in zip(told, groups, strict=True)]
+    return {**state, "param_groups": named}
+
+
+def _flat_optimizer(saved: dict[str, Any], masters: _Masters, where: str) -> OptimizerState:
+    assert masters.flat is not None
+    # The same shape as a ZeRO run of one rank: one flat parameter a group.
+    alone = OptimFile(where, {"base_optimizer_state": saved.get("optimizer_state_dict")}, None, {})
+    names = {name: name for group in masters.groups for name in group}
+    built = build_optimizer(1, [alone], masters.flat, names)
+    if built is None:
+        raise CheckpointError(f"{where}: the optimizer keeps no state")
+    return built

@@ -1,0 +1,187 @@
+"""The optimizer of a full state dict: `optimizer.state_dict()`, pickled whole.
+
+FSDP keys it by name. A plain optimizer counts its parameters, group by group, each group in the order of
+the model's modules. Which index is which parameter is then a puzzle: the indices' shapes must fit into the
+model's order, and in one way only. With no fit, or with two, the state is refused rather than guessed at.
+
+Source: torch/optim/optimizer.py (`state_dict`), torch/distributed/fsdp (`optim_state_dict`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import OptimizerState, ParamGroups, Scalar
+from converters.containers.pickle_reader import plain
+from converters.containers.torchzip import StoredTensor
+from converters.errors import CheckpointError
+from converters.names.canonical import plain_name
+from converters.names.index_keys import candidates_of, fit_in_order
+from converters.tensors.tensor import Box, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# State that has the shape of its parameter, in every optimizer that uses the name.
+_SHAPED = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"),
+    *("sum", "acc_delta", "prev", "ax"),
+)
+_MAX_GROUP_TENSOR = 16
+
+Shape = tuple[int, ...]
+
+
+def as_tensor(stored: StoredTensor, name: str) -> Tensor:
+    """The whole of a pickled tensor; its bytes are located when they are first read."""
+    origin = (0,) * len(stored.shape)
+    return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.view)])
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a pickled value is an optimizer's state dict."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("state"), dict)
+        and isinstance(value.get("param_groups"), list)
+    )
+
+
+def read_optimizer(
+    saved: Any, tensors: Mapping[str, Tensor], order: Sequence[str] | None, *, where: str
+) -> OptimizerState:
+    """The state by parameter name.
+
+    Args:
+        saved: what `torch.load` would give: `{"state": ..., "param_groups": [...]}`.
+        tensors: the model's stored tensors by plain name, aliases and all.
+        order: their names as the model's modules define them, aliases left out; None where nothing tells.
+
+    Raises:
+        CheckpointError: damaged, or state that cannot be assigned to parameters beyond doubt.
+    """
+    if not is_optimizer(saved) or not all(isinstance(group, dict) for group in saved["param_groups"]):
+        raise CheckpointError(f"{where}: not an optimizer's state (no state and param_groups)")
+    groups: list[dict[Any, Any]] = saved["param_groups"]
+    keys: list[list[Any]] = [list(_list(group.get("params"), where)) for group in groups]
+    flat = [key for group in keys for key in group]
+    if not all(type(key) in (str, int) for key in flat) or len(set(flat)) != len(flat):
+        raise CheckpointError(f"{where}: damaged, the params of its groups are not distinct names or numbers")
+    if not set(saved["state"]) <= set(flat):
+        raise CheckpointError(f"{where}: damaged, it holds state of a parameter that is in no group")
+    state = {key: _state(value, str(key), where) for key, value in saved["state"].items()}
+    names = _names(groups, keys, state, tensors, order, where)
+    if len(set(names.values())) != len(names):
+        raise CheckpointError(f"{where}: two optimizer states belong to one parameter")
+    named: dict[str, Mapping[str, Tensor | Scalar]] = {}
+    for key in flat:  # the order of the groups, whatever order the parameters were first stepped in
+        if key in state:
+            name = names[key]
+            _check_shapes(name, state[key], tensors, where)
+            named[name] = {
+                what: as_tensor(value, f"{name}.{what}") if isinstance(value, StoredTensor) else value
+                for what, value in state[key].items()
+            }
+
+    def param_groups() -> ParamGroups:
+        return [
+            {**_group(group), "params": [names[key] for key in params]}
+            for group, params in zip(groups, keys, strict=True)
+        ]
+
+    return OptimizerState(named, param_groups)
+
+
+def _names(
+    groups: list[dict[Any, Any]],
+    keys: list[list[Any]],
+    state: Mapping[Any, Mapping[str, StoredTensor | Scalar]],
+    tensors: Mapping[str, Tensor],
+    order: Sequence[str] | None,
+    where: str,
+) -> dict[Any, str]:
+    """Key -> parameter name."""
+    flat = [key for group in keys for key in group]
+    if all(type(key) is str for key in flat):
+        return {key: _known(plain_name(key), tensors, where) for key in flat}
+    if not all(type(key) is int for key in flat):
+        raise CheckpointError(f"{where}: damaged, its groups mix names and numbers")
+    told = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    if all(
+        isinstance(names, list) and len(names) == len(group) for names, group in zip(told, keys, strict=True)
+    ):
+        return {
+            key: _known(plain_name(str(name)), tensors, where)
+            for group, names in zip(keys, told, strict=True)
+            for key, name in zip(group, names or [], strict=True)
+        }
+    if order is None:
+        raise CheckpointError(
+            f"{where}: its state is keyed by index, and nothing here tells the order of the parameters "
+            "(safetensors files sort them by name); convert without --optimizer"
+        )
+    shapes = {key: _shape(values) for key, values in state.items()}
+    wanted = [[shapes.get(key) for key in group] for group in keys]
+    places = fit_in_order(candidates_of(order, tensors), wanted)
+    if not isinstance(places, dict):
+        why = (
+            "fits the model's parameters in several ways" if places else "does not fit the model's parameters"
+        )
+        raise CheckpointError(f"{where}: its state is keyed by index and {why}; convert without --optimizer")
+    return {keys[group][at]: name for name, (group, at) in places.items()}
+
+
+def _known(name: str, tensors: Mapping[str, Tensor], where: str) -> str:
+    if name not in tensors:
+        raise CheckpointError(f"{where}: holds state of {name!r}, which the model does not have")
+    return name
+
+
+def _state(values: Any, key: str, where: str) -> dict[str, StoredTensor | Scalar]:
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where}: damaged, the state of {key!r} is not a table")
+    found: dict[str, StoredTensor | Scalar] = {}
+    for what, value in values.items():
+        if isinstance(value, (StoredTensor, int, float)):
+            found[str(what)] = value
+        elif value is not None:
+            raise CheckpointError(
+                f"{where}: the state {str(what)!r} of {key!r} is neither tensor nor number, not supported"
+            )
+    return found
+
+
+def _shape(values: Mapping[str, StoredTensor | Scalar]) -> Shape | None:
+    shapes = [value.shape for what in _SHAPED if isinstance(value := values.get(what), StoredTensor)]
+    return shapes[0] if shapes else None
+
+
+def _check_shapes(
+    name: str, values: Mapping[str, StoredTensor | Scalar], tensors: Mapping[str, Tensor], where: str
+) -> None:
+    for what in _SHAPED:
+        value = values.get(what)
+        if isinstance(value, StoredTensor) and value.shape != tensors[name].shape:
+            raise CheckpointError(
+                f"{where}: {what} of {name!r} has the shape {list(value.shape)}, the parameter "
+                f"{list(tensors[name].shape)}"
+            )
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise CheckpointError(f"{where}: damaged, the params of an optimizer group are not a list")
+    return value
+
+
+def _group(group: Mapping[Any, Any]) -> dict[str, Any]:
+    """A group's hyperparameters as plain values; a tensor learning rate becomes its number."""
+    made: dict[str, Any] = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):
+            continue
+        if isinstance(value, StoredTensor):
+            tensor = as_tensor(value, str(key))
+            value = tensor.read().tolist() if tensor.numel <= _MAX_GROUP_TENSOR else None
+        made[str(key)] = plain(value)
+    return made

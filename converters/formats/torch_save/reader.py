@@ -1,0 +1,250 @@
+"""Full state dicts as `torch.save` writes them: `.bin`, `.pt`, `.pth`, one file or shards with an index.
+
+A file holds a bare state dict, or one within containers (`model`, `state_dict`, ...), with an optimizer, a
+scheduler and counters beside it. A pickled tensor is a view of a storage, and two names with one view are
+tied. The optimizer may also lie in a file of its own: `optimizer.pt` (the Trainer) or `optimizer.bin`
+(Accelerate), beside this format's model or beside safetensors.
+
+Source: torch/serialization.py; transformers' `save_pretrained`; accelerate/utils/fsdp_utils.py
+(`FULL_STATE_DICT`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import Aliases, Checkpoint, OptimizerState
+from converters.companions import find_companions, trainer_metadata
+from converters.containers.shard_index import read_index
+from converters.containers.torchzip import StoredTensor, TorchZip
+from converters.errors import CheckpointError, blame
+from converters.formats import Format, Source
+from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
+from converters.names.canonical import model_container, plain_names
+from converters.names.ties import pick_owner
+from converters.storage.bytes import Folder, SourceFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from converters.names.canonical import Path as KeyPath
+    from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
+
+_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_INDEX_SUFFIX = ".bin.index.json"
+# The names that libraries give a whole model, in the order of preference. A safetensors copy of the same
+# weights beside the last two is the newer habit and goes first.
+_FSDP = "pytorch_model_fsdp.bin"
+_HF = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+# Files beside a model that hold something else.
+_OTHER = re.compile(
+    r"optimizer.*|optim.*|scheduler.*|scaler.*|rng_state.*|random_states.*|training_args\.bin|sampler.*"
+    r"|dataloader.*|dl_state.*|custom_checkpoint.*"
+)
+# One rank's part, by whoever: never a full state dict.
+_PARTS = re.compile(
+    r".*(?:mp_rank_\d+|zero_pp_rank_\d+|_optim_states|rank-?\d+-of-\d+|_rank\d+|layer_\d+-model_\d+|expert_\d+).*"
+)
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_MAX_VALUES = 5_000_000
+_MAX_DEPTH = 16
+
+
+def _names(path: Place) -> list[str]:
+    """The file to start from: the one given, one of a known name, or the only one that may be a model."""
+    if path.is_file():
+        part = _PARTS.fullmatch(path.name)
+        return [path.name] if path.name.endswith((*_SUFFIXES, _INDEX_SUFFIX)) and not part else []
+    try:
+        entries = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    except OSError:
+        return []
+    if _FSDP in entries:
+        return [_FSDP]
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in entries):
+        return []
+    for name in _HF:
+        if name in entries:
+            return [name]
+    found = [name for name in entries if name.endswith(_SUFFIXES) and not name.startswith(".")]
+    if any(_PARTS.fullmatch(name) for name in found):
+        return []
+    found = [name for name in found if not _OTHER.fullmatch(name)]
+    indices = [name for name in entries if name.endswith(_INDEX_SUFFIX)]
+    return indices if len(indices) == 1 else found if len(found) == 1 and not indices else []
+
+
+def _detect(source: Source) -> bool:
+    return bool(_names(source.path))
+
+
+def _incomplete(source: Source) -> str | None:
+    path = source.path
+    if path.is_file():
+        if _PARTS.fullmatch(path.name) and path.name.endswith(_SUFFIXES):
+            return f"{path}: one rank's part of a checkpoint, by its name; give the folder of all parts"
+        return None
+    found = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_SUFFIXES))
+    parts = [name for name in found if _PARTS.fullmatch(name)]
+    if parts:
+        return (
+            f"{path}: holds one rank's parts ({parts[0]}, ...) in a layout that is not known, or not all of "
+            "them; save a full state dict, or sharded with DCP"
+        )
+    found = [name for name in found if not _OTHER.fullmatch(name)]
+    if len(found) > 1:
+        return f"{path}: several files may be the model ({', '.join(found[:4])}); give one of them"
+    return None
+
+
+def _open(source: Source) -> Checkpoint:
+    root = source.path if source.path.is_dir() else source.path.parent
+    folder = Folder(root, verify=source.verify)
+    (name,) = _names(source.path)
+    where = str(root / name)
+    optimizers: list[Any] = []
+    told: dict[str, Any] = {}
+    if name.endswith(_INDEX_SUFFIX):
+        stored = read_index(folder, name, lambda file: _bare(file, load(file)))
+    else:
+        stored, optimizers, told = _split(load(folder.file(name)), where)
+    views = plain_names(stored, where=where)
+    tensors: dict[str, Tensor] = {}
+    for plain, view in views.items():
+        with blame(root / name):
+            tensors[plain] = as_tensor(view, plain)
+    companions = find_companions(source.path)
+
+    def optimizer(aliases: Aliases) -> OptimizerState | None:
+        if len(optimizers) > 1:
+            raise CheckpointError(f"{where}: holds {len(optimizers)} optimizers; convert without --optimizer")
+        if optimizers:
+            return read_optimizer(optimizers[0], tensors, in_order(tensors, aliases), where=where)
+        if source.path.is_file():
+            return None
+        return optimizer_beside(folder, tensors, lambda: in_order(tensors, aliases))
+
+    return Checkpoint(
+        format="torch",
+        root=source.path,
+        tensors=tensors,
+        aliases=_aliases(views, tensors),
+        optimizer=optimizer,
+        metadata={**told, **trainer_metadata(root)},
+        companions=companions,
+        counters=lambda: {"step": told["step"]} if "step" in told else {},
+    )
+
+
+def load(file: SourceFile) -> Any:
+    """What `torch.load` would give, with `StoredTensor` for tensors. Nothing in it is run."""
+    return TorchZip(file).load()
+
+
+def in_order(names: Iterable[str], aliases: Aliases) -> list[str]:
+    """`names` with tied parameters once, where their first name stands: as `named_parameters` counts them."""
+    return list(dict.fromkeys(aliases.get(name, name) for name in names))
+
+
+def optimizer_beside(
+    folder: Folder, tensors: Mapping[str, Tensor], order: Callable[[], list[str] | None]
+) -> OptimizerState | None:
+    """The optimizer in `optimizer.pt` or `optimizer.bin` beside the model, None where there is none.
+
+    Raises:
+        CheckpointError: more than one, or one that cannot be assigned to the model's parameters.
+    """
+    try:
+        entries = {entry.name for entry in folder.path.iterdir()}
+    except OSError:
+        return None
+    found = [name for name in OPTIMIZERS if name in entries]
+    if not found:
+        return None
+    if len(found) > 1 or "optimizer_1.bin" in entries:
+        raise CheckpointError(f"{folder.path}: holds several optimizers; convert without --optimizer")
+    file = folder.file(found[0])
+    return read_optimizer(load(file), tensors, order(), where=str(file.path))
+
+
+def _bare(file: SourceFile, saved: Any) -> dict[str, StoredTensor]:
+    """One shard: tensors by name, and nothing else."""
+    if not isinstance(saved, dict) or not all(
+        isinstance(key, str) and isinstance(value, StoredTensor) for key, value in saved.items()
+    ):
+        raise CheckpointError(f"{file.path}: not a shard of a state dict (a table of tensors)")
+    return saved
+
+
+def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], dict[str, Any]]:
+    """(the model's tensors by name, optimizers, the rest) of what a file holds."""
+    if not isinstance(saved, dict):
+        what = "a single tensor" if isinstance(saved, StoredTensor) else f"a {type(saved).__name__}"
+        raise CheckpointError(f"{where}: not a state dict but {what}")
+    if "shard_metadata" in saved:
+        raise CheckpointError(f"{where}: one rank's shard of a PyTorch/XLA FSDP checkpoint; give its folder")
+    if "ds_version" in saved or "ds_config" in saved:
+        raise CheckpointError(f"{where}: one file of a DeepSpeed checkpoint; give its folder")
+    if is_optimizer(saved):
+        raise CheckpointError(f"{where}: an optimizer's state without a model; give the checkpoint's folder")
+    found: dict[KeyPath, StoredTensor] = {}
+    optimizers: list[Any] = []
+    told: dict[str, Any] = {}
+    left = _MAX_VALUES
+    # A stack, not recursion: what a file nests need not fit ours.
+    pending: list[tuple[KeyPath, Any]] = [((), saved)]
+    while pending:
+        path, value = pending.pop()
+        left -= 1
+        if left < 0 or len(path) > _MAX_DEPTH:
+            raise CheckpointError(f"{where}: nested too deeply or too large to be a state dict")
+        if isinstance(value, StoredTensor):
+            found[path] = value
+        elif is_optimizer(value):
+            optimizers.append(value)
+        elif isinstance(value, dict):
+            items = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
+            pending.extend(((*path, key), item) for key, item in reversed(items))
+        elif isinstance(value, (list, tuple)):
+            pending.extend(((*path, at), item) for at, item in reversed(list(enumerate(value))))
+        elif isinstance(value, int) and len(path) == 1 and path[0] in ("step", "global_step"):
+            told["step"] = value
+    container = model_container(list(found))
+    model: dict[str, StoredTensor] = {}
+    for path, stored in found.items():
+        if container is None or path[:-1] == container:
+            name = ".".join(map(str, path if container is None else path[-1:]))
+            if name in model:
+                raise CheckpointError(f"{where}: two tensors are called {name!r}")
+            model[name] = stored
+    if not model:
+        raise CheckpointError(f"{where}: holds no tensors")
+    told["other_keys"] = [".".join(map(str, path)) for path in found if container not in (None, path[:-1])]
+    return model, optimizers, told
+
+
+def _aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Alias -> owner for names whose tensors are one and the same view of one storage."""
+    groups: dict[object, list[str]] = {}
+    for name, view in views.items():
+        if tensors[name].numel:
+            key = (
+                view.storage.zip.file.path,
+                view.storage.key,
+                view.offset,
+                view.shape,
+                view.strides,
+                view.dtype,
+            )
+            groups.setdefault(key, []).append(name)
+    aliases: dict[str, str] = {}
+    for names in groups.values():
+        owner = pick_owner({name: tensors[name] for name in names}) if len(names) > 1 else names[0]
+        aliases.update({name: owner for name in names if name != owner})
+    return aliases
+
+
+FORMAT = Format("torch", _detect, _open, _incomplete)

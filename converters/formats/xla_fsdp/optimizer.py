@@ -1,0 +1,214 @@
+"""The optimizer of an XLA FSDP v1 run: its state is cut like the shards it belongs to, and keyed by index."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import OptimizerState, ParamGroups, Scalar
+from converters.containers.pickle_reader import plain
+from converters.containers.torchzip import StoredTensor
+from converters.errors import CheckpointError, blame
+from converters.formats.xla_fsdp.shards import Layout, join, whole
+from converters.names.index_keys import fit_in_order
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from converters.tensors.tensor import Tensor
+
+Shape = tuple[int, ...]
+
+# How transformers' Trainer has split parameters into decayed and not, by version: names with one of these are
+# not. The names it sees are those of the shards.
+_UNDECAYED = (
+    re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"),
+    re.compile(r"bias"),
+)
+# Of a module's flat parameters the second holds what was frozen when it was wrapped.
+_FROZEN = "_FSDP_SHARD_SEPARATOR_flat_param_1"
+_MAX_GROUP_TENSOR = 16
+
+
+def read_optimizer(
+    saved: Sequence[tuple[str, Any]],
+    layouts: Mapping[str, Layout],
+    shapes: Mapping[str, Shape],
+    plain_names: Mapping[str, str],
+    *,
+    trainer: bool,
+) -> OptimizerState:
+    """The state by parameter name.
+
+    Args:
+        saved: (file, `optimizer.state_dict()`) of every rank, in order.
+        layouts: key of `model` -> what it holds, in the model's order.
+        shapes: key of `model` -> the shape of one rank's shard.
+        plain_names: name with wrappers -> plain name.
+        trainer: whether transformers' Trainer wrote it, whose two groups are known.
+
+    Raises:
+        CheckpointError: ranks that disagree, or state that cannot be assigned to parameters beyond doubt.
+    """
+    where, _ = saved[0]
+    ranks = [(file, *_parts(file, value)) for file, value in saved]
+    _, states, groups = ranks[0]
+    hyper = [_group(group) for group in groups]
+    for file, other_states, other_groups in ranks[1:]:
+        if list(other_states) != list(states) or [_group(group) for group in other_groups] != hyper:
+            raise CheckpointError(
+                f"{file}: its optimizer is not the one of {where}; a file of another run or step"
+            )
+    indices = [_indices(group.get("params"), where) for group in groups]
+    flat = [index for group in indices for index in group]
+    if len(set(flat)) != len(flat) or not set(states) <= set(flat):
+        raise CheckpointError(f"{where}: damaged, the params of the optimizer's groups do not fit its state")
+    keys = _keys(indices, groups, states, shapes, trainer, where)
+    state: dict[str, Mapping[str, Tensor | Scalar]] = {}
+    one_run = False
+    for index in flat:
+        if index not in states:
+            continue
+        made: dict[str, dict[str, Tensor | Scalar]] = {}
+        for what, value in states[index].items():
+            parts = [(file, values[index].get(what)) for file, values, _ in ranks]
+            if not _cut(what, value, shapes[keys[index]], where):
+                if not one_run or not isinstance(value, StoredTensor):
+                    _same(parts, f"the optimizer's {what!r}")
+                one_run = one_run or isinstance(value, StoredTensor)
+                if value is not None:
+                    kept = value if not isinstance(value, StoredTensor) else whole(value, str(what))
+                    for raw, _, _ in layouts[keys[index]].parts:
+                        made.setdefault(raw, {})[str(what)] = kept
+                continue
+            for raw, tensor in join(layouts[keys[index]], parts, f"{keys[index]}.{what}").items():
+                tensor.name = f"{tensor.name}.{what}"
+                made.setdefault(raw, {})[str(what)] = tensor
+        state.update({plain_names[raw]: values for raw, values in made.items()})
+
+    def param_groups() -> ParamGroups:
+        held = [[raw for index in group for raw, _, _ in layouts[keys[index]].parts] for group in indices]
+        return [
+            {**values, "params": [plain_names[raw] for raw in names]}
+            for values, names in zip(hyper, held, strict=True)
+        ]
+
+    return OptimizerState(state, param_groups)
+
+
+def _parts(where: str, saved: Any) -> tuple[dict[int, dict[Any, Any]], list[dict[Any, Any]]]:
+    state = saved.get("state") if isinstance(saved, dict) else None
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        raise CheckpointError(
+            f"{where}: its optimizer has no state and param_groups; convert without --optimizer"
+        )
+    if not all(type(key) is int and isinstance(values, dict) for key, values in state.items()) or not all(
+        isinstance(group, dict) for group in groups
+    ):
+        raise CheckpointError(f"{where}: its optimizer is not keyed by index; convert without --optimizer")
+    return state, groups
+
+
+def _indices(value: Any, where: str) -> list[int]:
+    if isinstance(value, (list, tuple)) and all(type(index) is int for index in value):
+        return list(value)
+    raise CheckpointError(f"{where}: damaged, the params of an optimizer group are not a list of numbers")
+
+
+def _keys(
+    indices: Sequence[Sequence[int]],
+    groups: Sequence[Mapping[Any, Any]],
+    states: Mapping[int, Mapping[Any, Any]],
+    shapes: Mapping[str, Shape],
+    trainer: bool,
+    where: str,
+) -> dict[int, str]:
+    """Index -> key of `model`: what the groups name, else the one way in which all shapes fit."""
+    told = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    if all(isinstance(names, (list, tuple)) for names in told):
+        named = [str(name).replace("_fpw_module.", "") for names in told for name in names or ()]
+        flat = [index for group in indices for index in group]
+        if len(named) == len(flat) and len(set(named)) == len(named) and set(named) <= set(shapes):
+            return dict(zip(flat, named, strict=True))
+    wanted = [[_moment_shape(states.get(index, {})) for index in group] for group in indices]
+    candidates = list(shapes.items())
+    if sum(map(len, indices)) < len(candidates):
+        candidates = [(key, shape) for key, shape in candidates if not key.endswith(_FROZEN)]
+    found = fit_in_order(candidates, wanted)
+    if isinstance(found, dict):
+        return {indices[group][at]: key for key, (group, at) in found.items()}
+    if trainer and found and len(indices) == 2:
+        fits = [fit for pattern in _UNDECAYED if (fit := _decayed(pattern, candidates, indices, wanted))]
+        if fits and all(fit == fits[0] for fit in fits):
+            return fits[0]
+    why = "fits the shards in several ways" if found else "does not fit the shards"
+    raise CheckpointError(
+        f"{where}: the optimizer's state is keyed by index and {why}; convert without --optimizer"
+    )
+
+
+def _decayed(
+    pattern: re.Pattern[str],
+    candidates: Sequence[tuple[str, Shape]],
+    indices: Sequence[Sequence[int]],
+    wanted: Sequence[Sequence[Shape | None]],
+) -> dict[int, str] | None:
+    """Index -> key as the Trainer's two groups have it, if each fits its part of the shards in one way."""
+    places: dict[int, str] = {}
+    for group, bare in enumerate((False, True)):
+        part = [(key, shape) for key, shape in candidates if bool(pattern.search(key.lower())) == bare]
+        found = fit_in_order(part, [wanted[group]])
+        if not isinstance(found, dict):
+            return None
+        places.update({indices[group][at]: key for key, (_, at) in found.items()})
+    return places
+
+
+def _moment_shape(values: Mapping[Any, Any]) -> Shape | None:
+    for what, value in values.items():
+        if isinstance(value, StoredTensor) and value.shape and what != "step":
+            return value.shape
+    return None
+
+
+def _cut(what: Any, value: Any, shard: Shape, where: str) -> bool:
+    """Whether one piece of state is cut like its parameter; a count of steps is the same on every rank."""
+    if isinstance(value, StoredTensor) and value.shape and what != "step":
+        if value.shape != shard:
+            raise CheckpointError(
+                f"{where}: the optimizer's {what!r} of {list(value.shape)} is not cut like its shard of "
+                f"{list(shard)}; convert without --optimizer"
+            )
+        return True
+    if value is None or isinstance(value, (int, float, StoredTensor)):
+        return False
+    raise CheckpointError(
+        f"{where}: the optimizer's {what!r} is neither tensor nor number; convert without --optimizer"
+    )
+
+
+def _same(parts: Sequence[tuple[str, Any]], what: str) -> None:
+    """Refuse ranks whose copies of one small value differ: they are not of one step."""
+    (where, first), *others = parts
+    expected = _value(first, where)
+    for file, value in others:
+        if _value(value, file) != expected:
+            raise CheckpointError(f"{file}: {what} is not that of {where}; a file of another run or step")
+
+
+def _value(value: Any, where: str) -> Any:
+    """A small value, comparable."""
+    if not isinstance(value, StoredTensor):
+        return plain(value)
+    with blame(where):
+        tensor = whole(value, "a step")
+        if tensor.numel > _MAX_GROUP_TENSOR:
+            raise CheckpointError("a tensor where a number should be")
+        return tensor.read().tolist()
+
+
+def _group(group: Mapping[Any, Any]) -> dict[str, Any]:
+    """A group's hyperparameters as plain values; a tensor learning rate becomes its number."""
+    values = {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: _value(value, "") for key, value in values.items()}

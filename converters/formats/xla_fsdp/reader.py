@@ -1,0 +1,231 @@
+"""PyTorch/XLA FSDP v1 (`XlaFullyShardedDataParallel`): one file a rank, each with its own description.
+
+A rank's file holds `model` (its shards, and every buffer whole), `shard_metadata` and often `optimizer`. The
+files may be called anything; transformers' Trainer writes `rank<r>-of-<W>-pytorch_model.bin`, with the
+optimizer in `rank<r>-of-<W>-optimizer.pt`. Every rank describes every shard, so each is held against all.
+
+Source: torch_xla/distributed/fsdp/xla_fully_sharded_data_parallel.py (`get_shard_metadata`,
+`_flatten_and_pad_to_world_size`), state_dict_utils.py; transformers/integrations/tpu.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import Checkpoint
+from converters.companions import find_companions, trainer_metadata
+from converters.containers.torchzip import StoredTensor, TorchZip
+from converters.errors import CheckpointError, blame
+from converters.formats import Format, Source
+from converters.formats.xla_fsdp.optimizer import read_optimizer
+from converters.formats.xla_fsdp.shards import Layout, join, read_layouts, whole
+from converters.names.canonical import plain_names
+from converters.storage.bytes import Folder
+from converters.storage.store_errors import RemoteError
+
+if TYPE_CHECKING:
+    from converters.checkpoint import Aliases, OptimizerState
+    from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
+
+_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
+_RANKED = re.compile(r"(?P<head>.*?)rank[-_]?(?P<rank>\d+)[-_]of[-_](?P<world>\d+)(?P<tail>.*)")
+_TRAINER_MODEL, _TRAINER_OPTIMIZER = "-pytorch_model.bin", "-optimizer.pt"
+_METADATA = "shard_metadata"
+# What makes a file of any name one of these, in its pickle.
+_MARK = _METADATA.encode()
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One file, parsed: what it holds beside `shard_metadata`, and whose it is."""
+
+    where: str
+    content: dict[Any, Any]
+    metadata: dict[Any, Any]
+    rank: int
+    world: int
+
+
+def _ranked(name: str) -> re.Match[str] | None:
+    """The parts of a name that tells the rank and the number of ranks."""
+    return _RANKED.fullmatch(name) if name.endswith(_SUFFIXES) else None
+
+
+def _marked(folder: Folder, name: str) -> bool:
+    """Whether a file of any name is one rank's."""
+    try:
+        return name.endswith(_SUFFIXES) and _MARK in TorchZip(folder.file(name)).read("data.pkl")
+    except RemoteError:  # not a matter of what the file is
+        raise
+    except CheckpointError:
+        return False
+
+
+def _entries(path: Place) -> list[str]:
+    try:
+        return sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_SUFFIXES))
+    except OSError:
+        return []
+
+
+def _detect(source: Source) -> bool:
+    path = source.path
+    folder = Folder(path.parent if path.is_file() else path, verify=source.verify)
+    names = [path.name] if path.is_file() else _entries(path)
+    # A name of the usual kind is enough: a damaged file is then refused, and not passed over.
+    return any(_ranked(name) for name in names) or any(_marked(folder, name) for name in names)
+
+
+def _set(match: re.Match[str]) -> tuple[str, int, str]:
+    """What the names of one checkpoint's ranks have in common."""
+    tail = match["tail"]
+    return (
+        match["head"],
+        int(match["world"][:9]),
+        "" if tail in (_TRAINER_MODEL, _TRAINER_OPTIMIZER) else tail,
+    )
+
+
+def _names(source: Source, folder: Folder) -> list[str]:
+    """The files of one checkpoint."""
+    entries = _entries(folder.path)
+    sets: dict[tuple[str, int, str], list[str]] = {}
+    for name in entries:
+        if match := _ranked(name):
+            sets.setdefault(_set(match), []).append(name)
+    if source.path.is_file():
+        match = _ranked(source.path.name)
+        if match:
+            return sets[_set(match)]
+    else:
+        if len(sets) > 1:  # other things than checkpoints may be called so
+            sets = {
+                kind: names for kind, names in sets.items() if any(_marked(folder, name) for name in names)
+            }
+        if len(sets) == 1:
+            return next(iter(sets.values()))
+    if len(sets) > 1:
+        one, other, *_ = [names[0] for names in sets.values()]
+        raise CheckpointError(
+            f"{folder.path}: holds the ranks of several checkpoints ({one}, {other}); give one of the files"
+        )
+    return [name for name in entries if not _ranked(name) and _marked(folder, name)]
+
+
+def _load(folder: Folder, name: str) -> RankFile:
+    archive = TorchZip(folder.file(name))
+    content = archive.load()
+    metadata = content.pop(_METADATA, None) if isinstance(content, dict) else None
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{archive.where}: not a rank's file of XLA FSDP (no {_METADATA})")
+    rank, world = metadata.get("rank"), metadata.get("world_size")
+    if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
+        raise CheckpointError(f"{archive.where}: damaged, {_METADATA} tells no rank and world size")
+    match = _ranked(name)
+    if match and (int(match["rank"][:9]), int(match["world"][:9])) != (rank, world):
+        raise CheckpointError(f"{archive.where}: is rank {rank} of {world}, not what its name says")
+    return RankFile(archive.where, content, metadata, rank, world)
+
+
+def _by_rank(files: list[RankFile], kind: str, root: Place) -> list[RankFile]:
+    """The files that hold `kind`, in the order of their ranks: all of them, and each once."""
+    found: dict[int, RankFile] = {}
+    for file in files:
+        if kind in file.content:
+            if file.world != files[0].world:
+                raise CheckpointError(
+                    f"{file.where}: is of {file.world} ranks, {files[0].where} of {files[0].world}"
+                )
+            other = found.setdefault(file.rank, file)
+            if other is not file:
+                raise CheckpointError(
+                    f"{file.where}: is rank {file.rank} of {file.world}, as is {other.where}"
+                )
+    if not found:
+        return []
+    world = files[0].world
+    missing = next((rank for rank in range(world) if rank not in found), None)
+    if missing is not None:
+        raise CheckpointError(
+            f"{root}: rank {missing} of {world} is missing, there is no file with its {kind}"
+        )
+    return [found[rank] for rank in range(world)]
+
+
+def _open(source: Source) -> Checkpoint:
+    root = source.path if source.path.is_dir() else source.path.parent
+    folder = Folder(root, verify=source.verify)
+    files = [_load(folder, name) for name in _names(source, folder)]
+    models = _by_rank(files, "model", root)
+    optimizers = _by_rank(files, "optimizer", root)
+    spare = [file.where for file in files if not file.content.keys() & {"model", "optimizer"}]
+    if not models or spare:
+        raise CheckpointError(f"{spare[0] if spare else root}: holds no model beside its {_METADATA}")
+    layouts = read_layouts([(file.where, file.metadata) for file in models], _model(models[0]))
+    if optimizers and optimizers[0] is not models[0]:
+        read_layouts([(file.where, file.metadata) for file in (models[0], *optimizers)], _model(models[0]))
+    stored: dict[str, Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    other = _others(models[0])
+    first = list(_model(models[0]))
+    for file in models[1:]:
+        if list(_model(file)) != first:
+            raise CheckpointError(f"{file.where}: holds other parameters than {models[0].where}")
+    for key, value in _model(models[0]).items():
+        shards = [(file.where, _model(file)[key]) for file in models]
+        made = _tensors(key, value, layouts.get(key), shards)
+        for name, tensor in made.items():
+            if stored.setdefault(name, tensor) is not tensor:
+                raise CheckpointError(f"{models[0].where}: two parameters are called {name!r}")
+        if key in layouts:
+            shapes[key] = value.shape
+        elif not made:
+            other.append(str(key))
+    tensors = plain_names(stored, where=str(root))
+    plain = {raw: short for short, raw in plain_names({raw: raw for raw in stored}, where=str(root)).items()}
+
+    def optimizer(_: Aliases) -> OptimizerState | None:
+        if not optimizers:
+            return None
+        saved = [(file.where, file.content["optimizer"]) for file in optimizers]
+        trainer = bool(models[0].where.endswith(_TRAINER_MODEL))
+        return read_optimizer(saved, layouts, shapes, plain, trainer=trainer)
+
+    return Checkpoint(
+        format="xla-fsdp",
+        root=source.path,
+        tensors=tensors,
+        optimizer=optimizer,
+        metadata={"world_size": models[0].world, **trainer_metadata(root), "other_keys": other},
+        companions=find_companions(source.path),
+    )
+
+
+def _model(file: RankFile) -> dict[Any, Any]:
+    model = file.content["model"]
+    if not isinstance(model, dict):
+        raise CheckpointError(f"{file.where}: damaged, its model is not a table of tensors")
+    return model
+
+
+def _others(file: RankFile) -> list[str]:
+    return [str(key) for key in file.content if key not in ("model", "optimizer")]
+
+
+def _tensors(key: Any, value: Any, layout: Layout | None, shards: list[tuple[str, Any]]) -> dict[str, Tensor]:
+    """The tensors under one key of `model`: those its shards hold, or a buffer, whole on every rank."""
+    if layout is not None:
+        return join(layout, shards, str(key))
+    if not isinstance(value, StoredTensor):
+        return {}
+    for where, other in shards:
+        if not isinstance(other, StoredTensor) or (other.dtype, other.shape) != (value.dtype, value.shape):
+            raise CheckpointError(f"{where}: {str(key)!r} is another tensor than on rank 0")
+    with blame(shards[0][0]):
+        return {str(key): whole(value, str(key))}
+
+
+FORMAT = Format("xla-fsdp", _detect, _open)

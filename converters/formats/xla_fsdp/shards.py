@@ -1,0 +1,236 @@
+"""How XLA FSDP v1 cuts parameters: flat and padded, many in one, or along dim 0; putting them together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from converters.containers.pickle_reader import shown
+from converters.containers.torchzip import StoredTensor
+from converters.errors import CheckpointError, blame
+from converters.names.canonical import plain_name
+from converters.storage.bytes import Deferred
+from converters.tensors.dtypes import itemsize
+from converters.tensors.tensor import MAX_DIMS, Box, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from converters.storage.bytes import FileSpan
+
+Shape = tuple[int, ...]
+Metadata = dict[Any, Any]
+
+_SHARD = "_fsdp_shard"
+_DOT = "_FSDP_SHARD_SEPARATOR_"
+_FLAT = "_fsdp_wrapped_module.flat_param_"
+# Shards are rounded up to a multiple of 128 elements (TPUs gather those faster), or of what the user chose.
+_MULTIPLES = tuple(1 << bit for bit in range(13))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one sharded key holds.
+
+    Attributes:
+        shape: of the parameter that was cut; of a flat one, its length.
+        parts: (name with wrappers, first element, shape) of each original parameter, in flat order.
+    """
+
+    shape: Shape
+    parts: tuple[tuple[str, int, Shape], ...]
+
+    @property
+    def flat(self) -> bool:
+        """Whether several parameters were joined before they were cut."""
+        return len(self.parts) > 1 or self.parts[0][2] != self.shape
+
+
+def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any]) -> dict[str, Layout]:
+    """Key of `model` -> what it holds, for the keys that are shards.
+
+    Args:
+        described: (file, shard_metadata) of every rank; all must say the same.
+        keys: the keys of `model`, from the first rank.
+
+    Raises:
+        CheckpointError: ranks that disagree, or metadata that does not describe exactly these keys.
+    """
+    (where, first), others = described[0], described[1:]
+    layouts: dict[str, Layout] = {}
+    flat: set[str] = set()
+    for key in keys:
+        head, found, tail = key.rpartition("." + _SHARD) if isinstance(key, str) else ("", "", "")
+        if not found and isinstance(key, str) and key.startswith(_SHARD):
+            tail, found = key.removeprefix(_SHARD), _SHARD
+        if not found:
+            continue
+        suffix = _SHARD + tail
+        info = _info(first, head, suffix, where)
+        name, shape = _described(info, suffix, where)
+        for other, metadata in others:
+            if _info(metadata, head, suffix, other) != info:
+                raise CheckpointError(f"{other}: describes {key!r} differently from {where}")
+        full = f"{head}.{name}" if head else name
+        if _FLAT in name:
+            entry = _flat_entry(first, full, where)
+            layouts[key] = _flat_layout(entry, full, shape, where)
+            flat.add(full)
+            for other, metadata in others:
+                if _flat_entry(metadata, full, other) != entry:
+                    raise CheckpointError(f"{other}: describes {full!r} differently from {where}")
+        else:
+            layouts[key] = Layout(shape, ((full, 0, shape),))
+    if not layouts:
+        raise CheckpointError(f"{where}: holds no sharded parameter")
+    for other, metadata in described:
+        count = sum(len(_table(table, other)) for table in _table(metadata.get("shard_info"), other).values())
+        if count != len(layouts) or len(_table(metadata.get("flatten_info"), other)) != len(flat):
+            raise CheckpointError(
+                f"{other}: its shard_metadata describes other parameters than its model holds"
+            )
+    return layouts
+
+
+def _table(value: Any, where: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: damaged shard_metadata")
+    return value
+
+
+def _info(metadata: Metadata, head: str, suffix: str, where: str) -> dict[Any, Any]:
+    tables = _table(metadata.get("shard_info"), where)
+    info = _table(tables.get(head, {}), where).get(suffix)
+    if not isinstance(info, dict):
+        raise CheckpointError(f"{where}: its shard_metadata does not describe {head + '.' + suffix!r}")
+    return info
+
+
+def _described(info: dict[Any, Any], suffix: str, where: str) -> tuple[str, Shape]:
+    """(original name, original shape) of one shard; the key is made of the name, and confirms it."""
+    name, shape = info.get("_orig_name"), _shape(info.get("_orig_size"), where)
+    if not isinstance(name, str) or f"{_SHARD}.{name}".replace(".", _DOT) != suffix:
+        raise CheckpointError(f"{where}: damaged shard_metadata, {suffix!r} is called {shown(name)}")
+    return name.lstrip("."), shape
+
+
+def _shape(value: Any, where: str) -> Shape:
+    if (
+        isinstance(value, (list, tuple))
+        and len(value) <= MAX_DIMS
+        and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+    ):
+        return tuple(value)
+    raise CheckpointError(f"{where}: damaged shard_metadata, a shape is not a list of sizes")
+
+
+def _flat_entry(metadata: Metadata, name: str, where: str) -> tuple[list[Any], list[Shape], list[Any]]:
+    entry = _table(metadata.get("flatten_info"), where).get(name.replace("_fpw_module.", ""))
+    if not isinstance(entry, (list, tuple)) or len(entry) != 3:
+        raise CheckpointError(f"{where}: its shard_metadata does not tell what {name!r} holds")
+    names, shapes, numels = entry
+    if not all(isinstance(part, (list, tuple)) for part in entry) or not (
+        len(names) == len(shapes) == len(numels) > 0
+    ):
+        raise CheckpointError(f"{where}: damaged shard_metadata of {name!r}")
+    if not all(isinstance(one, str) for one in names) or not all(type(one) is int for one in numels):
+        raise CheckpointError(f"{where}: damaged shard_metadata of {name!r}")
+    return list(names), [_shape(shape, where) for shape in shapes], list(numels)
+
+
+def _flat_layout(
+    entry: tuple[list[Any], list[Shape], list[Any]], full: str, shape: Shape, where: str
+) -> Layout:
+    names, shapes, numels = entry
+    head = full.rpartition(".")[0]
+    parts, start = [], 0
+    for name, one, numel in zip(names, shapes, numels, strict=True):
+        if prod(one) != numel:
+            raise CheckpointError(f"{where}: damaged, {name!r} of {list(one)} should have {numel} elements")
+        parts.append((f"{head}.{name}", start, one))
+        start += numel
+    if shape != (start,):
+        raise CheckpointError(f"{where}: {full!r} of {list(shape)} holds parameters of {start} elements")
+    return Layout(shape, tuple(parts))
+
+
+def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str) -> dict[str, Tensor]:
+    """The tensors that the ranks' shards of one key make, by name with wrappers.
+
+    Args:
+        shards: (file, value) of every rank, in order.
+
+    Raises:
+        CheckpointError: shards of different types or shapes, or of a size that sharding never leaves.
+    """
+    where, first = shards[0]
+    stored: list[StoredTensor] = []
+    for file, value in shards:
+        if not isinstance(value, StoredTensor) or not isinstance(first, StoredTensor):
+            raise CheckpointError(f"{file}: damaged, {key!r} is not a tensor")
+        if (value.dtype, value.shape) != (first.dtype, first.shape):
+            raise CheckpointError(
+                f"{file}: {key!r} is {value.dtype} {list(value.shape)}, "
+                f"on rank 0 {first.dtype} {list(first.shape)}"
+            )
+        stored.append(value)
+    with blame(where):
+        if len(first.shape) == 1:
+            return _join_flat(layout, stored, key)
+        return {layout.parts[0][0]: _join_rows(layout, stored, key)}
+
+
+def whole(stored: StoredTensor, name: str) -> Tensor:
+    """A pickled tensor as it is, located when it is first read."""
+    origin = (0,) * len(stored.shape)
+    return Tensor(plain_name(name), stored.dtype, stored.shape, [Box(origin, stored.shape, stored.view)])
+
+
+def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str) -> dict[str, Tensor]:
+    length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
+    if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):
+        raise CheckpointError(
+            f"{key!r} has {length} elements a rank, {numel} on {world} ranks have another size"
+        )
+    if length > 1 and any(shard.strides != (1,) for shard in stored):
+        raise CheckpointError(f"{key!r} is not contiguous")
+    dtype = stored[0].dtype
+    width = itemsize(dtype)
+    sources = [Deferred(shard.storage.nbytes, partial(_span, shard)) for shard in stored]
+    made = {}
+    for name, start, shape in layout.parts:
+        stop = start + prod(shape)
+        pieces = []
+        for rank in range(start // length, -(-stop // length)) if stop > start else ():
+            low, high = max(start, rank * length), min(stop, (rank + 1) * length)
+            at = (stored[rank].offset + low - rank * length) * width
+            pieces.append((low - start, high - start, sources[rank], at))
+        made[name] = Tensor.from_flat(plain_name(name), dtype, shape, pieces)
+    return made
+
+
+def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str) -> Tensor:
+    rows, *rest = stored[0].shape or (0,)
+    if (
+        layout.flat
+        or not rest
+        or tuple(rest) != layout.shape[1:]
+        or rows != -(-layout.shape[0] // len(stored))
+    ):
+        raise CheckpointError(
+            f"{key!r} has the shape {list(stored[0].shape)} a rank, {list(layout.shape)} cut along its first "
+            f"dimension on {len(stored)} ranks has another"
+        )
+    boxes = []
+    for rank, shard in enumerate(stored):
+        low = rank * rows
+        size = min(rows, layout.shape[0] - low)
+        if size > 0:  # the rest is padding
+            boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.view))
+    return Tensor(plain_name(layout.parts[0][0]), stored[0].dtype, layout.shape, boxes)
+
+
+def _span(shard: StoredTensor) -> FileSpan:
+    return shard.storage.span

@@ -1,0 +1,1 @@
+"""Names of tensors: plain, tied, numbered or renamed."""

@@ -1,0 +1,207 @@
+"""From the keys a writer used to plain Hugging Face names, and to which is model and which is optimizer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from converters.containers.pickle_reader import shown
+from converters.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Mapping, Sequence
+
+Path = tuple[str | int, ...]
+V = TypeVar("V")
+
+# Module wrappers that leave their attribute in every name below them.
+_WRAPPERS = frozenset(
+    {"_orig_mod", "_orig_module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"}
+)
+_MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state")
+_OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state"})
+_MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq"})
+_KEYED = re.compile(r"(?:(?P<container>.+?)\.)?(?P<table>state|param_groups)\.(?P<rest>.+)")
+
+
+def plain_name(name: str) -> str:
+    """`name` without the parts that wrappers (torch.compile, checkpointing, FSDP, XLA) put into it."""
+    if "_" not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
+    """The same values under plain names; a `module.` that begins every name (DDP) goes too.
+
+    Raises:
+        CheckpointError: two names become one, or one is no text.
+    """
+    for name in named:
+        if type(name) is not str:  # a pickle may hold anything
+            raise CheckpointError(f"{where}: a tensor is called by {shown(name)}, which is no text")
+    strip = bool(named) and all(name.startswith("module.") for name in named)
+    plain: dict[str, V] = {}
+    for name, value in named.items():
+        short = plain_name(name.removeprefix("module.") if strip else name)
+        if short in plain:
+            raise CheckpointError(f"{where}: two tensors are called {short!r} once wrapper names are removed")
+        plain[short] = value
+    return plain
+
+
+@dataclass
+class Roles:
+    """What each key of a flattened state dict is.
+
+    Attributes:
+        model: parameter or buffer name -> key.
+        state: parameter name (or index) -> state name -> key.
+        groups: path below `param_groups` -> key; `()` where the whole list is one item.
+        other: the rest: schedulers, counters, loaders.
+    """
+
+    model: dict[str, str] = field(default_factory=dict)
+    state: dict[str, dict[str, str]] = field(default_factory=dict)
+    groups: dict[Path, str] = field(default_factory=dict)
+    other: list[str] = field(default_factory=list)
+    has_optimizer: bool = False
+
+
+def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: str) -> Roles:
+    """Sort the keys of a flattened state dict into model, optimizer and the rest.
+
+    Containers are recognised by what they hold, whatever they are called: an optimizer has `state` and
+    `param_groups`, the model is the container of the remaining tensors. A Llama's own names begin with
+    `model.`, so a container is a path component of the writer's nesting, never a prefix of a name.
+
+    Args:
+        paths: key -> the path of dict keys and list indices it was flattened from.
+        tensors: the keys that hold tensors.
+
+    Raises:
+        CheckpointError: two keys become one name.
+    """
+    roles = Roles()
+    optimizers = _optimizer_containers(paths)
+    remaining: dict[str, Path] = {}
+    flat_state: list[tuple[str, str]] = []
+    for key, path in paths.items():
+        parts = _below_optimizer(path, optimizers)
+        if parts is None:
+            remaining[key] = path
+            continue
+        roles.has_optimizer = True
+        table, rest = parts
+        if table == "param_groups":
+            roles.groups[rest] = key
+        elif len(rest) >= 2:
+            roles.state.setdefault(str(rest[0]), {})[".".join(map(str, rest[1:]))] = key
+        elif rest:
+            flat_state.append((str(rest[0]), key))
+    model = model_container([path for key, path in remaining.items() if key in tensors])
+    named: dict[str, str] = {}
+    for key, path in remaining.items():
+        if key in tensors and (model is None or path[:-1] == model):
+            named[".".join(map(str, path)) if model is None else str(path[-1])] = key
+        else:
+            roles.other.append(key)
+    roles.model = named
+    for joined, key in flat_state:
+        name, state = split_state_key(joined, named)
+        roles.state.setdefault(name, {})[state] = key
+    return roles
+
+
+def paths_without_nesting(keys: Iterable[str]) -> dict[str, Path]:
+    """Paths for keys whose writer kept no nesting: optimizers by their tables, then one common `model.`."""
+    keys = list(keys)
+    containers = {
+        match["container"] or ""
+        for key in keys
+        if (match := re.fullmatch(r"(?:(?P<container>.+?)\.)?param_groups(?:\..*)?", key))
+    }
+    paths: dict[str, Path] = {}
+    rest: list[str] = []
+    for key in keys:
+        for container in containers | (_OPTIMIZER_KEYS if not containers else frozenset()):
+            inside = key if not container else key.removeprefix(container + ".") if "." in key else ""
+            if (
+                inside
+                and (not container or inside != key)
+                and re.match(r"(state|param_groups)(\.|$)", inside)
+            ):
+                table, _, tail = inside.partition(".")
+                head: Path = (container, table) if container else (table,)
+                group = re.fullmatch(r"(\d+)\.(\w+)", tail) if table == "param_groups" else None
+                paths[key] = (*head, int(group[1]), group[2]) if group else (*head, tail) if tail else head
+                break
+        else:
+            rest.append(key)
+    wrapped = any(key.startswith(("model.model.", "model.lm_head.", "model.transformer.")) for key in rest)
+    for key in rest:
+        paths[key] = ("model", key.removeprefix("model.")) if wrapped and key.startswith("model.") else (key,)
+    return paths
+
+
+def _optimizer_containers(paths: Mapping[str, Path]) -> set[Path]:
+    found: set[Path] = set()
+    for path in paths.values():
+        for i, part in enumerate(path):
+            if not isinstance(part, str):
+                continue
+            if (
+                part == "param_groups"
+                or part.startswith("param_groups.")
+                or (
+                    i > 0
+                    and path[i - 1] in _OPTIMIZER_KEYS
+                    and (part == "state" or part.startswith("state."))
+                    and str(path[-1]).rpartition(".")[2] in _MOMENTS
+                )
+            ):
+                found.add(path[:i])
+    return found
+
+
+def _below_optimizer(path: Path, containers: set[Path]) -> tuple[str, Path] | None:
+    """(`state` or `param_groups`, the path below it) for a key of an optimizer, else None."""
+    for i in range(len(path)):
+        part = path[i]
+        if path[:i] in containers and isinstance(part, str):
+            for table in ("state", "param_groups"):
+                if part == table:
+                    return table, path[i + 1 :]
+                if part.startswith(table + "."):
+                    return table, (part[len(table) + 1 :], *path[i + 1 :])
+    return None
+
+
+def model_container(paths: Sequence[Path]) -> Path | None:
+    """The container that holds the model; None when several might, and names then keep their containers."""
+    counts: dict[Path, int] = {}
+    for path in paths:
+        counts[path[:-1]] = counts.get(path[:-1], 0) + 1
+    if len(counts) <= 1:
+        return next(iter(counts), ())
+    named = [path for path in counts if path and path[-1] in _MODEL_KEYS]
+    shallowest = min(map(len, named), default=0)
+    named = [path for path in named if len(path) == shallowest]
+    if len(named) == 1:
+        return named[0]
+    # A parameter's name has a dot; a lone tensor beside containers (a random state, a counter) has none.
+    if not named and any(len(path) == 1 and "." in str(path[0]) for path in paths):
+        return ()
+    return None
+
+
+def split_state_key(joined: str, names: Container[str]) -> tuple[str, str]:
+    """(parameter, state name) of a flattened `<parameter>.<state name>`; the longest known name wins."""
+    cut = joined.rfind(".")
+    while cut > 0:
+        if joined[:cut] in names:
+            return joined[:cut], joined[cut + 1 :]
+        cut = joined.rfind(".", 0, cut)
+    name, _, state = joined.rpartition(".")
+    return name, state

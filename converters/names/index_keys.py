@@ -1,0 +1,78 @@
+"""Which index is which parameter, where an optimizer counts its parameters instead of naming them.
+
+Each group keeps the model's order, but which parameters a group took is written nowhere. What the state's
+shapes allow decides: the groups must come out of the model's order in one way only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from converters.tensors.tensor import Tensor
+
+Shape = tuple[int, ...]
+
+_MAX_STATES = 100_000
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+# BatchNorm's buffers are floating like parameters, and no optimizer ever holds them.
+_BUFFERS = ("running_mean", "running_var")
+
+
+def candidates_of(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Shape]]:
+    """(name, shape) of what may be a parameter, in the model's order."""
+    return [
+        (name, tensors[name].shape)
+        for name in order
+        if tensors[name].dtype in _FLOATING and name.rpartition(".")[2] not in _BUFFERS
+    ]
+
+
+def fit_in_order(
+    candidates: Sequence[tuple[str, Shape]], wanted: Sequence[Sequence[Shape | None]]
+) -> dict[str, tuple[int, int]] | int:
+    """The one way in which every group's shapes come, in order, out of the model's parameters.
+
+    Walks the parameters and keeps how far each group may have come, with the number of ways to get there.
+
+    Args:
+        candidates: (name, shape) in the model's order; those that no group takes are frozen.
+        wanted: group -> the shape of each of its indices, None where its state does not tell.
+
+    Returns:
+        Name -> (group, place in the group); or how many ways there are, where that is not one (2 where there
+        are too many to count).
+    """
+    frozen = len(candidates) - sum(map(len, wanted))
+    steps: list[dict[Shape, int]] = [{(0,) * len(wanted): 1}]
+    for seen, (_, shape) in enumerate(candidates):
+        reached: dict[Shape, int] = {}
+        for at, ways in steps[-1].items():
+            if seen - sum(at) < frozen:
+                reached[at] = reached.get(at, 0) + ways
+            for group, shapes in enumerate(wanted):
+                if at[group] < len(shapes) and shapes[at[group]] in (None, shape):
+                    after = (*at[:group], at[group] + 1, *at[group + 1 :])
+                    reached[after] = reached.get(after, 0) + ways
+        if len(reached) > _MAX_STATES:
+            return 2
+        steps.append(reached)
+    at = tuple(map(len, wanted))
+    ways = steps[-1].get(at, 0)
+    if ways != 1:
+        return min(ways, 2)
+    places: dict[str, tuple[int, int]] = {}
+    for seen in range(len(candidates) - 1, -1, -1):
+        name, shape = candidates[seen]
+        before = steps[seen]
+        if at in before and seen - sum(at) < frozen:
+            continue
+        for group, shapes in enumerate(wanted):
+            last = (*at[:group], at[group] - 1, *at[group + 1 :])
+            if at[group] and last in before and shapes[at[group] - 1] in (None, shape):
+                places[name] = (group, at[group] - 1)
+                at = last
+                break
+    return places

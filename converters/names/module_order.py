@@ -1,0 +1,76 @@
+"""In which order a model's modules define their parameters, told from names alone.
+
+An index-keyed optimizer counts parameters in that order. A pickled state dict keeps it; a safetensors file
+sorts by name and loses it. For the architectures below it is known: each list puts sibling modules and
+parameters in the order in which transformers' classes create them, which a test holds against those classes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from converters.storage.guarded import read_small_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from converters.storage.path_or_url import Place
+
+_DECODER = (
+    "model embed_tokens layers self_attn q_proj k_proj v_proj o_proj q_norm k_norm mlp gate_proj up_proj "
+    "down_proj input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm "
+    "norm lm_head weight bias"
+)
+_GPT2 = "transformer wte wpe h ln_1 attn c_attn c_fc c_proj ln_2 mlp ln_f lm_head weight bias"
+_NEOX = (
+    "gpt_neox embed_in layers input_layernorm post_attention_layernorm attention query_key_value dense mlp "
+    "dense_h_to_4h dense_4h_to_h final_layer_norm lm_head embed_out weight bias"
+)
+_BERT = (
+    "bert embeddings word_embeddings position_embeddings token_type_embeddings encoder layer attention self "
+    "query key value intermediate output weight bias transform dense LayerNorm pooler cls predictions "
+    "decoder seq_relationship dropout classifier"
+)
+_T5 = (
+    "shared encoder decoder block layer SelfAttention EncDecAttention q k v o relative_attention_bias "
+    "DenseReluDense wi wi_0 wi_1 wo layer_norm final_layer_norm lm_head weight"
+)
+_ORDERS = {
+    **dict.fromkeys(
+        (
+            *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "olmo2"),
+            *("stablelm", "cohere", "smollm3"),
+        ),
+        _DECODER,
+    ),
+    "gpt2": _GPT2,
+    "gpt_neox": _NEOX,
+    "bert": _BERT,
+    "t5": _T5,
+}
+MODEL_TYPES = tuple(_ORDERS)
+
+
+def module_order(names: Iterable[str], config: Place | None) -> list[str] | None:
+    """`names` as the model's modules define them, or None where that is not known.
+
+    Args:
+        config: a `config.json`, for its `model_type`.
+    """
+    try:
+        values = json.loads(read_small_text(config)) if config is not None else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    order = _ORDERS.get(kind) if isinstance(kind, str) else None
+    if order is None:
+        return None
+    ranks = {part: rank for rank, part in enumerate(order.split())}
+    keyed: list[tuple[list[int], str]] = []
+    for name in names:
+        key = [int(part) if part.isdecimal() else ranks.get(part, -1) for part in name.split(".")]
+        if -1 in key:
+            return None
+        keyed.append((key, name))
+    return [name for _, name in sorted(keyed)]

@@ -1,0 +1,119 @@
+"""Tied weights: which stored tensors are the same parameter under two names.
+
+`save_pretrained` writes a tied parameter once, under its owner's name; so does everything here. Some writers
+store both names. A pair is dropped to one only when the values are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from converters.storage.guarded import read_small_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.storage.bytes import Touched
+    from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
+
+# Alias -> what its owner may be called, from transformers' `_tied_weights_keys`; suffixes of whole parts.
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embeddings.word_embeddings.weight",
+    "embed_in.weight",
+    "embeddings.weight",
+    "tok_embeddings.weight",
+    "shared.weight",
+    "word_embedding.weight",
+)
+_PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("encoder.embed_tokens.weight", ("shared.weight",)),
+    ("decoder.embed_tokens.weight", ("shared.weight",)),
+    ("lm_head.weight", ("shared.weight", *_EMBEDDINGS)),
+    ("embed_out.weight", _EMBEDDINGS),
+    ("output.weight", ("tok_embeddings.weight",)),
+    ("lm_head.decoder.weight", _EMBEDDINGS),
+    ("lm_head.decoder.bias", ("lm_head.bias",)),
+    ("predictions.decoder.weight", _EMBEDDINGS),
+    ("predictions.decoder.bias", ("predictions.bias",)),
+)
+_BLOCK = 1 << 20
+
+
+def resolve_ties(
+    stored: Mapping[str, Tensor], known: Mapping[str, str], config: Place | None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Split the stored tensors into owners and aliases.
+
+    Args:
+        stored: every stored tensor by plain name.
+        known: aliases that the format itself names (alias -> owner), trusted.
+        config: a `config.json`; one that says `tie_word_embeddings: false` keeps both names.
+
+    Returns:
+        The tensors without aliases, and alias -> owner.
+    """
+    untied = _tied(config) is False
+    aliases = {alias: owner for alias, owner in known.items() if owner in stored and alias != owner}
+    if untied:
+        for alias, _ in _candidates(stored):
+            aliases.pop(alias, None)
+    else:
+        for alias, owner in _candidates(stored):
+            if alias not in aliases and aliases.get(owner, owner) != alias:
+                owner = aliases.get(owner, owner)
+                if same_values(stored[alias], stored[owner]):
+                    aliases[alias] = owner
+    return {name: tensor for name, tensor in stored.items() if name not in aliases}, aliases
+
+
+def pick_owner(same: Mapping[str, Tensor]) -> str:
+    """The owner among names of one parameter: the first that transformers does not tie to another."""
+    aliases = {alias for alias, _ in _candidates(same)}
+    return next((name for name in same if name not in aliases), next(iter(same)))
+
+
+def same_values(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; reads both in step and stops at the first difference."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    touched: Touched = set()
+    blocks = zip(left.blocks(_BLOCK, touched), right.blocks(_BLOCK, touched), strict=True)
+    equal = all(a.tobytes() == b.tobytes() for a, b in blocks)
+    if equal:
+        for span in touched:
+            span.verify()
+    return equal
+
+
+def _tied(config: Place | None) -> bool | None:
+    if config is None:
+        return None
+    try:
+        values = json.loads(read_small_text(config))
+    except (OSError, ValueError, RecursionError):
+        return None
+    text = values.get("text_config") if isinstance(values, dict) else None
+    for source in (values, text):
+        if isinstance(source, dict) and isinstance(source.get("tie_word_embeddings"), bool):
+            return bool(source["tie_word_embeddings"])
+    return None
+
+
+def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """(alias, owner) pairs that transformers' models may tie, judged by name; values decide."""
+    pairs: list[tuple[str, str]] = []
+    for suffix, owners in _PAIRS:
+        for alias in stored:
+            if alias == suffix or alias.endswith("." + suffix):
+                for owner in owners:
+                    found = [name for name in stored if name == owner or name.endswith("." + owner)]
+                    found = [
+                        name for name in found if name != alias and stored[name].shape == stored[alias].shape
+                    ]
+                    pairs.extend((alias, name) for name in found)
+    return pairs

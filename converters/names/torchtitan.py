@@ -1,0 +1,133 @@
+"""torchtitan's own Llama under the names, and in the order of rows, that transformers uses.
+
+torchtitan's models have names of their own, and its Llama rotates neighbouring pairs of a head's rows, where
+transformers rotates its first half with its second. So the rows of the query and key projections, and of
+whatever an optimizer keeps of them, stand in another order.
+
+Source: torchtitan/models/llama3/state_dict_adapter.py; "RoFormer", arXiv:2104.09864, section 3.4.2.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING
+
+from converters.checkpoint import Aliases, Checkpoint, OptimizerState
+from converters.errors import CheckpointError
+from converters.tensors.dtypes import itemsize
+from converters.tensors.tensor import Box, Tensor, View, row_major
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.checkpoint import ParamGroups, Scalar
+    from converters.storage.bytes import Source
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_IN_LAYER = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_AROUND = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+
+
+def is_torchtitan_llama(checkpoint: Checkpoint) -> bool:
+    """Whether the tensors have the names of torchtitan's Llama."""
+    return "tok_embeddings.weight" in checkpoint.tensors
+
+
+def as_transformers_llama(checkpoint: Checkpoint, *, heads: int, key_value_heads: int) -> Checkpoint:
+    """The same checkpoint as transformers would have it; nothing is read before it is asked for.
+
+    Args:
+        heads, key_value_heads: of the attention, which the checkpoint does not tell.
+
+    Raises:
+        CheckpointError: rows that the heads do not divide.
+    """
+    names = {name: _transformers_name(name) for name in (*checkpoint.tensors, *checkpoint.aliases)}
+
+    def convert(name: str, tensor: Tensor) -> Tensor:
+        if not tensor.shape or not names.get(name, name).endswith((".q_proj.weight", ".k_proj.weight")):
+            return tensor
+        return _in_halves(tensor, heads if ".q_proj." in names[name] else key_value_heads)
+
+    def optimizer(_: Aliases) -> OptimizerState | None:
+        found = checkpoint.optimizer
+        if found is None:
+            return None
+
+        def groups() -> ParamGroups:
+            return [
+                {**group, "params": [names.get(name, name) for name in group.get("params", ())]}
+                for group in found.param_groups
+            ]
+
+        state: Mapping[str, Mapping[str, Tensor | Scalar]] = {
+            names.get(name, name): {
+                what: convert(name, value) if isinstance(value, Tensor) else value
+                for what, value in values.items()
+            }
+            for name, values in found.state.items()
+        }
+        return OptimizerState(state, groups)
+
+    return Checkpoint(
+        format=checkpoint.format,
+        root=checkpoint.root,
+        tensors={names[name]: convert(name, tensor) for name, tensor in checkpoint.tensors.items()},
+        aliases={names[alias]: names[owner] for alias, owner in checkpoint.aliases.items()},
+        optimizer=optimizer,
+        metadata=checkpoint.metadata,
+        companions=checkpoint.companions,
+        counters=lambda: checkpoint.counters,
+    )
+
+
+def _transformers_name(name: str) -> str:
+    """The name that transformers has for a tensor of torchtitan's; an unknown one stays as it is."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return _AROUND.get(name, name)
+    module, _, kind = match[2].replace("qkv_linear.", "").rpartition(".")
+    return f"model.layers.{match[1]}.{_IN_LAYER[module]}.{kind}" if module in _IN_LAYER else name
+
+
+def _in_halves(tensor: Tensor, heads: int) -> Tensor:
+    """The rows of each head in another order: the first of every pair, then the second of every pair."""
+    rows, *rest = tensor.shape
+    if rows % (2 * heads):
+        raise CheckpointError(f"{tensor.name}: {rows} rows are not those of {heads} heads")
+    half = rows // heads // 2
+    row, *strides = row_major(tensor.shape, itemsize(tensor.dtype))
+
+    @cache
+    def source() -> Source:
+        run = tensor.run()
+        if run is None:
+            raise CheckpointError(f"{tensor.name}: is cut within its rows, which is not supported here")
+        return run
+
+    def box(head: int, second: int) -> Box:
+        def view() -> View:
+            return View(source(), (2 * half * head + second) * row, (2 * row, *strides))
+
+        offset = half * (2 * head + second)
+        return Box((offset, *[0] * len(rest)), (half, *rest), view)
+
+    boxes = [box(head, second) for head, second in product(range(heads), range(2))]
+    return Tensor(tensor.name, tensor.dtype, tensor.shape, boxes)

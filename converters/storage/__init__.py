@@ -1,0 +1,1 @@
+"""Bytes at rest, on a disk or in an object store."""

@@ -1,0 +1,145 @@
+"""Reading from folders that may be anybody's: regular files only, and no link that leads out of the folder.
+
+A checkpoint that was unpacked from an archive may hold `vocab.txt -> /etc/shadow`, which a copy would carry
+off, or a pipe, on which a read waits for ever. A link may stay where it leads to a file of the same folder,
+and a snapshot of the Hugging Face hub's cache may link to the blobs of its own repository.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from converters.errors import CheckpointError
+from converters.storage.object_store import RemotePath
+
+if TYPE_CHECKING:
+    from converters.storage.path_or_url import Place
+
+# Nothing of this size is a configuration, a state in JSON or a log that a person would have read.
+SMALL = 64 << 20
+_REPOSITORIES = ("models--", "datasets--", "spaces--")
+# Not there on every system; without them the check of the path alone stands.
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+class LinkError(CheckpointError):
+    """A link leads out of the folder that it lies in."""
+
+
+def real_path(path: Path, within: Path) -> str:
+    """Where `path` lies when links are followed.
+
+    Raises:
+        LinkError: outside `within`, and not among the blobs of the hub's cache that it is a snapshot in.
+    """
+    real, root = os.path.realpath(path), os.path.realpath(within)
+    if not (_below(real, root) or any(_below(real, blobs) for blobs in _blobs(root))):
+        raise LinkError(
+            f"{path}: is or lies behind a link that leads out of {within}; it is not followed, "
+            "put the file itself there or name the folder that holds it"
+        )
+    return real
+
+
+def leads_out(path: Place, within: Place) -> bool:
+    """Whether `path` lies outside of `within` when links are followed; never in an object store."""
+    if isinstance(path, RemotePath) or isinstance(within, RemotePath):
+        return False
+    try:
+        real_path(path, within)
+    except LinkError:
+        return True
+    return False
+
+
+def child(folder: Place, name: str) -> Place:
+    """The folder `name` in `folder`; LinkError where it is a link that leads out."""
+    path = folder / name
+    if not isinstance(path, RemotePath) and not isinstance(folder, RemotePath):
+        real_path(path, folder)
+    return path
+
+
+def _below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _blobs(root: str) -> list[str]:
+    """The blobs that a snapshot in the hub's cache links to: `<repository>/snapshots/<revision>/...`."""
+    return [
+        str(folder.parent / "blobs")
+        for folder in Path(root).parents
+        if folder.name == "snapshots"
+        and folder.parent.name.startswith(("models--", "datasets--", "spaces--"))
+    ]
+
+
+def open_regular(path: str | Path) -> int:
+    """A descriptor for reading a regular file; a link in its place is refused, a pipe not waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is anything else than a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | _FLAGS)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+def open_new(path: Path) -> int:
+    """A descriptor for writing a file that is not there yet; OSError where anything is, even a link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+    """A descriptor for writing to a regular file of ours, made if need be; a link is not followed.
+
+    Raises:
+        OSError: it cannot be opened, or a link or anything else than a regular file stands there.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CREAT | _FLAGS, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a link, which is not followed", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+def read_small(path: Place, within: Place | None = None, *, limit: int = SMALL, head: bool = False) -> bytes:
+    """The content of a small regular file.
+
+    Args:
+        within: the folder that links may not lead out of; by default the one the file lies in.
+        limit: its most bytes.
+        head: give the first `limit` bytes of a longer one instead of refusing it.
+
+    Raises:
+        LinkError: a link leads out.
+        OSError: not there, not a regular file, or too large.
+    """
+    if isinstance(path, RemotePath):
+        size = path.stat().st_size
+        if size > limit and not head:
+            raise OSError(errno.EFBIG, "is too large", str(path))
+        return path.read_range(0, limit) if size > limit else path.read_bytes()
+    folder = path.parent if within is None or isinstance(within, RemotePath) else within
+    with os.fdopen(open_regular(real_path(path, folder)), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit and not head:
+            raise OSError(errno.EFBIG, f"is too large ({size:,} bytes)", str(path))
+        return file.read(min(size, limit))
+
+
+def read_small_text(path: Place, within: Place | None = None) -> str:
+    """The text of a small regular file: see `read_small`; ValueError where it is not UTF-8."""
+    return read_small(path, within).decode("utf-8")

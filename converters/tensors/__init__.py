@@ -1,0 +1,1 @@
+"""One tensor: its pieces, its element type, its casts."""

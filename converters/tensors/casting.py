@@ -1,0 +1,66 @@
+"""Casts between floating types, block by block: round to nearest, ties to even, NaN stays NaN."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from converters.errors import CheckpointError
+from converters.options import DTYPES
+from converters.tensors.dtypes import CASTABLE, numpy_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from converters.storage.bytes import Touched
+    from converters.tensors.tensor import Array, Tensor
+
+# Of the source; one block and its cast copy are all that a conversion keeps in memory.
+# They fit the cache of a core, where checksum, cast and write find the bytes.
+BLOCK_BYTES = 256 << 10
+
+
+def parse_dtype(name: str) -> str | None:
+    """The target type of `--dtype`, None for keep; CheckpointError for a name it does not know."""
+    if name not in DTYPES:
+        raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def cast_dtype(tensor: Tensor, target: str | None) -> str:
+    """The type `tensor` gets: integers, booleans, 8-bit floats and 0-d buffers stay exact."""
+    if target is None or tensor.dtype not in CASTABLE or not tensor.shape:
+        return tensor.dtype
+    return target
+
+
+def cast_blocks(tensor: Tensor, dtype: str, touched: Touched, nbytes: int = BLOCK_BYTES) -> Iterator[Array]:
+    """The raveled elements as `dtype`, in flat blocks, each valid until the next."""
+    kind = numpy_dtype(dtype)
+    for block in tensor.blocks(nbytes, touched):
+        if tensor.dtype == dtype:
+            yield block
+        else:
+            with np.errstate(all="ignore"):  # out of range becomes infinity, as everywhere
+                if tensor.dtype == "F64" and dtype == "BF16":
+                    block = _to_odd_float32(block)
+                yield block.astype(kind)
+
+
+def _to_odd_float32(block: Array) -> Array:
+    """float64 as float32 in such a way that one more rounding gives what rounding once would have given.
+
+    ml_dtypes goes from float64 to bfloat16 by way of float32 and rounds twice: 1 + 2**-8 + 2**-40 becomes a
+    tie on the way. Rounded to odd instead (towards zero, and the last bit set where anything was lost), no
+    value becomes a tie that was none.
+
+    Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using
+    rounding to odd", IEEE Transactions on Computers 57(4), 2008.
+    """
+    near = block.astype(np.float32)
+    back = near.astype(np.float64)
+    bits = near.view(np.uint32)
+    bits -= np.abs(back) > np.abs(block)
+    bits |= (back != block) & ~np.isnan(block)
+    return near

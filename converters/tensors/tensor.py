@@ -1,0 +1,333 @@
+"""A tensor that lies in pieces on disk, read slice by slice."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.errors import CheckpointError
+from converters.storage.bytes import FileSpan, Joined, Slice, Source, Touched
+from converters.tensors.dtypes import numpy_dtype
+from converters.tensors.tiling import check_boxes_tile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+Shape = tuple[int, ...]
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Pieces that are not contiguous are gathered through a buffer of this size.
+SCRATCH_BYTES = 4 << 20
+# torch's own limit is 2**63 - 1 bytes; anything beyond is a lie told by a header.
+_MAX_BYTES = (1 << 63) - 1
+MAX_DIMS = 64
+_local = threading.local()
+
+
+@dataclass(frozen=True)
+class View:
+    """Where an n-dimensional piece lies in a source: like a torch tensor in its storage, but in bytes."""
+
+    source: Source
+    offset: int
+    strides: Shape
+
+
+class Box:
+    """A piece of a tensor: the elements [offset, offset + size) along every dimension.
+
+    `view` is a `View` whose shape is `sizes`, or a function that finds it at the first read.
+    """
+
+    __slots__ = ("_locate", "_view", "offsets", "sizes")
+
+    def __init__(self, offsets: Shape, sizes: Shape, view: View | Callable[[], View]) -> None:
+        self.offsets = offsets
+        self.sizes = sizes
+        self._view: View | None = view if isinstance(view, View) else None
+        self._locate: Callable[[], View] | None = None if isinstance(view, View) else view
+
+    @property
+    def view(self) -> View:
+        view = self._view  # another thread may forget it in between
+        if view is None:
+            assert self._locate is not None
+            view = self._view = self._locate()
+        return view
+
+    def release(self) -> None:
+        """Forget what the function found; it is asked again at the next read."""
+        if self._locate is not None:
+            self._view = None
+
+
+class Tensor:
+    """One parameter, buffer or piece of optimizer state: type, shape, and the file spans that tile it.
+
+    Attributes:
+        name: how errors call it.
+        dtype: the element type under its safetensors name (`"F32"`, `"BF16"`, `"I64"`, `"BOOL"`, ...).
+        shape: the full shape, whatever the world size that wrote it; `()` for a scalar.
+        boxes: the pieces, which tile the shape exactly once (checked when the tensor is made).
+
+    Raises:
+        CheckpointError: when made of pieces that leave a gap, overlap or stick out, or of an unknown dtype.
+    """
+
+    __slots__ = ("_reach", "_starts", "boxes", "dtype", "name", "shape")
+
+    def __init__(self, name: str, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.shape: Shape = possible_shape(name, dtype, shape)
+        check_boxes_tile(name, self.shape, [(box.offsets, box.sizes) for box in boxes])
+        self.boxes = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
+        # Along dim 0, to find the boxes that meet a region: where each starts, how far any so far reaches.
+        self._starts = [box.offsets[0] for box in self.boxes] if self.shape else []
+        ends = (box.offsets[0] + box.sizes[0] for box in self.boxes) if self.shape else ()
+        self._reach = list(accumulate(ends, max))
+
+    @classmethod
+    def contiguous(
+        cls, name: str, dtype: str, shape: Sequence[int], source: Source, offset: int = 0
+    ) -> Tensor:
+        """A tensor that lies whole and row-major in `source`, from byte `offset`."""
+        shape = possible_shape(name, dtype, shape)
+        strides = row_major(shape, numpy_dtype(dtype).itemsize)
+        return cls(name, dtype, shape, [Box((0,) * len(shape), shape, View(source, offset, strides))])
+
+    @classmethod
+    def from_flat(
+        cls, name: str, dtype: str, shape: Sequence[int], pieces: Sequence[tuple[int, int, Source, int]]
+    ) -> Tensor:
+        """A tensor cut as a flat run of elements, as ZeRO and FSDP's flat parameters are.
+
+        Args:
+            pieces: (start, stop, source, byte offset in the source): elements [start, stop) of the raveled
+                tensor. A cut may fall anywhere, also within a row; empty pieces are dropped.
+        """
+        shape = possible_shape(name, dtype, shape)
+        width = numpy_dtype(dtype).itemsize
+        ordered = sorted((piece for piece in pieces if piece[0] != piece[1]), key=lambda piece: piece[:2])
+        bounds = [(0, 0), *((start, stop) for start, stop, _, _ in ordered), (prod(shape), prod(shape))]
+        for (_, stop), (start, _) in pairwise(bounds):
+            if start != stop:
+                what = "are missing" if start > stop else "come twice"
+                raise CheckpointError(f"{name}: elements {min(start, stop)} to {max(start, stop)} {what}")
+        parts = [Slice(source, at, (stop - start) * width) for start, stop, source, at in ordered]
+        return cls.contiguous(name, dtype, shape, Joined(parts))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor in its own dtype."""
+        return self.numel * numpy_dtype(self.dtype).itemsize
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.name!r}, {self.dtype}, {list(self.shape)})"
+
+    def read(self, index: tuple[slice, ...] | slice | None = None, out: Array | None = None) -> Array:
+        """Read the tensor, or the part `array[index]` of it, and nothing else.
+
+        Args:
+            index: slices of step 1, at most one a dimension; None reads everything.
+            out: an optional contiguous array of the shape of the result to fill. Its dtype is the tensor's;
+                for the types numpy lacks (BF16, F8_*) an integer array of the same width takes the bits.
+
+        Returns:
+            `out`, or a new array: numpy's own dtype, or `ml_dtypes`' for BF16 and F8_*. 0-d for a scalar.
+
+        Raises:
+            CheckpointError: a file is missing, short or damaged (stored CRCs of what is read are checked).
+            ValueError: `index` or `out` does not fit the tensor.
+        """
+        lows, sizes = self._region(index)
+        kind = numpy_dtype(self.dtype)
+        if out is None:
+            out = np.empty(sizes, kind)
+        elif out.shape != sizes:
+            raise ValueError(f"{self.name}: out has shape {out.shape}, the slice has {sizes}")
+        elif out.dtype != kind and not (
+            kind.kind == "V" and out.dtype.kind in "iu" and out.dtype.itemsize == kind.itemsize
+        ):
+            raise ValueError(f"{self.name}: out has dtype {out.dtype}, the tensor {kind}")
+        elif not (out.flags.c_contiguous and out.flags.writeable):
+            raise ValueError(f"{self.name}: out must be contiguous and writeable")
+        touched: Touched = set()
+        self.fill(out.view(kind), lows, touched)
+        for span in touched:
+            span.verify()
+        return out
+
+    def fill(self, out: Array, lows: Shape, touched: Touched) -> None:
+        """Fill `out` with the region that starts at `lows`; the caller verifies the spans in `touched`."""
+        if out.size == 0:
+            return
+        for box in self._overlapping(lows, out.shape):
+            target, start = [], []
+            for low, size, offset, length in zip(lows, out.shape, box.offsets, box.sizes, strict=True):
+                first, last = max(low, offset), min(low + size, offset + length)
+                if first >= last:
+                    break
+                target.append(slice(first - low, last - low))
+                start.append(first - offset)
+            else:
+                view = box.view
+                at = view.offset + sum(i * stride for i, stride in zip(start, view.strides, strict=True))
+                part = out[tuple(target)] if target else out
+                _gather(part, view.source, at, view.strides, touched)
+
+    def blocks(self, nbytes: int, touched: Touched) -> Iterator[Array]:
+        """The elements in row-major order, in flat blocks of at most `nbytes`, each valid until the next.
+
+        The caller verifies the spans in `touched` before it trusts the bytes.
+        """
+        kind = numpy_dtype(self.dtype)
+        limit = max(1, nbytes // kind.itemsize)
+        buffer = np.empty(min(limit, self.numel), kind)
+        # The first dimension whose rows all fit a block is cut; those before it are walked one by one.
+        axis = 0
+        while axis < len(self.shape) and prod(self.shape[axis + 1 :]) > limit:
+            axis += 1
+        if self.numel == 0:
+            return
+        if axis == len(self.shape):
+            self.fill(buffer.reshape(self.shape), (0,) * axis, touched)
+            yield buffer
+            return
+        outer, inner = self.shape[:axis], self.shape[axis + 1 :]
+        rows = max(1, limit // max(1, prod(inner)))
+        run, at = self.run(), 0
+        for prefix in np.ndindex(*outer):
+            for row in range(0, self.shape[axis], rows):
+                count = min(rows, self.shape[axis] - row)
+                block = buffer[: count * prod(inner)]
+                if run is None:
+                    shape = (1,) * axis + (count, *inner)
+                    self.fill(block.reshape(shape), (*prefix, row, *[0] * len(inner)), touched)
+                else:
+                    run.read_into(block.view(np.uint8).data, at, touched)
+                    at += block.nbytes
+                yield block
+
+    def release(self) -> None:
+        """Keep no more in memory than before the first read: for a tensor that has been written."""
+        for box in self.boxes:
+            box.release()
+
+    def whole_span(self) -> FileSpan | None:
+        """The bytes of the whole tensor, row-major, if they lie together in one file without a checksum."""
+        if len(self.boxes) != 1 or self.boxes[0].sizes != self.shape:
+            return None
+        view = self.boxes[0].view
+        span = view.source
+        if not isinstance(span, FileSpan) or not span.settled:
+            return None
+        if view.strides != row_major(self.shape, numpy_dtype(self.dtype).itemsize):
+            return None
+        return span.file.span(span.offset + view.offset, self.nbytes)
+
+    def run(self) -> Source | None:
+        """All bytes as one row-major run, where the pieces are cut along dim 0 only and lie row-major."""
+        strides = row_major(self.shape, numpy_dtype(self.dtype).itemsize)
+        parts = []
+        for box in self.boxes:
+            if box.sizes[1:] != self.shape[1:]:
+                return None
+            view = box.view
+            nbytes = box.sizes[0] * strides[0] if strides else numpy_dtype(self.dtype).itemsize
+            differ = any(
+                size > 1 and ours != theirs
+                for size, ours, theirs in zip(box.sizes, strides, view.strides, strict=True)
+            )
+            if differ or view.offset + nbytes > view.source.nbytes:
+                return None
+            parts.append(Slice(view.source, view.offset, nbytes))
+        return parts[0] if len(parts) == 1 else Joined(parts)
+
+    def _region(self, index: tuple[slice, ...] | slice | None) -> tuple[Shape, Shape]:
+        slices = () if index is None else (index,) if isinstance(index, slice) else tuple(index)
+        if len(slices) > len(self.shape):
+            raise ValueError(f"{self.name}: {len(slices)} slices for {len(self.shape)} dimensions")
+        lows, sizes = [], []
+        for dim, length in enumerate(self.shape):
+            part = slices[dim] if dim < len(slices) else slice(None)
+            if not isinstance(part, slice) or part.step not in (None, 1):
+                raise ValueError(f"{self.name}: only slices of step 1 can be read, not {part!r}")
+            start, stop, _ = part.indices(length)
+            lows.append(start)
+            sizes.append(max(0, stop - start))
+        return tuple(lows), tuple(sizes)
+
+    def _overlapping(self, lows: Shape, sizes: Shape) -> Sequence[Box]:
+        """The boxes whose extent along dim 0 may meet the region: few, where the cuts are along dim 0."""
+        if not lows or len(self.boxes) == 1:
+            return self.boxes
+        first = bisect_right(self._reach, lows[0])
+        last = bisect_right(self._starts, lows[0] + sizes[0] - 1)
+        return self.boxes[first:last]
+
+
+def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
+    """`shape` as a tuple; CheckpointError where no tensor can have it, before anything is computed of it."""
+    shape = tuple(shape)
+    if len(shape) > MAX_DIMS:
+        raise CheckpointError(f"{name}: impossible shape, of {len(shape)} dimensions")
+    if any(not 0 <= size <= _MAX_BYTES for size in shape):
+        raise CheckpointError(f"{name}: impossible shape, a size is negative or beyond 2**63")
+    if prod(shape) * numpy_dtype(dtype).itemsize > _MAX_BYTES:
+        raise CheckpointError(f"{name}: impossible shape {list(shape)}")
+    return shape
+
+
+def row_major(shape: Sequence[int], itemsize: int) -> Shape:
+    """Byte strides of a contiguous array of `shape`."""
+    strides, step = [], itemsize
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touched) -> None:
+    """Copy the strided region at byte `at` of `source` into `out` (any strides), through bounded scratch."""
+    width = out.itemsize
+    kept = [dim for dim, size in enumerate(out.shape) if size != 1]
+    if len(kept) < out.ndim:
+        out = out[tuple(slice(None) if size != 1 else 0 for size in out.shape)] if kept else out.reshape(())
+        strides = tuple(strides[dim] for dim in kept)
+    if out.flags.c_contiguous and strides == row_major(out.shape, width):
+        source.read_into(out.reshape(-1).view(np.uint8).data, at, touched)
+        return
+    span = width + sum((size - 1) * stride for size, stride in zip(out.shape, strides, strict=True))
+    if span <= SCRATCH_BYTES:
+        scratch = _scratch()[:span]
+        source.read_into(scratch, at, touched)
+        out[...] = np.ndarray(out.shape, out.dtype, buffer=scratch, strides=strides)
+        return
+    dim = max(range(out.ndim), key=lambda d: (strides[d], out.shape[d]))
+    step, rest = strides[dim], span - (out.shape[dim] - 1) * strides[dim]
+    # Long rows far apart are read one by one; otherwise as many at a time as the scratch holds.
+    sparse = step > 2 * rest and rest >= 1 << 15
+    count = 1 if sparse or rest + step > SCRATCH_BYTES else 1 + (SCRATCH_BYTES - rest) // max(1, step)
+    before = (slice(None),) * dim
+    for row in range(0, out.shape[dim], count):
+        rows = (*before, slice(row, row + count))
+        _gather(out[rows], source, at + row * step, strides, touched)
+
+
+def _scratch() -> memoryview:
+    buffer: memoryview | None = getattr(_local, "scratch", None)
+    if buffer is None or len(buffer) < SCRATCH_BYTES:
+        buffer = _local.scratch = memoryview(bytearray(SCRATCH_BYTES))
+    return buffer

@@ -1,0 +1,1 @@
+"""Outputs: safetensors, DCP and torch.save files, in folders that appear whole."""

@@ -1,0 +1,248 @@
+"""An output folder that appears whole or not at all: on a disk by its name, elsewhere by a marker."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from converters.errors import CheckpointError
+from converters.storage.object_store import RemotePath
+from converters.writers.output_file import FLUSH_BYTES, OutputFile, copy_file, write_file
+from converters.writers.replace_folder import let_go, new_temporary, recover, replace_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from converters.storage.bytes import FileSpan
+    from converters.storage.path_or_url import Place
+
+
+class OutPiece(Protocol):
+    """A run of bytes of a file, written from its start to its end by one thread."""
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append `data`."""
+        ...
+
+    def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
+        """Append the bytes of `span` unread; False, and nothing done, where that is not possible."""
+        ...
+
+    def finish(self) -> None:
+        """Tell the file that this piece is done."""
+        ...
+
+
+class OutFile(Protocol):
+    """A file being written in pieces, which may come from any thread in any order."""
+
+    def piece(self, number: int) -> OutPiece:
+        """Piece `number` of the lengths that the file was made with."""
+        ...
+
+
+class Draft(Protocol):
+    """An output folder before it is there."""
+
+    @property
+    def folder(self) -> Place:
+        """Where to read back what has been written, once `settle` has been called."""
+        ...
+
+    @property
+    def threads(self) -> int | None:
+        """How many to write with, None for as many as the processors."""
+        ...
+
+    def run_bytes(self, nbytes: int) -> int:
+        """About how long the pieces of a file of `nbytes` should be."""
+        ...
+
+    def file(self, name: str, lengths: Sequence[int]) -> OutFile:
+        """A new file of pieces of these lengths."""
+        ...
+
+    def settle(self) -> None:
+        """All pieces of all files are done; small files may follow."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """A small new file."""
+        ...
+
+    def copy(self, path: Place, name: str) -> None:
+        """A small file as it is elsewhere."""
+        ...
+
+
+def new_output(
+    target: Place, *, needed: int, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
+) -> AbstractContextManager[Draft]:
+    """A draft that becomes `target` when the block ends well, and vanishes otherwise.
+
+    Args:
+        needed: bytes that will be written.
+        names: of all files that will be written.
+        facts: what the marker in an object store is to tell besides.
+    """
+    if isinstance(target, RemotePath):
+        from converters.writers.remote_draft import new_prefix
+
+        return new_prefix(target, overwrite=overwrite, names=names, facts=facts)
+    return _new_local(target, needed=needed, overwrite=overwrite)
+
+
+def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Place:
+    """The absolute output folder, or CheckpointError if writing there could harm what is there.
+
+    Args:
+        sources: folders and files that are read; the output may neither hold one nor lie in one.
+    """
+    target = out.resolve()
+    if isinstance(target, Path):
+        recover(target)
+    where = _resolved(out)
+    for source in sources:
+        origin = _resolved(source)
+        if isinstance(where, RemotePath) != isinstance(origin, RemotePath):
+            continue
+        if where == origin:
+            raise CheckpointError(f"{out}: is the checkpoint itself; give another output folder")
+        if where.is_relative_to(origin):  # type: ignore[arg-type]
+            raise CheckpointError(f"{out}: lies inside {source}; give an output folder outside it")
+        if origin.is_relative_to(where):  # type: ignore[arg-type]
+            raise CheckpointError(f"{out}: holds {source}; give another output folder")
+    if isinstance(target, RemotePath):
+        from converters.writers.remote_draft import check_prefix
+
+        check_prefix(target, overwrite=overwrite)
+    elif os.path.lexists(str(out)):
+        if not overwrite:
+            raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
+        if isinstance(out, Path) and out.is_symlink():
+            raise CheckpointError(f"{out}: is a link; give the folder that it leads to")
+        if not target.is_dir():
+            raise CheckpointError(f"{out}: is not a folder")
+        if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
+            raise CheckpointError(f"{out}: holds the current or the home folder and will not be replaced")
+    return target
+
+
+def _resolved(place: Place) -> Place:
+    """By links, and `file://` URLs, which are other names of paths."""
+    local = place.local if isinstance(place, RemotePath) else place
+    return place if local is None else local.resolve()
+
+
+class _LocalDraft:
+    """A folder under another name."""
+
+    threads = None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run_bytes(self, nbytes: int) -> int:
+        return FLUSH_BYTES
+
+    def file(self, name: str, lengths: Sequence[int]) -> OutFile:
+        return _LocalFile(self.folder / name, lengths)
+
+    def settle(self) -> None:
+        pass
+
+    def write(self, name: str, data: bytes) -> None:
+        write_file(self.folder / name, data)
+
+    def copy(self, path: Place, name: str) -> None:
+        copy_file(path, self.folder / name)
+
+
+class _LocalFile:
+    def __init__(self, path: Path, lengths: Sequence[int]) -> None:
+        self._file = OutputFile(path, pieces=len(lengths))
+        self._starts = [0, *accumulate(lengths)]
+
+    def piece(self, number: int) -> OutPiece:
+        return self._file.piece(self._starts[number])
+
+
+@contextmanager
+def _new_local(target: Path, *, needed: int, overwrite: bool) -> Iterator[Draft]:
+    with new_folder(target, needed=needed, overwrite=overwrite) as folder:
+        yield _LocalDraft(folder)
+
+
+@contextmanager
+def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when the block ends well, else vanishes.
+
+    Args:
+        needed: bytes that will be written, held against the free space before anything is.
+
+    A killed process leaves `target` as it was or as it was to be; `check_output` removes what else it left.
+
+    Raises:
+        CheckpointError: no space, no permission, or any other failure to write.
+    """
+    created = _make_parents(target.parent)
+    temporary: Path | None = None
+    held: int | None = None
+    try:
+        free = shutil.disk_usage(target.parent).free
+        if needed > free:
+            raise CheckpointError(f"{target}: needs {needed:,} bytes, {free:,} are free on its disk")
+        temporary, held = new_temporary(target)
+        yield temporary
+        sync_folder(temporary)
+        _swap(temporary, target, overwrite=overwrite)
+        created = []
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from None
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        let_go(held)
+        for folder in created:
+            try:
+                folder.rmdir()
+            except OSError:
+                break
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's entries durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Create `folder`; the folders that were missing, innermost first."""
+    missing = []
+    current = folder
+    while not current.exists():
+        missing.append(current)
+        current = current.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be created: {error.strerror or error}") from None
+    return missing
+
+
+def _swap(temporary: Path, target: Path, *, overwrite: bool) -> None:
+    if not target.exists():
+        temporary.rename(target)
+    elif not overwrite:
+        raise CheckpointError(f"{target}: appeared while it was being written; nothing was replaced")
+    else:
+        replace_folder(temporary, target)
+    sync_folder(target.parent)

@@ -1,0 +1,149 @@
+"""Files being written to a disk: at the page cache's pace, with the disk kept busy while they grow."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+from converters.storage.guarded import open_new, open_regular
+from converters.storage.object_store import RemotePath
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from converters.storage.bytes import FileSpan
+    from converters.storage.path_or_url import Place
+
+# Linux gives a larger write larger folios, which it must find or make first: writes of 1 MiB were seen to
+# cost five times the processor time of these.
+WRITE_BYTES = 256 << 10
+# Written bytes that are handed to the disk together, so that the last fsync has little left to wait for.
+FLUSH_BYTES = 32 << 20
+# Bytes the kernel copies in one call, so that the progress bar moves and Ctrl-C is heard.
+_KERNEL_COPY = 8 << 20
+
+
+class OutputFile:
+    """A new file, written in pieces by any threads; durable once the last piece is done.
+
+    Args:
+        pieces: how many times `finish` will be called.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
+    """
+
+    def __init__(self, path: Path, pieces: int = 1) -> None:
+        self._fd = -1  # set first: __del__ runs even when it cannot be opened
+        self._fd = open_new(path)
+        self._left = pieces
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def piece(self, at: int) -> Piece:
+        """A piece of the file, to be written from byte `at` on."""
+        return Piece(self, self._fd, at)
+
+    def finish(self) -> None:
+        """One piece is done; after the last the file is durable and closed."""
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Piece:
+    """A run of bytes of an `OutputFile`, written from its start to its end by one thread."""
+
+    def __init__(self, file: OutputFile, fd: int, at: int) -> None:
+        self.file = file  # keeps the descriptor open
+        self._fd = fd
+        self._at = self._flushed = at
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append `data`."""
+        left = memoryview(data)
+        while left:
+            count = os.pwrite(self._fd, left[:WRITE_BYTES], self._at)
+            left = left[count:]
+            self._advance(count)
+
+    def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
+        """Append the bytes of `span` unread; False, and nothing done, where that is not possible.
+
+        Args:
+            progress: called with the bytes of each step.
+        """
+        if not hasattr(os, "copy_file_range"):
+            return False
+        descriptor = span.file.descriptor()
+        if descriptor is None:
+            return False
+        start, done = self._at, 0
+        while done < span.nbytes:
+            want = min(span.nbytes - done, _KERNEL_COPY)
+            try:
+                count = os.copy_file_range(
+                    descriptor.fd, self._fd, want, offset_src=span.offset + done, offset_dst=self._at
+                )
+            except OSError:
+                count = 0  # across filesystems, or an old kernel
+            if count == 0:
+                # Whoever writes the bytes instead starts over; what is there already is overwritten.
+                self._at, self._flushed = start, min(start, self._flushed)
+                progress(-done)
+                return False
+            done += count
+            self._advance(count)
+            progress(count)
+        return True
+
+    def finish(self) -> None:
+        """Tell the file that this piece is done."""
+        self._flush()
+        self.file.finish()
+
+    def _advance(self, count: int) -> None:
+        self._at += count
+        if self._at - self._flushed >= FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        count = self._at - self._flushed
+        if count and hasattr(os, "posix_fadvise"):  # not on macOS; a count of 0 would mean the whole file
+            # For pages that are dirty this starts their way to the disk and waits for nothing.
+            os.posix_fadvise(self._fd, self._flushed, count, os.POSIX_FADV_DONTNEED)
+        self._flushed = self._at
+
+
+def write_file(path: Place, data: bytes) -> None:
+    """Write a small new file, durably; OSError where it cannot be done."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
+    piece = OutputFile(path).piece(0)
+    piece.write(data)
+    piece.finish()
+
+
+def copy_file(source: Place, target: Path) -> None:
+    """Copy a small file into a new one, durably and in little memory; OSError where it cannot be done."""
+    if isinstance(source, RemotePath):
+        source.download(target)
+    else:
+        with os.fdopen(open_regular(source), "rb") as read, os.fdopen(open_new(target), "wb") as written:
+            shutil.copyfileobj(read, written, 1 << 20)
+    fd = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,149 @@
+"""Stream a checkpoint into safetensors files that `from_pretrained` loads.
+
+Source: https://github.com/huggingface/safetensors ("Format"); the index is transformers' `save_pretrained`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from converters.companions import with_dtype
+from converters.containers.pickle_reader import plain
+from converters.errors import CheckpointError
+from converters.formats.safetensors import GROUPS, MAX_HEADER, OPTIMIZER, read_file
+from converters.storage.bytes import Folder
+from converters.storage.path_or_url import place
+from converters.tensors.dtypes import itemsize
+from converters.writers.conversion import (
+    Entry,
+    Plan,
+    PlannedFile,
+    carry_out,
+    model_entries,
+    optimizer_entries,
+    shards,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from converters.checkpoint import Checkpoint
+    from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
+
+
+def plan_safetensors(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "keep",
+    max_shard_size: int = 5_000_000_000,
+    optimizer: bool = False,
+) -> Plan:
+    """What `write_safetensors` would write, without writing it. Arguments and errors are the same."""
+    entries = model_entries(checkpoint, dtype)
+    runs = shards(entries, max_shard_size)
+    documents, companions = with_dtype(checkpoint.companions, entries)
+    if len(runs) == 1:
+        files = [_file("model.safetensors", runs[0])]
+    else:
+        names = [f"model-{i:05d}-of-{len(runs):05d}.safetensors" for i in range(1, len(runs) + 1)]
+        files = [_file(name, run) for name, run in zip(names, runs, strict=True)]
+        places = {entry.name: name for name, run in zip(names, runs, strict=True) for entry in run}
+        total = sum(entry.nbytes for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        documents["model.safetensors.index.json"] = _document(index)
+    if optimizer:
+        files.append(_file(OPTIMIZER, [entry for _, _, entry in optimizer_entries(checkpoint)]))
+        assert checkpoint.optimizer is not None
+        groups = plain(checkpoint.optimizer.param_groups, limit=10_000_000)
+        documents[GROUPS] = _document({"param_groups": groups})
+    names_written = [file.name for file in files]
+
+    def reopen(folder: Place) -> dict[str, Tensor]:
+        written = Folder(folder)
+        found: dict[str, Tensor] = {}
+        for name in names_written:
+            found.update(read_file(written.file(name))[0])
+        return found
+
+    return Plan(tuple(files), documents, companions, reopen)
+
+
+def write_safetensors(
+    checkpoint: Checkpoint,
+    out: str | Place,
+    *,
+    dtype: str = "keep",
+    max_shard_size: int = 5_000_000_000,
+    optimizer: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+    verify: bool = False,
+    expand: bool = False,
+    facts: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Write `out/model.safetensors` (or numbered shards with an index) and the companions.
+
+    Args:
+        dtype: keep, float32, bfloat16 or float16 (fp32, bf16, fp16), for floating tensors of at least one
+            dimension.
+        max_shard_size: bytes; a tensor larger than that gets a shard of its own.
+        optimizer: also write `optimizer.safetensors` (`<name>.<state>`, never cast) and `optimizer.json`.
+        overwrite: replace `out` where it exists.
+        progress: a bar in bytes on a terminal's stderr.
+        verify: read everything back and compare before `out` appears.
+        expand: write tensors that repeat the bytes of SRC's files however often they do.
+        facts: what the marker of an `out` in an object store is to tell besides.
+
+    Returns:
+        The plan that was carried out.
+
+    Raises:
+        CheckpointError: `out` refused, the source damaged, the disk full, or the object store out of reach.
+            `out` is then as it was.
+    """
+
+    def make_plan() -> Plan:
+        return plan_safetensors(checkpoint, dtype=dtype, max_shard_size=max_shard_size, optimizer=optimizer)
+
+    return carry_out(
+        checkpoint,
+        make_plan,
+        place(out),
+        overwrite=overwrite,
+        progress=progress,
+        verify=verify,
+        expand=expand,
+        facts=facts,
+    )
+
+
+def _file(name: str, entries: Iterable[Entry]) -> PlannedFile:
+    # Wide types first: readers view the bytes as elements, so tensors must start at multiples of their width.
+    ordered = sorted(entries, key=lambda entry: -itemsize(entry.dtype))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in ordered:
+        if entry.name in header:
+            raise CheckpointError(f"{name}: two tensors would be called {entry.name!r}")
+        offsets = [at, at + entry.nbytes]
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.tensor.shape),
+            "data_offsets": offsets,
+        }
+        at += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(f"{name}: too many tensors for one file; lower --max-shard-size")
+    return PlannedFile(name, (len(text).to_bytes(8, "little") + text, *ordered))
+
+
+def _document(value: Any) -> bytes:
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError("the optimizer's groups hold a text with half of a surrogate pair") from None

@@ -1,0 +1,1 @@
+"""DDP and FSDP2."""

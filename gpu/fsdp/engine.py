@@ -1,0 +1,270 @@
+"""A model in training under DDP or FSDP2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from converters import CheckpointError
+from converters import Tensor as StoredTensor
+from gpu.compiling import CapturedMemory
+from gpu.fsdp.offload import HostCopies
+from gpu.fsdp.saving import Saver
+from gpu.fsdp.sharding import shard
+from gpu.generation import continue_text
+from gpu.loss_scale import DeviceScaler, LossScale
+from portable.checkpoint.matching import stored_state
+from portable.errors import unsupported
+from portable.model.build import embeddings, state_tensors
+from portable.model.chunked_loss import chunked_head
+from portable.model.loss import Objective
+from portable.model.tensors import fill
+from portable.model.transformers_patches import no_look_at_values
+from portable.optim.build import build_optimizer, decaying, set_rates
+from portable.optim.non_finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
+from portable.optim.sharded import local
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from converters import Checkpoint
+    from gpu.fsdp.sharding import ShardedModel
+    from gpu.strategies import CountingEngine, Machine
+    from portable.backend import Batch, SaveHandle
+    from portable.config import RunConfig
+    from portable.model.chunked_loss import ChunkedHead
+    from portable.model.tensors import ReadableTensor
+    from portable.optim.build import Optimizer
+
+
+def check(config: RunConfig, device_type: str) -> None:
+    """Raise UserError for a setting that DDP and FSDP2 have no use for."""
+    unsupported(
+        [
+            *_offloading(config),
+            *(
+                (
+                    config.strategy == "no_shard" and value is not None,
+                    f"fsdp.{name}: nothing is sharded under no_shard; remove it, or use full_shard",
+                )
+                for name, value in config.fsdp
+            ),
+        ]
+    )
+
+
+def _offloading(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    memory, strategy = config.memory, config.strategy
+    for name in ("offload_optimizer", "offload_params"):
+        yield (
+            getattr(memory, name) == "nvme",
+            f"memory.{name}: nvme is DeepSpeed's; use strategy zero3, or cpu",
+        )
+        yield (
+            strategy == "no_shard" and getattr(memory, name) != "none",
+            f"memory.{name}: under no_shard everything stays on the device; use full_shard, which also "
+            "offloads on one rank",
+        )
+
+
+def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
+    """Spread a model from the meta device over the ranks; the weights are still unset."""
+    head = chunked_head(model, config.memory.loss_chunk_tokens)
+    return TorchEngine(shard(model, config, machine), head, config, machine.device)
+
+
+class TorchEngine:
+    """Implements :class:`portable.backend.Engine`; see there for the contracts."""
+
+    def __init__(
+        self, sharded: ShardedModel, head: ChunkedHead | None, config: RunConfig, device: torch.device
+    ) -> None:
+        self.model: nn.Module = sharded.model
+        self._head = head
+        self._objective = Objective(self.model, config.train.global_batch_size, head)
+        self._sharded = sharded
+        self._device = device
+        parameters = dict(self.model.named_parameters())
+        memory = config.memory
+        # Parameters that are in host memory themselves take the optimizer along.
+        apart = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
+        self._host = HostCopies(parameters) if apart else None
+        self._trained = parameters if self._host is None else self._host.copies
+        tables = set(embeddings(self.model))
+        self._optimizer: Optimizer = build_optimizer(
+            config.train,
+            self._trained,
+            decaying(self.model),
+            embeddings={p for name, p in self._trained.items() if parameters[name] in tables},
+        )
+        original = {} if self._host is None else self._host.original()
+        self._parameters: list[nn.Parameter] = [
+            original.get(p, p) for group in self._optimizer.param_groups for p in group["params"]
+        ]
+        self._captured = CapturedMemory(config)
+        self._saver = Saver()
+        self._scaler = DeviceScaler(config.fp16, device) if config.precision == "fp16" else None
+        self._scaling = LossScale(self._scaler)
+        # Under a search for a loss scale an overflow is no failure; what is one then, ends the run.
+        self._limit = 1 if self._scaling.dynamic else allowed_in_a_row(config.train.on_non_finite)
+        self._account = torch.tensor(NEW_ACCOUNT, device=device)  # read when logging, never in between
+
+    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
+        self._captured.begin_pass()
+        with self._sharded.accumulating(last=last):
+            with self._sharded.autocast(), no_look_at_values():
+                loss = self._objective(self._sharded.forward, batch, valid)
+            scaled = loss * self._sharded.loss_scale
+            (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
+        self._captured.keep_gradients(self._parameters, last=last)
+        return loss.detach()
+
+    def update(
+        self,
+        learning_rate: float,
+        max_norm: float,
+        loss: Tensor,
+        *,
+        betas: tuple[float, float] | None = None,
+    ) -> Tensor:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._scaler is not None and gradients:
+            parts = [local(gradient) for gradient in gradients]
+            torch._foreach_mul_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        norm = norm.to(self._device)  # gradients of offloaded parameters are on the host
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        # The norm is over all ranks, so that all of them see an overflow of any.
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        bad = ~finite if self._scaler is None else self._scaler.update(~finite)
+        self._account, left_out = entered(self._account, bad=bad, loss=loss, limit=self._limit)
+        set_rates(self._optimizer, learning_rate, betas)
+        # The optimizers leave parameters and state alone when this value is 1, which they find on the device
+        # of the parameters: if those are offloaded, the host has waited for their gradients anyway.
+        place = next(iter(self._trained.values())).device
+        self._optimizer.found_inf = (left_out | ~finite).float().to(place)
+        if self._host is not None:
+            self._host.fetch_gradients()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._host is not None:
+            self._host.give_back()
+        return norm
+
+    def health(self) -> Health:
+        health = Health.of(self._account.tolist(), self._limit)
+        if health.skipped_updates and self._scaling.dynamic:
+            raise self._scaling.exhausted()
+        return health
+
+    def unsound_gradients(self) -> list[str]:
+        gradients = {name: local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+
+    def figures(self) -> dict[str, float]:
+        """What the metrics record besides."""
+        return self._scaling.figures()
+
+    def let_go(self) -> None:
+        self._sharded.let_go()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        self.model.eval()
+        self._captured.begin_pass()
+        with self._sharded.autocast(), no_look_at_values():
+            loss = self._objective.evaluated(self._sharded.forward, batch)
+        self.model.train()
+        return loss
+
+    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+        self.model.eval()
+        with self._sharded.autocast():
+            tokens = continue_text(
+                self.model, prompt, self._device, max_new_tokens=max_new_tokens, seed=seed, in_step=False
+            )
+        self.model.train()
+        return tokens
+
+    # -- weights and checkpoints -------------------------------------------------------------------------
+
+    def _state_tensors(self) -> Mapping[str, Tensor]:
+        """This rank's shards of parameters and buffers.
+
+        A forward without a backward, under ``shard_grad_op`` or in the root, leaves parameters unsharded, and
+        what holds their shards without storage.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return state_tensors(self.model)
+
+    def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
+        for name, tensor in self._state_tensors().items():
+            if name in weights:
+                _fill(tensor, weights[name])
+        if self._host is not None:
+            self._host.refresh(weights)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        stored = stored_state(checkpoint, self.model)
+        self.load_weights(stored.weights)
+        self._optimizer.state.clear()  # a damaged checkpoint may have been tried before this one
+        for name, values in stored.optimizer.items():
+            state = self._optimizer.initial_state(self._trained[name])
+            for key, tensor in state.items():
+                _fill_state(tensor, values.get(key), f"{key} of {name}")
+            self._optimizer.state[self._trained[name]] = state
+        self._scaling.load(checkpoint.root)
+
+    def save(self, folder: Path, *, background: bool) -> SaveHandle:
+        state = {"model": self._state_tensors(), "optim": self._optimizer_state()}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._scaling.save(folder)
+        return self._saver.save(state, folder, background=background)
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._trained.items()}
+        groups = [
+            {**group, "params": [names[p] for p in group["params"]]} for group in self._optimizer.param_groups
+        ]
+        state = {names[p]: dict(values) for p, values in self._optimizer.state.items()}
+        return {"state": state, "param_groups": groups}
+
+
+def _fill_state(target: Tensor, value: StoredTensor | float | bool | None, name: str) -> None:
+    """Fill what the optimizer keeps of a parameter.
+
+    Raises:
+        CheckpointError: if there is nothing for it, or a tensor of another shape.
+    """
+    if isinstance(value, StoredTensor) and value.shape == tuple(target.shape):
+        _fill(target, value)
+    elif value is not None and target.dim() == 0:
+        target.fill_(float(value.read().item() if isinstance(value, StoredTensor) else value))
+    else:
+        raise CheckpointError(f"{name} is missing, or not of shape {list(target.shape)}")
+
+
+def _fill(target: Tensor, source: ReadableTensor) -> None:
+    """Copy into ``target`` what it holds of ``source``: everything, or a DTensor's local shard."""
+    if not isinstance(target, DTensor):
+        fill(target, source)
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    local = target.to_local()
+    if local.numel():
+        index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        fill(local, source, index)

@@ -1,0 +1,58 @@
+"""Writing checkpoints with torch.distributed.checkpoint, in the foreground or behind the training."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from gpu.staging import staged
+from portable.checkpoint.background import in_background
+from portable.checkpoint.checksumming_writer import SealingWriter
+from portable.ranks.collectives import background_group
+from portable.terminal import quiet_checkpoint_warnings
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from portable.backend import SaveHandle
+
+quiet_checkpoint_warnings()
+
+
+class Saver:
+    """Writes state dicts of plain tensors and DTensors as DCP folders."""
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup | None:
+        return background_group()
+
+    def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
+        """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save`."""
+        group = self._group  # made by all ranks at once, before any thread needs it
+        if background:
+            state = staged(state)
+
+        def write() -> None:
+            save(state, storage_writer=SealingWriter(folder), process_group=group, no_dist=group is None)
+
+        if background:
+            return _Save(in_background(write, name="checkpoint"))
+        write()
+        return _Save(None)
+
+
+class _Save:
+    def __init__(self, writing: Future[None] | None) -> None:
+        self._writing = writing
+
+    def done(self) -> bool:
+        return self._writing is None or self._writing.done()
+
+    def wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()

@@ -1,0 +1,103 @@
+"""Which modules are sharded as one unit, and when FSDP2 gathers them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from portable.errors import UserError
+from portable.model.build import called_past_hooks, transformer_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.fsdp import FSDPModule
+
+    from portable.config import RunConfig
+
+
+def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
+    """The modules below ``model`` that ``fsdp.auto_wrap_policy`` makes units of, in the model's order.
+
+    A module that shares a parameter with another part of the model is left to the unit around both: the
+    gathered parameter has to be there for either.
+
+    Raises:
+        UserError: for a class in ``fsdp.transformer_layer_cls_to_wrap`` that the model has no module of.
+    """
+    fsdp = config.fsdp
+    if fsdp.auto_wrap_policy == "no_wrap":
+        return []
+    if fsdp.min_num_params is not None:
+        return _large(model, fsdp.min_num_params)
+    if fsdp.transformer_layer_cls_to_wrap is not None:
+        chosen = _of_classes(model, fsdp.transformer_layer_cls_to_wrap)
+    else:
+        silent = called_past_hooks(model)  # what gathers their parameters would not be called
+        chosen = [layer for name, layer in transformer_layers(model) if name not in silent]
+    everywhere = _uses(model)
+    return [module for module in chosen if module is not model and not _shares(module, everywhere)]
+
+
+def _of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    there = {type(module).__name__ for module in model.modules()}
+    for name in names:
+        if name not in there:
+            layers = sorted({type(layer).__name__ for _, layer in transformer_layers(model)})
+            raise UserError(
+                f"fsdp.transformer_layer_cls_to_wrap: {type(model).__name__} has no {name}; its layers are "
+                f"{', '.join(layers)}"
+            )
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _large(model: nn.Module, least: int) -> list[nn.Module]:
+    """The modules with at least ``least`` parameters that no unit inside them holds."""
+    found: set[nn.Module] = set()
+    everywhere = _uses(model)
+
+    def outside_units(module: nn.Module) -> int:
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        size = own + sum(outside_units(child) for child in module.children())
+        # A list is never called, so that nothing would gather its parameters.
+        listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if size < least or listed or module is model or _shares(module, everywhere):
+            return size
+        found.add(module)
+        return 0
+
+    outside_units(model)
+    return [module for module in model.modules() if module in found]
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """How often each parameter stands in ``module``."""
+    return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+
+
+def _shares(module: nn.Module, everywhere: Counter[nn.Parameter]) -> bool:
+    """Whether a parameter of ``module`` also stands outside it."""
+    return any(everywhere[parameter] > uses for parameter, uses in _uses(module).items())
+
+
+def order_prefetches(ordered: Sequence[FSDPModule], config: RunConfig) -> None:
+    """Apply ``fsdp.forward_prefetch`` and ``fsdp.backward_prefetch``.
+
+    By itself FSDP2 gathers a unit when the host reaches it, ahead of the device, and in the backward pass the
+    next unit before the gradients of the present one: that is ``backward_pre``.
+
+    Args:
+        ordered: the units as the forward pass comes to them.
+        config: of the run.
+    """
+    if config.fsdp.forward_prefetch:
+        for unit, following in pairwise(ordered):
+            unit.set_modules_to_forward_prefetch([following])
+    if config.fsdp.backward_prefetch in ("backward_post", "no_prefetch"):
+        # A unit's own gather in place of the next one's: the next is gathered once its turn has come, which
+        # is right after this unit's gradients.
+        for unit in ordered:
+            unit.set_modules_to_backward_prefetch([unit])

@@ -1,0 +1,1 @@
+"""A DeepSpeed JSON: read, checked, reconciled with the run's settings."""

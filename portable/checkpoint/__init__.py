@@ -1,0 +1,1 @@
+"""Checkpoints: written, found, matched with a model; those of other programs too."""

@@ -1,0 +1,62 @@
+"""What a checkpoint holds for a model, matched and checked before an engine fills its slices with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converters import CheckpointError
+from portable.model.build import state_tensors, tied_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from converters import Checkpoint
+    from converters import Tensor as StoredTensor
+    from portable.model.tensors import ReadableTensor
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """The training state of a model, lazy.
+
+    Attributes:
+        weights: every parameter (tied ones once) and persistent buffer of the model, by name.
+        optimizer: what the optimizer keeps of each trained parameter, by the parameter's name and the
+            state's own (``exp_avg``, ``step``, ...). A parameter that no gradient has reached is left out.
+    """
+
+    weights: Mapping[str, ReadableTensor]
+    optimizer: Mapping[str, Mapping[str, StoredTensor | float | bool]]
+
+
+def stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
+    """Match ``checkpoint`` with ``model``.
+
+    Raises:
+        CheckpointError: if it lacks a tensor of the model, or the optimizer state of a trained parameter.
+    """
+    weights: dict[str, ReadableTensor] = dict(checkpoint.tensors)
+    for name, others in tied_names(model).items():
+        alias = next((other for other in others if other in weights), None)
+        if name not in weights and alias is not None:
+            weights[name] = weights[alias]
+    wanted = state_tensors(model)
+    missing = wanted.keys() - weights.keys()
+    if missing:
+        raise CheckpointError(f"{checkpoint.root}: holds no {min(missing)}; it belongs to another model")
+    if checkpoint.optimizer is None:
+        raise CheckpointError(f"{checkpoint.root}: holds no optimizer state to go on from")
+    optimized = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}
+    optimizer = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        state = checkpoint.optimizer.state.get(name)
+        if state is not None:
+            optimizer[name] = state
+        elif name not in optimized:
+            raise CheckpointError(f"{checkpoint.root}: holds no optimizer state of {name}")
+    return StoredState({name: weights[name] for name in wanted}, optimizer)

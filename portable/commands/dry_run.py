@@ -1,0 +1,161 @@
+"""Answers that take no training: what a run would do, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters import CheckpointError
+from converters.console import say
+from portable.backend import backend_room
+from portable.batch_plan import parameter_count, total_steps
+from portable.checkpoint.adopt_external import take_over
+from portable.checkpoint.external import open_foreign
+from portable.commands.resume_info import describe
+from portable.config import dump_yaml
+from portable.data import inspect_data
+from portable.errors import UserError
+from portable.model import build as models
+from portable.model.pretrained import pretrained_weights
+from portable.model.shape_hints import shape_hints
+from portable.model.special_tokens import SpecialTokens, problem_of
+from portable.optim.schedule import build_schedule
+from portable.output.existing_run import check_same_run, checkpoint_of, checkpoints_of, exists, resume_source
+from portable.paths import place_of, storage_errors
+from portable.planner.this_machine import memory_rows, planner_here
+from portable.reporting.metrics import human_bytes, human_count, table
+from portable.run.leg import plan_for, ranks_in_words, resolve, surprises, tokenizer_hints
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from portable.backend import Backend
+    from portable.batch_plan import BatchPlan
+    from portable.checkpoint.store import Checkpoints
+    from portable.config import RunConfig
+    from portable.data import DataSizes
+    from portable.paths import Place
+
+_LABELLED = ("sequence-classification",)
+
+
+def dry_run(backend_name: str, config: RunConfig, ranks: int) -> int:
+    """Print the resolved config and what the run would do; write nothing."""
+    backend = backend_room(backend_name).create(backend_name)
+    config = resolve(config, backend, ranks)
+    folder = place_of("output_dir", config.output_dir)
+    check_same_run(folder, config)
+    model_config = models.model_config(config.model)
+    models.check_length(model_config, config)
+    problem_of(model_config, config.model)  # refuses what a run refuses
+    data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
+    special_tokens = SpecialTokens(model_config, config.model)
+    model = models.build_model(model_config, config.model)
+    if data.vocab_size is not None:
+        models.check_vocabulary(model, data.vocab_size)
+    plan = plan_for(config, backend, ranks)
+    devices = ranks_in_words(plan.world_size, backend.devices_per_rank)
+    rows = _plan_rows(config, model, data, plan, devices, checkpoints_of(folder))
+    planner = planner_here(config, model, backend, ranks)
+    rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
+    rows += memory_rows(planner)
+    for line in _notes(config, backend, model, special_tokens, data, plan):
+        print(line, file=sys.stderr)
+    say(dump_yaml(config))
+    if config.came_from:
+        say("# Where it was set; all else is a default, or follows from these")
+        say(table(list(config.came_from.items())))
+        say("")
+    say("# What this run will do")
+    say(table(rows))
+    return 0
+
+
+def _notes(
+    config: RunConfig,
+    backend: Backend,
+    model: PreTrainedModel,
+    special_tokens: SpecialTokens,
+    data: DataSizes,
+    plan: BatchPlan,
+) -> list[str]:
+    """What the run will tell a person before its first step, as far as it is known without a download."""
+    name, aligned, weights = config.model.name_or_path, [], []
+    if name is not None:
+        if data.opened is not None:
+            aligned = special_tokens.align(model, data.opened, data.target_frame)
+        # A classifier's head has as many rows as the data has labels, which nobody has counted yet.
+        if not config.model.from_scratch and Path(name).is_dir() and config.model.task not in _LABELLED:
+            weights = pretrained_weights(config.model, model).notes()
+    searched = config.train.micro_batch_size == "auto"  # and not known yet
+    hints = shape_hints(
+        model.config,
+        tokens=0 if searched else plan.micro_batch_size * config.data.seq_len,
+        multiple=backend.shape_multiple(config.precision),
+        precision=config.precision,
+    )
+    return [*surprises(backend, config, model.config, aligned, data), *weights, *hints]
+
+
+def _plan_rows(
+    config: RunConfig,
+    model: PreTrainedModel,
+    data: DataSizes,
+    plan: BatchPlan,
+    devices: str,
+    checkpoints: Checkpoints[Any],
+) -> list[tuple[str, str]]:
+    steps = config.train.steps
+    if config.train.epochs is not None:
+        steps = None if data.train_samples is None else total_steps(config, data.train_samples)
+    source = resume_source(config, checkpoints)
+    begun = [] if source is None else _foreign_rows(config, model, source, steps)
+    return [
+        ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),
+        ("data", str(data)),
+        ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
+        (
+            "batch",
+            f"{human_count(plan.global_batch_size, 'sequence')} a step = "
+            f"{human_count(plan.world_size, 'rank')} x "
+            + (
+                f"{plan.sequences_per_rank}, as many at a time as fit"
+                if config.train.micro_batch_size == "auto"
+                else f"{human_count(plan.accumulation_steps, 'accumulation step')} x {plan.micro_batch_size}"
+            ),
+        ),
+        ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
+        ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),
+        ("start", f"resume from {source}" if source is not None else "step 0"),
+        *begun,
+    ]
+
+
+def _foreign_rows(
+    config: RunConfig, model: PreTrainedModel, source: Place, steps: int | None
+) -> list[tuple[str, str]]:
+    """What the run would take from ``source`` if another program wrote it; refused as it would be then."""
+    foreign = open_foreign(source, [name for name, _ in model.named_parameters()])
+    if foreign is None:
+        return []
+    taken = take_over(foreign, config, model, build_schedule(config.train, steps or 1))
+    if steps is not None:
+        taken.check_length(steps)
+    return [*taken.rows, *(("warning", warning) for warning in taken.warnings)]
+
+
+def describe_checkpoint(path: str, backend_name: str) -> int:
+    """Print what a checkpoint (or the newest of a run) holds, whoever wrote it, and what can take it on."""
+    with storage_errors("--resume-info"):
+        place = place_of("--resume-info", path)
+        if not exists(place):
+            raise UserError(f"--resume-info: {place} is missing; give the folder of a run or of a checkpoint")
+        if (foreign := open_foreign(place)) is not None:
+            try:
+                say(table(foreign.rows()))
+            except CheckpointError as error:
+                raise UserError(f"--resume-info: {error}") from error
+            return 0
+        say(describe(checkpoint_of(place), backend_name))
+    return 0

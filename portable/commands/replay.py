@@ -1,0 +1,292 @@
+"""One step of a run taken once more, to see where a loss or gradient stops being finite.
+
+The run goes on from its last checkpoint before that step, without a log or a save, and takes the step itself
+micro-batch by micro-batch, with a look at what every module gives. Nothing is written into its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.data import locate
+from portable.errors import UserError, one_line
+from portable.loop import train_step
+from portable.model.loss import count_valid
+from portable.output.existing_run import checkpoints_of
+from portable.paths import place_of
+from portable.ranks.consistency import agree
+from portable.reporting.metrics import table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    from portable.backend import Backend, Batch, Engine
+    from portable.loop import Progress
+    from portable.paths import Place
+    from portable.run.leg import Prepared
+
+_SHOWN = 160  # characters of a sample's text
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What became of one micro-batch.
+
+    Attributes:
+        rank: that took it.
+        number: within the rank's share of the step, from 1.
+        first_sample: of the run's order.
+        samples: how many, in a row.
+        tokens: of these, that count.
+        loss: the mean over them.
+        module: the first whose output was not finite, by name and class; None where all were finite.
+        bad_sample: the first sample of which that output was not finite, where it has a row for each.
+    """
+
+    rank: int
+    number: int
+    first_sample: int
+    samples: int
+    tokens: int
+    loss: float
+    module: str | None
+    bad_sample: int | None
+
+
+def replay_step(run: Prepared, step: int) -> int:
+    """Print what happens in ``step``, counted from 1; all ranks call it.
+
+    Returns:
+        the exit code, 0, whatever was found.
+
+    Raises:
+        UserError: if the run has no such step, or does not get there.
+    """
+    backend = run.backend
+    if not 1 <= step <= run.steps:
+        raise UserError(f"--replay: {step} is no step of this run, which has {run.steps:,}")
+    source = _last_before(run, step)
+    agree(backend, {"the checkpoint to replay from": source.name if source is not None else "none"})
+    engine, progress = run.engine(source)
+    if progress.step >= step:
+        raise UserError(f"--replay: the run begins at {source}, after step {progress.step}; give a later one")
+    if backend.rank == 0:
+        start = "the start" if source is None else str(source)
+        print(f"going from {start} to step {step}, which is number {step - progress.step}", file=sys.stderr)
+    batches = iter(run.train_loader(progress.samples))
+    try:
+        _take_steps_before(step, run, engine, batches, progress)
+        found, loss = _looked_into(run, engine, batches, progress)
+        gradients = _of_all_ranks(backend, engine.unsound_gradients())
+        (norm,) = backend.read(
+            [engine.update(run.schedule(step - 1), run.config.train.max_grad_norm or 0.0, loss)]
+        )
+    finally:
+        batches.close()
+    everything = [MicroBatch(**one) for one in _of_all_ranks(backend, [asdict(one) for one in found])]
+    backend.barrier()
+    if backend.rank == 0:
+        print("\n".join(_report(run, engine, step, everything, set(gradients), norm)))
+    return 0
+
+
+def _last_before(run: Prepared, step: int) -> Place | None:
+    """The newest checkpoint from which ``step`` is still to come; None: from the start."""
+    own = checkpoints_of(place_of("output_dir", run.config.output_dir)).complete()
+    before: list[Place] = [folder for done, folder in own if done < step]
+    if before:
+        return before[-1]
+    if run.config.checkpoint.resume in ("auto", "never"):
+        return None
+    begun = place_of("checkpoint.resume", run.config.checkpoint.resume)
+    return begun if begun.exists() else None
+
+
+def _take_steps_before(
+    step: int, run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
+) -> None:
+    start = progress.step
+    while progress.step < step - 1:
+        train_step(
+            run.backend,
+            engine,
+            batches,
+            plan=run.plan,
+            first_sample=progress.samples,
+            learning_rate=run.schedule(progress.step),
+            max_grad_norm=run.config.train.max_grad_norm or 0.0,
+            betas=run.schedule.betas(progress.step),
+        )
+        progress.step += 1
+        progress.samples += run.plan.global_batch_size
+    health = engine.health()
+    if health.halted:
+        assert health.first_bad_update is not None
+        earlier = start + health.first_bad_update + 1
+        raise UserError(f"--replay: step {earlier} before it is not finite; use --replay {earlier}")
+
+
+def _looked_into(
+    run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
+) -> tuple[list[MicroBatch], Tensor]:
+    """Take the micro-batches of the next step, without the update that ends it; its loss comes along."""
+    backend, plan = run.backend, run.plan
+    own = [next(batches) for _ in range(plan.accumulation_steps)]
+    valid = backend.total(sum(count_valid(batch["labels"]) for batch in own))
+    (all_tokens,) = backend.read([valid])
+    # The first sample of this rank's share; where all ranks are one program, of the whole batch.
+    share = plan.global_batch_size // plan.world_size
+    first = progress.samples + plan.rank * share
+    found, losses = [], []
+    for index, batch in enumerate(own):
+        backend.seed(plan.dropout_seed(progress.samples, index))
+        rows, tokens = batch["labels"].shape[0], count_valid(batch["labels"])
+        if backend.one_program:  # whose loss is that of all ranks
+            tokens = int(backend.read([backend.total(tokens)])[0])
+        with _Outputs(engine.model, rows) as outputs:
+            last = index == plan.accumulation_steps - 1
+            losses.append(engine.accumulate(backend.place(batch), valid, last=last))
+        value, *firsts = backend.read([losses[-1], *outputs.flags])
+        at = next((number for number, row in enumerate(firsts) if row < rows), None)
+        row = None if at is None else int(firsts[at])
+        found.append(
+            MicroBatch(
+                rank=backend.rank,
+                number=index + 1,
+                first_sample=first + index * rows,
+                samples=rows,
+                tokens=tokens,
+                loss=value * all_tokens / max(tokens, 1),
+                module=None if at is None else outputs.names[at],
+                bad_sample=None if row is None or row < 0 else first + index * rows + row,
+            )
+        )
+    return found, backend.sum(torch.stack(losses).sum())
+
+
+class _Outputs:
+    """Looks at what each module of a model gives, in the order in which they are done.
+
+    Attributes:
+        names: of the modules, with their classes.
+        flags: for each a scalar on the device: the first row (sample) whose output is not finite, or -1 where
+            some output without such rows is not; ``rows`` where all is finite.
+    """
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        self.names: list[str] = []
+        self.flags: list[Tensor] = []
+        self._model = model
+        self._rows = rows
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Outputs:
+        for name, module in self._model.named_modules():
+            told = f"{name or 'the model'} ({type(module).__name__})"
+            self._hooks.append(module.register_forward_hook(self._looker(told)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _looker(self, told: str) -> Any:
+        def look(_: nn.Module, __: Any, output: Any) -> None:
+            with torch.no_grad():
+                for tensor in _floating(output):
+                    self.names.append(told)
+                    self.flags.append(self._first_bad_row(tensor.detach()))
+
+        return look
+
+    def _first_bad_row(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != self._rows:
+            return torch.where(torch.isfinite(tensor).all(), float(self._rows), -1.0)
+        finite = (
+            torch.isfinite(tensor).flatten(start_dim=1).all(dim=1) if tensor.dim() > 1 else tensor.isfinite()
+        )
+        rows = torch.arange(self._rows, device=tensor.device)
+        return torch.where(finite, self._rows, rows).min()
+
+
+def _floating(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point() and output.numel():
+            yield output
+    elif isinstance(output, dict):
+        yield from _floating(list(output.values()))
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _floating(value)
+
+
+def _of_all_ranks(backend: Backend, found: Sequence[Any]) -> list[Any]:
+    return [one for text in backend.gather(json.dumps(found)) for one in json.loads(text)]
+
+
+def _report(
+    run: Prepared,
+    engine: Engine,
+    step: int,
+    micro_batches: Sequence[MicroBatch],
+    gradients: set[str],
+    norm: float,
+) -> list[str]:
+    rate = f"learning rate {run.schedule(step - 1):.3g}"
+    first = min(one.first_sample for one in micro_batches)
+    last = max(one.first_sample + one.samples for one in micro_batches) - 1
+    lines = [f"step {step}: samples {first} to {last}, {rate}"]
+    lines.append(table([_row(one) for one in micro_batches]))
+    for one in micro_batches:
+        if not math.isfinite(one.loss) and one.module is not None:
+            where = f"rank {one.rank}, micro-batch {one.number}"
+            lines.append(f"first output that is not finite in {where}: of {one.module}")
+            if one.bad_sample is not None:
+                lines.append(_sample(run, one.bad_sample))
+        elif not math.isfinite(one.loss):
+            lines.append(
+                f"every output is finite in rank {one.rank}, micro-batch {one.number}: it is the loss"
+            )
+    names = [name for name, _ in engine.model.named_parameters()]
+    bad = [name for name in names if name in gradients]
+    if bad:
+        lines.append(
+            f"gradients that are not finite: of {len(bad)} of {len(names)} parameters; the last in the "
+            f"model, which the backward pass comes to first: {bad[-1]}"
+        )
+    elif all(math.isfinite(one.loss) for one in micro_batches):
+        lines.append(
+            "every loss and gradient is finite this time"
+            + (
+                f" (gradient norm {norm:.6g}); if they were not in the run, a device computes differently "
+                "from one time to the next"
+                if math.isfinite(norm)
+                else ", but the gradients are so large that their norm is beyond fp32"
+            )
+        )
+    return lines
+
+
+def _row(one: MicroBatch) -> tuple[str, str]:
+    last = one.first_sample + one.samples - 1
+    told = f"samples {one.first_sample} to {last}: loss {one.loss:.6g} over {one.tokens} tokens"
+    return f"rank {one.rank}, micro-batch {one.number}", told
+
+
+def _sample(run: Prepared, position: int) -> str:
+    """A sample of the run's order, for a person."""
+    samples = run.data.train
+    epoch, index = locate(position, len(samples), run.config.seed)
+    documents = samples.documents(index)
+    which = f"document {documents[0]}" + (f" to {documents[-1]}" if len(documents) > 1 else "")
+    tokens = samples.batch([(epoch, index)])["input_ids"][0]
+    text = one_line(run.data.tokenizer.decode(tokens))
+    return f"sample {position}, of {which} of the source: {text[:_SHOWN]!r}"

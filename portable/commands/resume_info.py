@@ -1,0 +1,113 @@
+"""What a checkpoint of this program holds, and which strategies can take it on: ``--resume-info``."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, get_args
+
+from converters.storage.object_store import RemotePath
+from portable.backend import backend_room, resolve_backend
+from portable.batch_plan import plan_batches
+from portable.checkpoint.store import STATE_FILE, TrainerState
+from portable.config import load_config
+from portable.config.schema import Strategy
+from portable.errors import DamagedError, UserError, one_line
+from portable.output.existing_run import CONFIG_FILE, earlier_config
+from portable.reporting.metrics import human_bytes, human_count, table
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+    from portable.paths import Place
+
+
+def _rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
+    from converters import CheckpointError, open_checkpoint
+
+    try:
+        checkpoint = open_checkpoint(folder)
+        parameters = f"{sum(tensor.numel for tensor in checkpoint.tensors.values()):,} weights"
+    except CheckpointError as error:
+        parameters = f"damaged: {one_line(error)}"
+    if isinstance(folder, RemotePath):
+        files, written = list(folder.files().values()), "in an object store"
+    else:
+        files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+        written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((folder / STATE_FILE).stat().st_mtime))
+    try:
+        whole = "all as written" if state.check_files(folder) is None else "not checked: it has no manifest"
+    except DamagedError as error:
+        whole = f"damaged: {one_line(error)}"
+    skipped = f", {state.skipped_steps} of them left out" if state.skipped_steps else ""
+    return [
+        ("checkpoint", str(folder)),
+        ("step", f"{state.step} of {state.schedule['total_steps']}{skipped}"),
+        ("samples", f"{state.samples:,}"),
+        ("tokens", f"{state.samples * config.data.seq_len:,}"),
+        ("model", f"{_model(config)}, {parameters}"),
+        ("optimizer", config.train.optimizer),
+        ("precision", config.precision),
+        ("seed", str(state.seed)),
+        ("written", written),
+        ("written by", f"{human_count(state.world_size, 'rank')}, {state.backend}, {state.strategy}"),
+        ("files", whole),
+        ("size on disk", f"{human_bytes(sum(files))} in {human_count(len(files), 'file')}"),
+    ]
+
+
+def _model(config: RunConfig) -> str:
+    return config.model.name_or_path or str((config.model.config or {}).get("model_type"))
+
+
+def describe(folder: Place, backend_name: str) -> str:
+    """What the checkpoint in ``folder`` holds, and how it can be gone on from on a backend."""
+    state = TrainerState.read(folder)
+    run_folder = folder.parent.parent
+    at_home = folder.parent.name == "checkpoints" and (run_folder / CONFIG_FILE).exists()
+    config = (earlier_config(run_folder) if at_home else None) or load_config(None, state.run)
+    command = (
+        f"portable-train --config {run_folder / CONFIG_FILE}"
+        if at_home
+        else f"portable-train --config YOUR.yaml --checkpoint.resume {folder}"
+    )
+    name = resolve_backend(backend_name)
+    lines = [
+        table(_rows(folder, state, config)),
+        f"going on with backend {name}:",
+        table(strategies(config, name)),
+        f"to go on: {command} --backend {name} --strategy {config.strategy}, or another of these; --nproc N",
+    ]
+    return "\n".join(lines)
+
+
+def strategies(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
+    """For each strategy the numbers of ranks that can take a run on, or the reason why none can.
+
+    Asks what a run itself would ask: the rules of the config, of the backend, and of dividing the batch.
+    """
+    room = backend_room(backend_name)
+    backend = room.create(backend_name)
+    found = []
+    for strategy in get_args(Strategy):
+        try:
+            settings = {"backend": backend_name, "strategy": strategy, "train.micro_batch_size": 1}
+            candidate = backend.adopt(config.replaced(settings), 1)
+            backend.check(candidate)
+        except UserError as error:
+            found.append((strategy, f"no: {one_line(error)}"))
+            continue
+        devices = "devices" if backend.one_program else "ranks"
+        numbers = ", ".join(str(n) for n in _world_sizes(candidate))
+        found.append((strategy, f"on {numbers} {devices}"))
+    return found
+
+
+def _world_sizes(config: RunConfig) -> list[int]:
+    """Among how many ranks the global batch can be divided."""
+    fitting = []
+    for ranks in range(1, config.train.global_batch_size + 1):
+        try:
+            plan_batches(config, world_size=ranks, rank=0)
+        except UserError:
+            continue
+        fitting.append(ranks)
+    return fitting

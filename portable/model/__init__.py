@@ -1,0 +1,1 @@
+"""Everything that knows transformers: models, their weights, their loss."""

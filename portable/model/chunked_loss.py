@@ -1,0 +1,207 @@
+"""Token losses of a language model without its logits, which are the largest tensor of a step by far.
+
+The output head gives each token's loss in place of its logits: some tokens at a time, and again, with the
+gradients, in the backward pass. The numbers are those of the head followed by the cross-entropy; what is
+summed in another order is the head's gradient alone, and that in fp32.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from portable.errors import require
+from portable.model.build import trial_forward
+from portable.model.loss import IGNORED, OwnTerms
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+LOGITS_HELD = 1 << 26
+"""Logits that ``memory.loss_chunk_tokens: auto`` computes at a time; 256 MiB in fp32."""
+
+
+class ChunkedHead:
+    """The output head of a language model, where it can give losses in place of logits.
+
+    Args:
+        linear: the head; takes part in the model's forward pass as before, also when it is sharded.
+        tokens: how many to project at a time; None: as many as have :data:`LOGITS_HELD` logits.
+    """
+
+    def __init__(self, linear: nn.Linear, tokens: int | None) -> None:
+        self._linear = linear
+        self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
+        self._labels: Tensor | None = None
+        self.most_parts: int | None = None
+        """How many parts are computed, all if None; fewer tell what memory it takes, and nothing else."""
+        self._project = linear.forward
+        linear.__dict__["forward"] = self._forward
+
+    def pays(self, labels: Tensor) -> bool:
+        """Whether a micro-batch has more tokens than are projected at a time."""
+        return labels.numel() > self._tokens
+
+    @contextmanager
+    def giving_losses(self, labels: Tensor) -> Iterator[None]:
+        """Within this context logits are losses instead, of ``labels``: fp32 ``[batch, tokens, 1]``."""
+        self._labels = labels
+        try:
+            yield
+        finally:
+            self._labels = None
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        """Losses, fp32 ``[batch, tokens, 1]``, while labels are set, and else logits."""
+        if self._labels is None:
+            return self._project(hidden)
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
+            hidden.reshape(-1, hidden.shape[-1]),
+            self._linear.weight,
+            self._linear.bias,
+            self._labels.reshape(-1),
+            self._tokens,
+            self.most_parts,
+            dtype,
+        )
+        return losses.view(*self._labels.shape, 1)
+
+
+def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead | None:
+    """Prepare ``model``, on the meta device, for a loss in parts; None where it has no use.
+
+    Args:
+        model: whose head it is.
+        wanted: ``memory.loss_chunk_tokens``.
+
+    Raises:
+        UserError: for a number of tokens with a model that does more with its logits than return them.
+    """
+    if wanted == 0:
+        return None
+    head: Any = cast("Any", model).get_output_embeddings()
+    fits = type(head) is nn.Linear and _returns_what_its_head_gives(model)
+    require(
+        fits or wanted == "auto",
+        f"memory.loss_chunk_tokens: {type(model).__name__} does not return its head's logits as they are; "
+        "set it to auto or 0",
+    )
+    return ChunkedHead(head, None if wanted == "auto" else wanted) if fits else None
+
+
+def _returns_what_its_head_gives(model: nn.Module) -> bool:
+    """Whether nothing is done to the logits after the head: no scaling, no capping, no loss of their own."""
+    for dtype in (None, torch.bfloat16):  # on the meta device, products of experts have shapes in bf16 alone
+        try:
+            return _tried(model, dtype)
+        except Exception:  # it looks at the shape of its logits, or cannot run on the meta device
+            continue
+    return False
+
+
+def _tried(model: nn.Module, dtype: torch.dtype | None) -> bool:
+    given: list[Tensor] = []
+
+    def give(hidden: Tensor) -> Tensor:
+        given.append(hidden.new_empty(*hidden.shape[:-1], 1).requires_grad_())
+        return given[-1]
+
+    def watch(trial: Any) -> None:
+        if dtype is not None:
+            trial.to(dtype)
+        trial.requires_grad_(False)  # so that a loss has a gradient only if the logits have a part in it
+        trial.get_output_embeddings().__dict__["forward"] = give
+        terms, forward = OwnTerms(trial), trial.forward
+
+        def with_labels(**inputs: Tensor) -> Any:
+            labels = inputs.get("decoder_input_ids", inputs["input_ids"])
+            with terms.asked_for(labels) as more:
+                return forward(**inputs, **more)
+
+        trial.forward = with_labels
+
+    output = trial_forward(model, watch, gradients=True)
+    used = output.loss is not None and output.loss.requires_grad
+    return len(given) == 1 and output.logits is given[0] and not used
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        tokens: int,
+        most_parts: int | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Cross-entropy of each row of ``hidden``, fp32 ``[tokens]``; 0 where there is no label."""
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.parts = list(islice(_parts(len(labels), tokens), most_parts))
+        ctx.dtype = dtype
+        losses = hidden.new_empty(len(labels), dtype=torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head, offset = _cast(weight, bias, dtype)
+            for part in ctx.parts:
+                losses[part] = functional.cross_entropy(
+                    _logits(hidden[part], head, offset),
+                    labels[part],
+                    ignore_index=IGNORED,
+                    reduction="none",
+                )
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        to_hidden = torch.empty_like(hidden) if wants_hidden else None
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        to_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            head, offset = _cast(weight, bias, ctx.dtype)
+            for part in ctx.parts:
+                target = labels[part].unsqueeze(1)
+                share = _logits(hidden[part], head, offset).softmax(dim=-1)
+                share.scatter_add_(1, target.clamp(min=0), share.new_full(target.shape, -1.0))
+                share.mul_(gradients[0][part].unsqueeze(1) * (target != IGNORED))
+                to_logits = share.to(ctx.dtype)
+                if to_hidden is not None:
+                    to_hidden[part] = to_logits @ head
+                if to_weight is not None:
+                    to_weight += to_logits.t() @ hidden[part].to(ctx.dtype)
+                if to_bias is not None:
+                    to_bias += to_logits.sum(dim=0, dtype=torch.float32)
+        return (
+            to_hidden,
+            None if to_weight is None else to_weight.to(weight.dtype),
+            None if to_bias is None else to_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _logits(rows: Tensor, head: Tensor, offset: Tensor | None) -> Tensor:
+    """Products in the head's type, as under autocast; fp32 from there on."""
+    return functional.linear(rows.to(head.dtype), head, offset).float()
+
+
+def _parts(rows: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, rows, size))

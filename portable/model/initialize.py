@@ -1,0 +1,212 @@
+"""Initial weights: those that transformers itself gives a model built of a config.
+
+transformers builds the model, a part of it at a time: the parameters of the other parts go to the meta device
+as soon as they are made. Constructors, ``_init_weights`` and the tying of weights run as they do there, in
+their order, whatever an architecture does in each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.deterministic
+from torch import nn
+
+from portable.model.build import state_tensors, transformer_layers
+from portable.model.tensors import InMemoryTensor, ReadableTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import PreTrainedModel
+
+# A smaller model is built at once. Of a larger one this much is in memory, or its largest unit.
+PART_BYTES = 512 << 20
+_REST = ""  # the unit of all that is outside the layers
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The unsharded model on the meta device, kept to derive initial weights from."""
+
+    model: PreTrainedModel
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Blueprint:
+        return cls(copy.deepcopy(model))
+
+    def initial_weights(
+        self, seed: int, *, part_bytes: int = PART_BYTES
+    ) -> Iterator[dict[str, ReadableTensor]]:
+        """The weights of ``from_config``, by parts that are made when they are asked for.
+
+        They depend on the seed and the model alone, not on the world size or the strategy. For a model of up
+        to ``part_bytes`` they are the very numbers that ``from_config`` gives after ``torch.manual_seed``.
+        Each part of a larger one draws from a generator of its own.
+        """
+        units = _Units(self.model)
+        parts = _parts(units.sizes(), part_bytes)
+        if len(parts) == 1:
+            yield _readable(state_tensors(self._built(seed)))
+            return
+        made_for = self._units_by_construction(units)
+        left = set(state_tensors(self.model))
+        for number, part in enumerate(parts):
+            real = {layer for layer, unit in enumerate(made_for) if unit in part}
+            with _made_in_part(units.classes, real, _REST in part):
+                model = self._built(seed if number == 0 else _derived(seed, part[0]))
+            buffers = dict(model.named_buffers())
+            chosen = {
+                name: tensor
+                for name, tensor in state_tensors(model).items()
+                if (units.of(name) in part if name in buffers else name in left and not tensor.is_meta)
+            }
+            del model, buffers
+            left -= set(chosen)
+            yield _readable(chosen)
+        if left:
+            raise RuntimeError(f"no initial values for {', '.join(sorted(left))}")
+
+    def _built(self, seed: int) -> PreTrainedModel:
+        kind: Any = type(self.model)
+        with torch.random.fork_rng(devices=[]), _nothing_left_to_chance():
+            torch.default_generator.manual_seed(seed)
+            model: PreTrainedModel = kind._from_config(copy.deepcopy(self.model.config), dtype=torch.float32)
+        for parameter in model.parameters():
+            if not parameter.is_meta:
+                parameter.detach().nan_to_num_(nan=0.0)  # what an architecture gives no value at all
+        return model
+
+    def _units_by_construction(self, units: _Units) -> list[str]:
+        """The unit of each layer, in the order in which a constructor makes them."""
+        with _made_in_part(units.classes, set(), False) as made:
+            model = self._built(0)
+        names = {id(module): name for name, module in model.named_modules()}
+        return [units.of(names.get(id(layer), _REST)) for layer in made]
+
+
+class _Units:
+    """What is made together: each of the layers of a model, and all the rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = transformer_layers(model)
+        self._model = model
+        self._names = {name for name, _ in layers}
+        self.classes = {type(layer) for _, layer in layers}
+
+    def of(self, name: str) -> str:
+        """The unit that the tensor or module of that name belongs to."""
+        while name and name not in self._names:
+            name = name.rpartition(".")[0]
+        return name
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes by unit, in order."""
+        sizes = {_REST: 0, **{name: 0 for name, _ in transformer_layers(self._model)}}
+        for name, tensor in state_tensors(self._model).items():
+            sizes[self.of(name)] += tensor.numel() * tensor.element_size()
+        return sizes
+
+
+def _parts(sizes: dict[str, int], part_bytes: int) -> list[list[str]]:
+    """Units that follow each other, together up to that size; each has one at least."""
+    parts: list[list[str]] = [[]]
+    taken = 0
+    for unit, size in sizes.items():
+        if parts[-1] and taken + size > part_bytes:
+            parts.append([])
+            taken = 0
+        parts[-1].append(unit)
+        taken += size
+    return parts
+
+
+@contextmanager
+def _made_in_part(
+    classes: set[type[nn.Module]], real_layers: set[int], rest_is_real: bool
+) -> Iterator[list[nn.Module]]:
+    """Within, parameters are made on the meta device, except in those parts of a model that are chosen.
+
+    Args:
+        classes: of the layers. real_layers: by how many layers are constructed before them.
+        rest_is_real: whether what is not in a layer is made.
+
+    Yields:
+        The layers that have been constructed, a growing list.
+    """
+    made: list[nn.Module] = []
+    inside: list[int] = []  # the number of the outermost layer whose constructor runs
+    base: Any = nn.Module
+    deterministic: Any = torch.utils.deterministic
+    register, filled = base.register_parameter, deterministic.fill_uninitialized_memory
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        real = inside[0] in real_layers if inside else rest_is_real
+        if parameter is not None and not real and not parameter.is_meta:
+            meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            meta.__dict__.update(parameter.__dict__)
+            module._parameters[name] = meta
+
+    def following(construct: Callable[..., None]) -> Callable[..., None]:
+        @wraps(construct)
+        def constructor(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if inside:
+                construct(module, *args, **kwargs)
+                return
+            inside.append(len(made))
+            made.append(module)
+            deterministic.fill_uninitialized_memory = inside[0] in real_layers
+            try:
+                construct(module, *args, **kwargs)
+            finally:
+                inside.pop()
+                deterministic.fill_uninitialized_memory = rest_is_real
+
+        return constructor
+
+    own: dict[Any, Any] = {kind: kind.__dict__.get("__init__") for kind in classes}
+    constructors: dict[Any, Any] = {kind: following(kind.__init__) for kind in classes}
+    try:
+        deterministic.fill_uninitialized_memory = rest_is_real
+        base.register_parameter = registered
+        for kind, constructor in constructors.items():
+            kind.__init__ = constructor
+        yield made
+    finally:
+        deterministic.fill_uninitialized_memory = filled
+        base.register_parameter = register
+        for kind, construct in own.items():
+            if construct is None:
+                del kind.__init__
+            else:
+                kind.__init__ = construct
+
+
+@contextmanager
+def _nothing_left_to_chance() -> Iterator[None]:
+    """Within, memory that nobody has written to is NaN, where torch would leave what was there before."""
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def _derived(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _readable(tensors: dict[str, torch.Tensor]) -> dict[str, ReadableTensor]:
+    return {name: InMemoryTensor(tensor.detach()) for name, tensor in tensors.items()}

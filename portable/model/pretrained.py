@@ -1,0 +1,410 @@
+"""Pretrained weights: a checkpoint's tensors under the names and in the shapes that a model has.
+
+transformers changes names and layouts between a file and a model: a head is renamed, experts that a file
+holds one by one are stacked. Its own table of these changes is asked for every tensor. What it stacks or
+splits is computed when it is read, one group of tensors at a time, so that no whole model is in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from converters import CheckpointError, open_checkpoint
+from portable.errors import UserError, one_line
+from portable.model.build import embeddings, state_tensors, tied_names, without_quantization
+from portable.model.tensors import InMemoryTensor, ReadableTensor, to_numpy, to_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from converters import Tensor as StoredTensor
+    from portable.config import ModelConfig
+    from portable.model.tensors import Index
+
+PLAIN_FLOATS = {"F64", "F32", "F16", "BF16"}
+_NAMES_SHOWN = 8
+_ROWS_COMPARED = 1024
+
+
+@dataclass(frozen=True)
+class PretrainedWeights:
+    """Weights found for a model.
+
+    Attributes:
+        found: by the model's names.
+        missing: names that the checkpoint has nothing for.
+        unexpected: the checkpoint's tensors that the model has no place for.
+    """
+
+    found: Mapping[str, ReadableTensor]
+    missing: list[str]
+    unexpected: list[str] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        """What to tell about tensors without a counterpart."""
+        notes = []
+        if self.missing:
+            notes.append("newly initialised: " + ", ".join(self.missing))
+        if self.unexpected:
+            notes.append("in the checkpoint and not used: " + _shortened(self.unexpected))
+        return notes
+
+
+def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
+    """Match a pretrained checkpoint's tensors to ``model``, without loading them where that can be avoided.
+
+    A checkpoint of the bare base model fits a model with a head and the other way round.
+
+    Raises:
+        UserError: if the checkpoint cannot be read, is of another architecture or shape, lacks the output
+            head of a language model, or is quantised in a way that cannot be undone here.
+    """
+    assert settings.name_or_path is not None
+    if (method := _quantization(settings)) is not None:
+        weights = _dequantized(settings, model, method)
+    else:
+        try:
+            tensors = open_checkpoint(_snapshot(settings.name_or_path)).tensors
+        except CheckpointError as error:
+            raise UserError(f"model.name_or_path: {error}") from error
+        weights = _matched(settings, model, tensors)
+    if settings.task != "sequence-classification":
+        _check_head(model, weights)
+    return weights
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+def _matched(
+    settings: ModelConfig, model: PreTrainedModel, tensors: Mapping[str, StoredTensor]
+) -> PretrainedWeights:
+    wanted = state_tensors(model)
+    translated = _translated(model, tensors)
+    if translated is None:
+        return _loaded_by_transformers(settings, model)
+    sources, unclaimed = translated
+    aliases = tied_names(model)
+    targets = set(getattr(model, "all_tied_weights_keys", ()))
+    found: dict[str, ReadableTensor] = {}
+    for name, tensor in wanted.items():
+        # Where a file holds a tied tensor more than once, transformers takes the one that is tied to.
+        known = sorted(
+            (n for n in [name, *aliases.get(name, [])] if n in sources), key=lambda n: n in targets
+        )
+        if not known:
+            continue
+        for candidate in known:
+            _check_kind(candidate, sources[candidate], tensor)
+        for other in known[1:]:
+            _check_equal(known[0], sources[known[0]], other, sources[other])
+        found[name] = sources[known[0]]
+    if not found:
+        raise UserError(
+            f"model.name_or_path: none of its {len(tensors)} tensors belongs to a {type(model).__name__}; "
+            "it is of another architecture"
+        )
+    missing = [name for name in wanted if name not in found]
+    return PretrainedWeights(found, missing, _worth_telling(model, unclaimed))
+
+
+Sources = dict[str, ReadableTensor]
+
+
+def _translated(
+    model: PreTrainedModel, tensors: Mapping[str, StoredTensor]
+) -> tuple[Sources, dict[str, str]] | None:
+    """The checkpoint's tensors as the model has them, by the model's names, and those it has no place for.
+
+    The steps are those of transformers' ``convert_and_load_state_dict_in_model``.
+
+    Returns:
+        What belongs to the model; what does not: transformers' name by the checkpoint's. None where
+        this version of transformers does not let its table be read.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        mapping: list[Any] = get_model_conversion_mapping(model)
+        state = model.state_dict()
+        prefix = model.base_model_prefix
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        sources: Sources = {}
+        unclaimed: dict[str, str] = {}
+        groups: dict[str, _Group] = {}
+        for key in sorted(tensors, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+            if name not in state and key in state:
+                name, pattern = rename_source_key(key, [], [], prefix, state)
+            if name not in state:
+                unclaimed[key] = name
+            elif pattern is None:
+                sources[name] = tensors[key]
+            else:
+                group = groups.setdefault(name, _Group(name, by_pattern[pattern], model))
+                group.add(key, pattern, tensors[key])
+        for group in groups.values():
+            sources.update(group.results())
+    except (ImportError, AttributeError, TypeError, NotImplementedError):
+        return None
+    return sources, unclaimed
+
+
+class _Group:
+    """Tensors of a checkpoint that become other tensors together, such as the experts of a layer."""
+
+    # The last one computed: the tensors that come of a group are mostly read one after the other.
+    _latest: tuple[_Group, dict[str, torch.Tensor]] | None = None
+
+    def __init__(self, name: str, converter: Any, model: PreTrainedModel) -> None:
+        self._name = name
+        self._converter = converter
+        self._model = model
+        self._members: list[tuple[str, str, StoredTensor]] = []
+
+    def add(self, key: str, pattern: str, tensor: StoredTensor) -> None:
+        self._members.append((key, pattern, tensor))
+
+    def results(self) -> dict[str, ReadableTensor]:
+        """What comes of the group, by name; on the meta device, where nothing is read or computed."""
+        for key, _, tensor in self._members:
+            _refuse_packed(key, tensor)
+        shapes = self._converted(lambda tensor: torch.empty(tensor.shape, device="meta"))
+        return {name: _Converted(self, name, tuple(result.shape)) for name, result in shapes.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if _Group._latest is None or _Group._latest[0] is not self:
+            _Group._latest = None  # frees its memory first
+            _Group._latest = (self, self._converted(lambda t: to_torch(t.read()).to(torch.float32)))
+        return _Group._latest[1][name]
+
+    def _converted(self, read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        converter = copy.deepcopy(self._converter)
+        for key, pattern, tensor in self._members:
+            converter.add_tensor(self._name, key, pattern, lambda tensor=tensor: read(tensor))
+        with torch.no_grad():
+            results = converter.convert(self._name, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+
+
+class _Converted:
+    """One of the tensors that come of a group; computed when it is read."""
+
+    def __init__(self, group: _Group, name: str, shape: tuple[int, ...]) -> None:
+        self._group = group
+        self._name = name
+        self._shape = shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def read(self, index: Index | None = None) -> NDArray[Any]:
+        tensor = self._group.tensor(self._name)
+        return to_numpy((tensor if index is None else tensor[index]).contiguous())
+
+
+def _worth_telling(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> list[str]:
+    """The checkpoint's names of what the model has no place for, less what an architecture says is of old."""
+    info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unclaimed.values()))
+    adjust = getattr(model, "_adjust_missing_and_unexpected_keys", None)
+    if adjust is not None:
+        adjust(info)
+    return [key for key, name in unclaimed.items() if name in info.unexpected_keys]
+
+
+def _shortened(names: list[str]) -> str:
+    """The names, of repeated layers once."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        alike[re.sub(r"\.\d+(?=\.|$)", ".*", name)].append(name)
+    shown = [same[0] if len(same) == 1 else f"{pattern} ({len(same)})" for pattern, same in alike.items()]
+    more = len(shown) - _NAMES_SHOWN
+    return ", ".join(shown[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+# -- checks --------------------------------------------------------------------------------------------------
+
+
+def _check_kind(name: str, source: ReadableTensor, target: torch.Tensor) -> None:
+    """Raise UserError unless ``source`` can be copied to ``target`` with its meaning."""
+    if tuple(source.shape) != tuple(target.shape):
+        raise UserError(
+            f"model.name_or_path: {name} has shape {list(source.shape)} in the checkpoint "
+            f"and {list(target.shape)} in the model; check the config or the task"
+        )
+    if target.is_floating_point():
+        _refuse_packed(name, source)
+
+
+def _refuse_packed(name: str, source: ReadableTensor) -> None:
+    kind = getattr(source, "dtype", None)
+    if isinstance(kind, str) and kind not in PLAIN_FLOATS:
+        raise UserError(
+            f"model.name_or_path: {name} is stored as {kind}, quantised, and its config.json does not say "
+            "how; give the model in float32, bfloat16 or float16"
+        )
+
+
+def _check_equal(name: str, tensor: ReadableTensor, other: str, copy: ReadableTensor) -> None:
+    """Raise UserError if two tensors that the model has once are not equal in the checkpoint."""
+    for start in range(0, tensor.shape[0] if tensor.shape else 1, _ROWS_COMPARED):
+        index = None
+        if tensor.shape:
+            rows = slice(start, min(start + _ROWS_COMPARED, tensor.shape[0]))
+            index = (rows, *(slice(0, size) for size in tensor.shape[1:]))
+        if not np.array_equal(tensor.read(index), copy.read(index)):
+            raise UserError(
+                f"model.name_or_path: {name} and {other} differ in the checkpoint, and its config ties them; "
+                "set tie_word_embeddings to false in its config.json"
+            )
+
+
+def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
+    """Raise UserError for a language model whose output head would be random numbers."""
+    missing = set(weights.missing)
+    matrix = getattr(model.get_output_embeddings(), "weight", None)
+    tables = {id(table) for table in embeddings(model)}
+    tieable = getattr(model, "_tied_weights_keys", None) or ()  # also the head
+    lost = [
+        name
+        for name, parameter in model.named_parameters()
+        if name in missing
+        and (
+            parameter is matrix
+            or (name in tieable and name.endswith("weight") and id(parameter) not in tables)
+        )
+    ]
+    if lost:
+        unused = f" (it has {_shortened(weights.unexpected)}, not used)" if weights.unexpected else ""
+        raise UserError(
+            f"model.name_or_path: the checkpoint has no weights for the output head {lost[0]}{unused}, which "
+            "would begin as random numbers; give a checkpoint of a language model, or set model.init: scratch"
+        )
+
+
+# -- quantised checkpoints -----------------------------------------------------------------------------------
+
+
+def _quantization(settings: ModelConfig) -> str | None:
+    """How the checkpoint says that it is quantised, in a word; None for one of floats."""
+    description = without_quantization(_own_config(settings))
+    if description is None:
+        return None
+    given = description if isinstance(description, dict) else description.to_dict()
+    kind = given.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(given) else "an unknown way")
+    return str(getattr(kind, "value", kind))
+
+
+def _is_bitsandbytes(description: Mapping[str, Any]) -> bool:
+    return bool(description.get("load_in_8bit") or description.get("load_in_4bit"))
+
+
+def _own_config(settings: ModelConfig) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    loader: Any = AutoConfig.from_pretrained
+    config: PretrainedConfig = loader(settings.name_or_path, trust_remote_code=settings.trust_remote_code)
+    return config
+
+
+def _dequantized(settings: ModelConfig, model: PreTrainedModel, method: str) -> PretrainedWeights:
+    """The weights of a quantised checkpoint as floats; transformers undoes what it knows how to undo."""
+    try:
+        description = without_quantization(_own_config(settings))
+        config = copy.deepcopy(model.config)
+        given = dict(description if isinstance(description, dict) else description.to_dict())
+        from transformers.quantizers.auto import AutoQuantizationConfig
+
+        if hasattr(AutoQuantizationConfig.from_dict(dict(given)), "dequantize"):
+            given["dequantize"] = True  # while it loads
+        config.quantization_config = given
+        loaded, info = _load(settings, model, config)
+        if getattr(loaded, "hf_quantizer", None) is not None:
+            loaded = loaded.dequantize(torch.float32)
+        wanted, tensors = state_tensors(model), state_tensors(loaded)
+        for name, target in wanted.items():
+            if target.is_floating_point() and name in tensors:
+                _check_dequantized(name, tensors[name], target)
+        weights = _of_loaded(loaded, info)
+    except Exception as error:  # each method fails in its own way where its package or its device is missing
+        raise UserError(
+            f"model.name_or_path: its weights are quantised ({method}) and cannot be turned into floats here "
+            f"({one_line(error)}); give the model in float32, bfloat16 or float16"
+        ) from error
+    return PretrainedWeights(
+        {name: source for name, source in weights.found.items() if name in wanted},
+        [name for name in wanted if name not in weights.found],
+        weights.unexpected,
+    )
+
+
+def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.dtype not in (torch.float32, torch.bfloat16, torch.float16) or source.shape != target.shape:
+        raise ValueError(f"{name} comes out as {source.dtype} of shape {list(source.shape)}")
+
+
+def _loaded_by_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
+    """The weights by way of the host's memory, where only transformers can tell what belongs where."""
+    try:
+        loaded, info = _load(settings, model, model.config)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"model.name_or_path: {one_line(error)}") from error
+    return _of_loaded(loaded, info)
+
+
+def _load(
+    settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
+) -> tuple[Any, Mapping[str, Any]]:
+    """A model like ``model`` in host memory, and what transformers says of the loading."""
+    loader: Any = type(model).from_pretrained
+    loaded, info = loader(
+        settings.name_or_path,
+        config=config,
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return loaded, info
+
+
+def _of_loaded(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
+    missing = set(info["missing_keys"])
+    tensors = state_tensors(loaded)
+    found = {name: InMemoryTensor(t.detach()) for name, t in tensors.items() if name not in missing}
+    in_order = [name for name in tensors if name in missing]
+    return PretrainedWeights(found, in_order, sorted(info["unexpected_keys"]))
+
+
+def _snapshot(name_or_path: str) -> Path:
+    """The folder of a pretrained model; downloads a hub model's weights if they are not cached."""
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise UserError(f"model.name_or_path: {one_line(error)}") from error

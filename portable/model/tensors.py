@@ -1,0 +1,72 @@
+"""Where weights come from: a checkpoint, or initialisation. Both are read slice by slice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from converters import Tensor as StoredTensor
+from converters.tensors.dtypes import numpy_dtype
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Index = tuple[slice, ...]
+
+
+class ReadableTensor(Protocol):
+    """A tensor that can be read in slices; ``converters.Tensor`` is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, index: Index | None = None) -> NDArray[Any]:
+        """The elements in ``index`` (unit steps), or all of them."""
+
+
+class InMemoryTensor:
+    """A CPU tensor behind the interface of a lazy one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._tensor.shape)
+
+    def read(self, index: Index | None = None) -> NDArray[Any]:
+        tensor = self._tensor if index is None else self._tensor[index]
+        return to_numpy(tensor.detach())
+
+
+@torch.no_grad()
+def fill(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
+    """Copy the elements in ``index`` of ``source``, or all of them, into ``target``, which has their shape.
+
+    What comes from a file in the target's own type is read to where it belongs, through no other memory.
+    """
+    if isinstance(source, StoredTensor) and target.device.type == "cpu" and target.is_contiguous():
+        room = to_numpy(target.detach())
+        if room.dtype == numpy_dtype(source.dtype):
+            source.read(index, out=room)
+            return
+    target.copy_(to_torch(source.read(index)))
+
+
+def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    """A numpy view of a CPU tensor; bfloat16 comes as ``ml_dtypes.bfloat16``."""
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def to_torch(array: NDArray[Any]) -> torch.Tensor:
+    """A torch tensor over a numpy array's memory where numpy allows; the inverse of :func:`to_numpy`."""
+    array = np.require(array, requirements=["C", "W"])
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

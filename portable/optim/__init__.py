@@ -1,0 +1,1 @@
+"""The update: optimizers, learning rates, and updates that are not finite."""

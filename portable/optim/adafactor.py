@@ -1,0 +1,181 @@
+"""Adafactor (Shazeer and Stern, 2018), right on sharded parameters too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from portable.optim.sharded import local, shard_group, zeros_beside
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BETA2_DECAY, EPS2, CLIP = -0.8, 1e-3, 1.0
+"""Decay of the second moment's rate, floor of a parameter's size, and the root mean square that an update is
+clipped to: the defaults of torch and of transformers."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where two libraries differ in what they call Adafactor."""
+
+    scaled: bool
+    """Whether the rate is a share of a parameter's size, and falls from 1 with the root of the steps."""
+    added: float
+    """To each squared gradient."""
+    least_mean: float
+    least_variance: float
+    """Floors of what is divided by."""
+
+
+_EPS = torch.finfo(torch.float32).eps
+RULES = {
+    "torch": Rule(scaled=True, added=0.0, least_mean=_EPS, least_variance=_EPS**2),
+    # With scale_parameter and relative_step false, as the Trainer has it.
+    "transformers": Rule(scaled=False, added=1e-30, least_mean=1e-30, least_variance=1e-30),
+}
+
+
+class Adafactor(torch.optim.Optimizer):
+    """The state of ``torch.optim.Adafactor``, and its formula or that of transformers' ``Adafactor``.
+
+    A parameter of two or more dims keeps ``row_var`` (``[..., rows, 1]``) and ``col_var``
+    (``[..., 1, columns]``), any other ``variance`` of its own shape; all of them ``step``. State is fp32.
+
+    Rows and columns of a matrix, and the root mean squares of parameter and update, go over all of it, so
+    that each step sums them over the ranks that share it: two collectives for the whole model, of a few
+    numbers a column. Nothing waits for the device. Gradients are used up.
+    """
+
+    found_inf: Tensor | None = None
+    """An fp32 scalar on the parameters' device; where it is 1, a step changes nothing."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, rule: Rule = RULES["torch"]) -> None:
+        self._rule = rule
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What is kept of ``parameter`` before the first step."""
+        state = {"step": torch.zeros((), device=parameter.device)}
+        shape = tuple(parameter.shape)
+        if len(shape) < 2:
+            # A scalar is on no rank in part.
+            whole = torch.zeros(shape, device=parameter.device)
+            return state | {"variance": zeros_beside(parameter, shape) if shape else whole}
+        state["row_var"] = zeros_beside(parameter, (*shape[:-1], 1))
+        columns = (*shape[:-2], 1, shape[-1])
+        if len(shape) == 2:  # whole on every rank: the dim that is cut is the one that it sums over
+            state["col_var"] = torch.zeros(columns, device=parameter.device)
+        else:
+            state["col_var"] = zeros_beside(parameter, columns)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not trained:
+            return
+        for parameter, _ in trained:
+            if not self.state[parameter]:
+                self.state[parameter] = self.initial_state(parameter)
+        parameters = [parameter for parameter, _ in trained]
+        states = [self.state[parameter] for parameter in parameters]
+        gradients = [local(parameter.grad) for parameter in parameters]
+        allowed = torch.ones((), device=parameters[0].device)
+        if self.found_inf is not None:
+            allowed = 1 - self.found_inf
+            # A rate of zero leaves everything as it is, but for what is not finite.
+            for gradient in gradients:
+                gradient.masked_fill_(self.found_inf > 0, 0.0)
+        # One value a parameter, computed for all at once.
+        steps = torch.stack([state["step"] for state in states]) + allowed
+        for state, count in zip(states, steps.unbind(), strict=True):
+            state["step"].copy_(count)
+        fresh = (steps.clamp(min=1) ** BETA2_DECAY * allowed).unbind()
+        rates = torch.stack([torch.full_like(allowed, group["lr"]) for _, group in trained])
+        if self._rule.scaled:
+            rates = torch.minimum(rates, steps.clamp(min=1) ** -0.5)
+        sizes = self._measure(parameters, gradients, states, fresh)
+        lengths = self._scale(parameters, gradients, states, sizes)
+        if self._rule.scaled:
+            rates = rates * torch.stack([size.clamp(min=EPS2) for size, *_ in sizes])
+        rates = rates / (torch.stack(lengths) / CLIP).clamp(min=1.0) * allowed
+        for (parameter, group), gradient, rate in zip(trained, gradients, rates.unbind(), strict=True):
+            part = local(parameter)
+            part.mul_(1 - allowed * (group["lr"] * group["weight_decay"]))
+            part.sub_(gradient.mul_(rate))
+
+    def _measure(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        fresh: tuple[Tensor, ...],
+    ) -> list[tuple[Tensor, ...]]:
+        """Take the gradients into the moments.
+
+        Returns:
+            for each parameter its root mean square; for a matrix also the mean of ``row_var``.
+        """
+        sums = []
+        for parameter, gradient, state, weight in zip(parameters, gradients, states, fresh, strict=True):
+            sums.append(local(parameter).square().sum())
+            squares = gradient.square().add_(self._rule.added)
+            if parameter.dim() < 2:
+                local(state["variance"]).lerp_(squares, weight)
+                continue
+            rows = local(state["row_var"])
+            rows.lerp_(squares.mean(dim=-1, keepdim=True), weight)
+            if parameter.dim() == 2:
+                sums += [rows.sum(), squares.sum(dim=0)]
+            else:
+                local(state["col_var"]).lerp_(squares.mean(dim=-2, keepdim=True), weight)
+        totals = iter(_summed(sums, parameters[0]))
+        sizes: list[tuple[Tensor, ...]] = []
+        for parameter, state, weight in zip(parameters, states, fresh, strict=True):
+            size = (next(totals) / parameter.numel()).sqrt()
+            if parameter.dim() == 2:
+                mean = next(totals) / parameter.shape[0]
+                state["col_var"].lerp_(next(totals).view(1, -1) / parameter.shape[0], weight)
+                sizes.append((size, mean))
+            else:
+                sizes.append((size,))
+        return sizes
+
+    def _scale(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        sizes: list[tuple[Tensor, ...]],
+    ) -> list[Tensor]:
+        """Turn each gradient into its update, not yet clipped; returns the updates' root mean squares."""
+        sums = []
+        for parameter, gradient, state, size in zip(parameters, gradients, states, sizes, strict=True):
+            if parameter.dim() < 2:
+                variance = local(state["variance"]).clone()
+            else:
+                rows, columns = local(state["row_var"]), local(state["col_var"])
+                mean = size[1] if parameter.dim() == 2 else rows.mean(dim=-2, keepdim=True)
+                variance = rows / mean.clamp(min=self._rule.least_mean) * columns
+            gradient.mul_(variance.clamp_(min=self._rule.least_variance).rsqrt_())
+            sums.append(gradient.square().sum())
+        return [
+            (total / parameter.numel()).sqrt()
+            for total, parameter in zip(_summed(sums, parameters[0]), parameters, strict=True)
+        ]
+
+
+def _summed(parts: list[Tensor], parameter: Tensor) -> list[Tensor]:
+    """Sum each of ``parts`` over the ranks that share the parameters, all in one collective."""
+    group = shard_group(parameter)
+    if group is None:
+        return parts
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    dist.all_reduce(flat, group=group)
+    pieces = flat.split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

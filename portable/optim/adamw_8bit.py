@@ -1,0 +1,158 @@
+"""AdamW with both moments in 8 bits (Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization").
+
+Values are divided by the largest magnitude of their block and rounded to the nearest of 256 levels, which lie
+denser near zero. A block never reaches beyond one row of a parameter, and parameters are cut between rows: so
+the moments, the updates and the checkpoints do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.optim.block_size import block_size
+from portable.optim.sharded import local, zeros_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import Tensor, nn
+
+
+@cache  # on each device: a copy from the host would wait for all that is queued there
+def levels(signed: bool, device: torch.device) -> Tensor:
+    """The 256 values that a code stands for, fp32, rising, on ``device``.
+
+    Seven decades, each with twice as many levels as the one below: for what lies in [-1, 1] when ``signed``,
+    else in [0, 1]. Zero and one are among them.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        count = 2 ** (decade if signed else decade + 1)
+        width = 0.9 / count
+        positive = [10.0 ** (decade - 6) * (0.1 + (i + 0.5) * width) for i in range(count)]
+        values += positive + ([-value for value in positive] if signed else [])
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+
+
+def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Quantise ``values``, fp32 ``[rows, ...]``, in blocks of ``block`` elements of a row.
+
+    Returns:
+        codes, uint8 of the same shape, and scales, fp32 ``[rows, blocks]``.
+    """
+    blocks = values.reshape(values.shape[0], -1, block)
+    scales = blocks.abs().amax(dim=-1)
+    table = levels(signed, values.device)
+    between = (table[1:] + table[:-1]) / 2
+    shares = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    codes = torch.bucketize(shares, between, out_int32=True).to(torch.uint8)
+    if not signed:
+        # A second moment that is rounded to zero would let its next update explode.
+        codes.clamp_(min=1)
+    return codes.view(values.shape), scales
+
+
+def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """What :func:`encode` made ``codes`` and ``scales`` of, to within half a level."""
+    values = levels(signed, codes.device)[codes.int()]
+    if values.numel():  # a rank may hold no row
+        values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
+    return values
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """Adam with decoupled weight decay; moments in 8 bits, all arithmetic in fp32.
+
+    A parameter keeps ``exp_avg_codes`` and ``exp_avg_sq_codes`` (uint8, of its shape), ``exp_avg_scales`` and
+    ``exp_avg_sq_scales`` (fp32 ``[rows, blocks]``) and ``step``; one that is small, a vector or in ``exact``
+    keeps ``exp_avg`` and ``exp_avg_sq`` as AdamW does.
+
+    Args:
+        groups, lr, betas, eps: as for ``torch.optim.AdamW``.
+        exact: parameters that keep 32-bit moments: embeddings, whose rows see gradients of very different
+            sizes.
+    """
+
+    found_inf: Tensor | None = None
+    """An fp32 scalar on the parameters' device; where it is 1, a step changes nothing."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        exact: Collection[nn.Parameter],
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._exact = {id(parameter) for parameter in exact}
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What is kept of ``parameter`` before the first step."""
+        state = {"step": torch.zeros((), device=parameter.device)}
+        block = None if id(parameter) in self._exact else block_size(tuple(parameter.shape))
+        for name in ("exp_avg", "exp_avg_sq"):
+            if block is None:
+                state[name] = torch.zeros_like(parameter)
+            else:
+                shape = tuple(parameter.shape)
+                blocks = math.prod(shape[1:]) // block
+                state[f"{name}_codes"] = zeros_beside(parameter, shape, torch.uint8)
+                state[f"{name}_scales"] = zeros_beside(parameter, (shape[0], blocks))
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if not self.state[parameter]:
+                        self.state[parameter] = self.initial_state(parameter)
+                    state = {key: local(value) for key, value in self.state[parameter].items()}
+                    self._update(local(parameter), local(parameter.grad), state, group)
+
+    def _update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        allowed: Tensor | float = 1.0
+        if self.found_inf is not None:
+            allowed = 1 - self.found_inf
+            gradient.masked_fill_(self.found_inf > 0, 0.0)
+        state["step"] += allowed
+        step = state["step"].clamp(min=1)
+        first, second = _moment(state, "exp_avg"), _moment(state, "exp_avg_sq")
+        first.lerp_(gradient, (1 - beta1) * allowed)
+        second.lerp_(gradient.square(), (1 - beta2) * allowed)
+        root = (second / _bias_correction(beta2, step)).sqrt_().add_(group["eps"])
+        rate = group["lr"] / _bias_correction(beta1, step) * allowed
+        parameter.mul_(1 - group["lr"] * group["weight_decay"] * allowed)
+        parameter.sub_((first / root).mul_(rate))
+        self._keep(state, "exp_avg", first)
+        self._keep(state, "exp_avg_sq", second)
+
+    def _keep(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
+        if name in state or not value.numel():
+            return
+        codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
+        fresh = encode(value, value[0].numel() // scales.shape[1], signed=name == "exp_avg")
+        for kept, new in zip((codes, scales), fresh, strict=True):
+            kept.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, kept, new))
+
+
+def _moment(state: dict[str, Tensor], name: str) -> Tensor:
+    """A moment in fp32: itself, or what its codes stand for."""
+    if name in state:
+        return state[name]
+    return decode(state[f"{name}_codes"], state[f"{name}_scales"], signed=name == "exp_avg")
+
+
+def _bias_correction(beta: float, step: Tensor) -> Tensor:
+    """``1 - beta ** step``, without the cancellation that costs fp32 four digits at beta 0.999."""
+    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)

@@ -1,0 +1,1 @@
+"""The output folder: who owns it, and what stands in it."""

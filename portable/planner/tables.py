@@ -1,0 +1,252 @@
+"""A plan in words, as a table and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from portable.reporting.metrics import human_bytes, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.planner.plan import Option, Planner
+
+_COLUMNS = (
+    "strategy",
+    "offload",
+    "parameters",
+    "gathered",
+    "gradients",
+    "optimizer",
+    "activations",
+    "device",
+    "host",
+    "disk",
+    "sends/step",
+    "step",
+    "fits",
+)
+
+
+def as_json(planner: Planner, options: Sequence[Option], best: Option | None) -> dict[str, Any]:
+    """The plan for programs; sizes in bytes, times in seconds."""
+    target = planner.target
+    device = target.device
+    return {
+        "model": planner.model.architecture,
+        "parameters": planner.model.elements,
+        "precision": planner.config.precision,
+        "backend": target.backend,
+        "device": None if device is None else device.name,
+        "device_memory": None if device is None else device.memory,
+        "usable_memory": None if device is None else device.usable(target.cluster.devices),
+        "devices": target.cluster.devices,
+        "host_memory": target.host_memory,
+        "activations_guessed": planner.failure,
+        "best": None if best is None else {**_option(best), "reason": reason(planner, options, best)},
+        "options": [_option(option) for option in options],
+    }
+
+
+def _option(option: Option) -> dict[str, Any]:
+    return {
+        "strategy": option.setting.strategy,
+        "offload_optimizer": option.setting.offload_optimizer,
+        "offload_params": option.setting.offload_params,
+        "micro_batch_size": option.micro_batch,
+        "activation_checkpointing": option.recompute,
+        "device_bytes": {**asdict(option.device_bytes), "total": option.device_bytes.total},
+        "host_bytes": option.host_bytes,
+        "disk_bytes": option.disk_bytes,
+        "checkpoint_bytes": option.checkpoint_bytes,
+        "communication_bytes": option.communication_bytes,
+        "seconds_per_step": option.seconds,
+        "fits": option.fits,
+    }
+
+
+def as_text(planner: Planner, options: Sequence[Option], best: Option | None) -> str:
+    """The plan for people."""
+    target = planner.target
+    device, cluster = target.device, target.cluster
+    where = f"{cluster.devices} x {device.name}" if device is not None else f"{cluster.devices} devices"
+    rows = [
+        ("model", f"{planner.model.architecture}, {planner.model.elements:,} parameters"),
+        ("devices", where + ("" if device is None else f", {human_bytes(device.memory)} each")),
+        (
+            "batch",
+            f"{planner.micro_batch} of {planner.config.data.seq_len} tokens at a time on a device, "
+            f"{planner.share} a step; {planner.config.precision}",
+        ),
+        ("a checkpoint", human_bytes(min(option.checkpoint_bytes for option in options))),
+    ]
+    parts = [table(rows)]
+    if planner.failure is not None:
+        parts.append(f"note: activations are guessed by formula: {planner.failure}")
+    if device is not None:
+        parts.append(f"{reason(planner, options, best)}")
+    if best is not None:
+        parts.append(best.yaml(planner.config))
+    parts.append(columns(options, planner, best))
+    if best is not None:
+        parts.append("* is what is recommended, as it would run")
+    if device is None:
+        parts.append("name a device to see what fits: --device h100, --device v5e, or --device-memory 80GB")
+    return "\n\n".join(parts)
+
+
+def short_time(seconds: float) -> str:
+    """``89 µs``, ``12 ms``, ``1.5 s``: two digits."""
+    for unit, scale in (("µs", 1e-6), ("ms", 1e-3)):
+        if seconds < 999.5 * scale:
+            return f"{float(f'{seconds / scale:.2g}'):g} {unit}"
+    return f"{float(f'{seconds:.2g}'):g} s"
+
+
+def columns(options: Sequence[Option], planner: Planner, best: Option | None) -> str:
+    """The options as aligned columns, one line each; ``best`` first and starred, as it would run."""
+    shown = [*options]
+    if best is not None:
+        shown = [best, *(option for option in options if option.setting != best.setting)]
+    changes = [", ".join(changed(planner, option)) for option in shown]
+    stars = ["* " if option is best else "  " * (best is not None) for option in shown]
+    lines: list[tuple[str, ...]] = [("  " * (best is not None) + _COLUMNS[0], *_COLUMNS[1:])]
+    for star, option in zip(stars, shown, strict=True):
+        name, *cells = _cells(option)
+        lines.append((star + name, *cells))
+    if any(changes):
+        lines = [(*line, told) for line, told in zip(lines, ["with", *changes], strict=True)]
+    if not any(option.disk_bytes for option in options):
+        disk = _COLUMNS.index("disk")
+        lines = [(*line[:disk], *line[disk + 1 :]) for line in lines]
+    numbers = len(lines[0]) - any(changes)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 2 or i >= numbers else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cells(option: Option) -> tuple[str, ...]:
+    size = option.device_bytes
+    fits = {True: "yes", False: "no", None: "?"}[option.fits]
+    return (
+        option.setting.strategy,
+        offloading(option),
+        *(
+            human_bytes(number)
+            for number in (
+                size.parameters,
+                size.gathered,
+                size.gradients,
+                size.optimizer,
+                size.activations,
+                size.total,
+                option.host_bytes,
+                option.disk_bytes,
+                option.communication_bytes,
+            )
+        ),
+        "" if option.seconds is None else f"~{short_time(option.seconds)}",
+        fits,
+    )
+
+
+def offloading(option: Option) -> str:
+    """What is offloaded, in a word or two."""
+    moved = option.setting.offloaded
+    if set(moved.values()) == {"nvme"}:
+        return "+".join(moved) + " (nvme)"
+    return "+".join(f"{name} (nvme)" if place == "nvme" else name for name, place in moved.items()) or "-"
+
+
+def in_words(option: Option) -> str:
+    """An option's name in a sentence."""
+    moved = "+".join(option.setting.offloaded)
+    where = "on a disk" if option.setting.swaps else "on the host"
+    return option.setting.strategy + (f" with {moved} {where}" if moved else "")
+
+
+def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> str:
+    """Why ``best`` is the best, and what gives way next."""
+    device = planner.target.device
+    assert device is not None
+    usable = device.usable(planner.target.cluster.devices)
+    if best is None:
+        least = min(options, key=lambda option: option.device_bytes.total)
+        return (
+            f"nothing fits: even {in_words(least)} takes {human_bytes(least.device_bytes.total)} of "
+            f"{human_bytes(usable)} usable, most of it {largest_part(least)}, also with one sequence at a "
+            f"time and recomputation; {_last_resorts(planner)}"
+        )
+    told = (
+        f"best: {in_words(best)}, the fastest in the order that fits: "
+        f"{human_bytes(best.device_bytes.total)} of {human_bytes(usable)} usable"
+    )
+    if best.host_bytes:
+        told += f", and {human_bytes(best.host_bytes)} of a node's host memory"
+    if best.disk_bytes:
+        told += f", and {human_bytes(best.disk_bytes)} of its disk"
+    before = [option for option in options if option.fits is False and planner.comes_before(option, best)]
+    if before:
+        last = before[-1]
+        told += (
+            f"; {in_words(last)} before it takes {human_bytes(last.device_bytes.total)}, most of it "
+            f"{largest_part(last)}"
+        )
+    if changes := changed(planner, best):
+        told += "; it takes " + " and ".join(changes)
+    told += f".\nShould memory run out: {gives_way(planner, best)}"
+    quicker = min(
+        (option for option in options if option.fits and option.seconds is not None),
+        key=lambda option: option.seconds or 0.0,
+        default=None,
+    )
+    if quicker is not None and best.seconds is not None and (quicker.seconds or 0.0) < 0.9 * best.seconds:
+        told += (
+            f".\nBy the rates of this device {in_words(quicker)} may be quicker "
+            f"(about {short_time(quicker.seconds or 0.0)} a step against {short_time(best.seconds)}): "
+            "measure both"
+        )
+    return told
+
+
+def changed(planner: Planner, option: Option) -> list[str]:
+    """What ``option`` gives up of what is configured, beside its strategy."""
+    changes = []
+    if option.micro_batch != planner.micro_batch:
+        changes.append(f"train.micro_batch_size {option.micro_batch} in place of {planner.micro_batch}")
+    if option.recompute != planner.config.memory.activation_checkpointing:
+        changes.append(f"memory.activation_checkpointing {option.recompute}")
+    return changes
+
+
+def largest_part(option: Option) -> str:
+    """The part of an option's device memory that takes the most, with its size."""
+    parts = asdict(option.device_bytes)
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name} ({human_bytes(parts[name])})"
+
+
+def gives_way(planner: Planner, option: Option) -> str:
+    """What to give up next, after ``option``."""
+    steps = []
+    if option.micro_batch > 1:
+        steps.append(f"train.micro_batch_size {max(1, option.micro_batch // 2)}")
+    if option.recompute != "full":
+        steps.append("memory.activation_checkpointing full")
+    following = planner.following(option.setting)
+    if following is not None:
+        steps.append(following)
+    return ", then ".join(steps[:2]) if steps else _last_resorts(planner)
+
+
+def _last_resorts(planner: Planner) -> str:
+    more = ["more devices", "a shorter data.seq_len"]
+    if planner.config.train.optimizer == "adamw":
+        more.append("train.optimizer adafactor")
+    return "take " + ", ".join(more[:-1]) + " or " + more[-1]

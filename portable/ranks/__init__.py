@@ -1,0 +1,1 @@
+"""Processes: started, bound to their parent, kept in agreement, watched."""

@@ -1,0 +1,199 @@
+"""What a run reports: one JSON line a logged step, a progress bar, trackers, a closing summary."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from converters.storage.guarded import open_own
+from portable.checkpoint.store import write_durably
+from portable.errors import UserError
+from portable.reporting.json_lines import json_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from portable.paths import Place
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Tracker(Protocol):
+    """Where metrics go besides ``metrics.jsonl``."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """``metrics.jsonl``: the legs of a run append to one file.
+
+    Rows beyond the step that a leg starts from are dropped: the leg before was killed after it had logged
+    them, and they will be logged again.
+    """
+
+    def __init__(self, folder: Path, *, from_step: int) -> None:
+        path = folder / METRICS_FILE
+        if path.exists():
+            rows, unreadable = read_rows(folder / METRICS_FILE)
+            if unreadable:
+                told = human_count(unreadable, "row")
+                print(f"warning: {path}: {told} cannot be read and will not be shown", file=sys.stderr)
+            kept = [row for row in rows if row["step"] <= from_step]
+            if len(kept) < len(rows) or not path.read_bytes().endswith(b"\n"):
+                write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({k: _json_number(v) for k, v in row.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(folder: Place) -> list[dict[str, Any]]:
+    """The rows of a run's ``metrics.jsonl``; what is none is left out."""
+    return read_rows(folder / METRICS_FILE)[0]
+
+
+def read_rows(path: Place) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a file of JSON lines that tell a step, and how many lines are no such rows.
+
+    A last line that a crash cut short is not counted among those.
+    """
+    rows: list[dict[str, Any]] = []
+    unreadable = 0
+    for row, ended in json_lines(path.read_bytes()):
+        if row is not None and type(row.get("step")) is int:
+            rows.append({key: _json_number(value) for key, value in row.items()})
+        elif ended:
+            unreadable += 1
+    return rows, unreadable
+
+
+def _json_number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, *, from_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandbLike:
+    """wandb, and the libraries that took over its calls (trackio, swanlab)."""
+
+    def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
+        self._module: Any = importlib.import_module(name)
+        self._module.init(project=folder.parent.name or "portable", name=folder.name, config=config)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._module.log(dict(values), step=step)
+
+    def flush(self) -> None:
+        """They send by themselves."""
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def open_trackers(
+    names: Sequence[str], folder: Path, config: dict[str, Any], *, from_step: int
+) -> list[Tracker]:
+    """The trackers that ``log.trackers`` names."""
+    return [
+        _TensorBoard(folder, from_step=from_step)
+        if name == "tensorboard"
+        else _WandbLike(name, folder, config)
+        for name in names
+    ]
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError for a tracker whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"log.trackers: {name} is not installed; run: pip install {name}")
+
+
+class Throughput:
+    """Tokens and samples a second since the last log, and over the whole leg."""
+
+    def __init__(self) -> None:
+        now = time.perf_counter()
+        self.started = now
+        self._window_start = now
+        self._window_samples = 0
+        self.samples = 0
+        self._steps = 0
+
+    def add(self, samples: int) -> None:
+        """Count one step of ``samples`` sequences."""
+        self._window_samples += samples
+        self.samples += samples
+        self._steps += 1
+
+    def seconds_per_step(self) -> float:
+        """Over the whole leg, evaluations and saves included."""
+        return (time.perf_counter() - self.started) / max(self._steps, 1)
+
+    def window(self) -> float:
+        """Samples a second since the last call."""
+        now = time.perf_counter()
+        rate = self._window_samples / max(now - self._window_start, 1e-9)
+        self._window_start, self._window_samples = now, 0
+        return rate
+
+    def pause(self, seconds: float) -> None:
+        """Leave ``seconds`` (of an evaluation or a save) out of the window's rate."""
+        self._window_start += seconds
+
+
+def human_bytes(count: float) -> str:
+    """A byte count as people read it, in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_count(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``: ``noun`` is one that takes an s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def human_time(seconds: float) -> str:
+    """``1:02:03``, or ``2:03`` under an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    """Two aligned columns."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

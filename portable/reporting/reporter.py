@@ -1,0 +1,245 @@
+"""What a person sees of a run: a progress bar, log lines, metrics, the closing summary."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from portable.loop import Events, Progress
+from portable.output.existing_run import CONFIG_FILE
+from portable.ranks import launch
+from portable.reporting.events import History
+from portable.reporting.metrics import (
+    MetricsFile,
+    Throughput,
+    Tracker,
+    human_bytes,
+    human_time,
+    open_trackers,
+    read_metrics,
+    table,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from portable.backend import Backend
+    from portable.checkpoint.store import Checkpoints
+    from portable.output.output_dir import Output
+    from portable.reporting.events import Kind
+    from portable.reporting.profiling import Profiler
+
+
+class Reporter(Events):
+    """Shows and records a leg of a run. On ranks other than the first it only saves."""
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        output: Output,
+        progress: Progress,
+        total_steps: int,
+        tokens_per_sample: int,
+        flops_per_token: float,
+        precision: str,
+        trackers: Sequence[str],
+        config: dict[str, Any],
+        checkpoints: Checkpoints[Any],
+        save: Callable[[Progress], None],
+        profiler: Profiler | None,
+        leg: dict[str, Any],
+    ) -> None:
+        """Begin to report a leg.
+
+        Args:
+            leg: what ``events.jsonl`` shall tell of it; a ``source`` in it is what it goes on from.
+        """
+        self._backend = backend
+        self._output = output
+        self._folder = folder = output.work
+        self._tokens_per_sample = tokens_per_sample
+        self._flops_per_token = flops_per_token
+        peak = backend.peak_flops(precision)
+        self._peak_flops = None if peak is None else peak * backend.world_size * backend.devices_per_rank
+        self._checkpoints = checkpoints
+        self._save = save
+        self._profiler = profiler
+        self._samples = progress.samples
+        self._main = backend.rank == 0
+        self.last_loss: float | None = None
+        self.last_eval_loss: float | None = None
+        self._metrics: MetricsFile | None = None
+        self._history: History | None = None
+        self._trackers: list[Tracker] = []
+        self._bar: tqdm[Any] | None = None
+        if self._main:
+            self._metrics = MetricsFile(folder, from_step=progress.step)
+            self._history = History(folder)
+            self._history.record(
+                "resume" if leg.get("source") else "start", progress.step, samples=progress.samples, **leg
+            )
+            self._trackers = open_trackers(trackers, folder, config, from_step=progress.step)
+            # On a terminal a bar; in a log file a line whenever something is logged.
+            self._bar = tqdm(
+                total=total_steps,
+                initial=progress.step,
+                unit="step",
+                desc="training",
+                dynamic_ncols=True,
+                disable=not sys.stderr.isatty(),
+            )
+        self._total_steps = total_steps
+        self._throughput = Throughput()
+
+    # -- called by the loop ------------------------------------------------------------------------------
+
+    def on_step(self, progress: Progress) -> None:
+        self._throughput.add(progress.samples - self._samples)
+        self._samples = progress.samples
+        if self._bar is not None:
+            self._bar.update(1)
+        self._checkpoints.finish_if_written()
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
+        self.last_loss = loss
+        if self._metrics is None:
+            return
+        samples_per_second = self._throughput.window()
+        tokens_per_second = samples_per_second * self._tokens_per_sample
+        memory, _ = self._backend.memory()
+        values = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens_per_second": tokens_per_second,
+            "samples_per_second": samples_per_second,
+            "memory": memory,
+            "skipped_steps": progress.skipped,
+            **self._backend.figures(),
+        }
+        if self._peak_flops is not None:
+            values["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
+        self._record(progress, values)
+        shown = {"loss": f"{loss:.4f}", "tok/s": f"{tokens_per_second:,.0f}", "mem": human_bytes(memory)}
+        if "mfu" in values:
+            shown["mfu"] = f"{values['mfu']:.1%}"
+        assert self._bar is not None
+        self._bar.set_postfix(shown)
+        if self._bar.disable:
+            left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
+            pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
+            self.say(f"step {progress.step}/{self._total_steps}  {pairs}  left {human_time(left)}")
+
+    def on_eval(self, progress: Progress, loss: float) -> None:
+        self.last_eval_loss = loss
+        self._record(progress, {"eval_loss": loss})
+        self.say(f"step {progress.step}  evaluation loss {loss:.4f}")
+
+    def lacks_eval(self, progress: Progress) -> bool:
+        if self._metrics is None:
+            return False
+        rows = read_metrics(self._folder)
+        return not any(row["step"] == progress.step and "eval_loss" in row for row in rows)
+
+    def on_save(self, progress: Progress) -> None:
+        for tracker in self._trackers:
+            tracker.flush()
+        self._save(progress)
+        self._happened("save", progress, checkpoint=f"step-{progress.step:06d}")
+
+    def on_skipped(self, progress: Progress, count: int, told: str) -> None:
+        since = "" if count == 1 else f"{count} updates were left out since the last look, the latest from "
+        self.say(f"warning: {since}{told}")
+        self._happened("skip", progress, count=count, told=told)
+
+    def on_pause(self, seconds: float) -> None:
+        self._throughput.pause(seconds)
+
+    def last_checkpoint(self) -> str:
+        self._checkpoints.finish()
+        self._backend.barrier()  # rank 0 has now given the folder its name
+        return str(self._checkpoints.latest() or "none yet")
+
+    def replay(self, step: int) -> str:
+        # On XLA, the processes of a slice find each other.
+        ranks = 1 if self._backend.one_program else self._backend.world_size
+        return launch.command(ranks, config=self._folder / CONFIG_FILE, replay=step)
+
+    # -- called by the run -------------------------------------------------------------------------------
+
+    def on_stop(self, progress: Progress) -> None:
+        """The leg ends early, at a signal."""
+        self._happened("stop", progress)
+
+    def on_end(self, progress: Progress, *, complete: bool) -> None:
+        """The leg has come to its end.
+
+        Args:
+            progress: where.
+            complete: whether that is the end of the schedule, too.
+        """
+        self._happened("end", progress, complete=complete)
+
+    def say(self, line: str) -> None:
+        """Print a line without tearing the bar."""
+        if self._main:
+            tqdm.write(line, file=sys.stderr)
+
+    def summary(self, places: Sequence[tuple[str, str]]) -> str:
+        """The closing table of a leg."""
+        seconds = time.perf_counter() - self._throughput.started
+        rate = self._throughput.samples / max(seconds, 1e-9)
+        _, peak = self._backend.memory()
+        rows = [("time", human_time(seconds))]
+        if trained := self._throughput.samples > 0:
+            rows.append(("samples/s", f"{rate:,.2f}"))
+            rows.append(("tokens/s", f"{rate * self._tokens_per_sample:,.0f}"))
+        rows.append(("peak memory", human_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")))
+        if trained and self._peak_flops is not None:
+            mfu = rate * self._tokens_per_sample * self._flops_per_token / self._peak_flops
+            rows.append(("MFU", f"{mfu:.1%}"))
+        if (counted := self._backend.driver_memory()) is not None:
+            used, total = counted
+            rows.append(
+                (
+                    f"{self._backend.device.type.upper()} memory",
+                    f"{human_bytes(used)} of {human_bytes(total)} in use, as the driver counts",
+                )
+            )
+        if self.last_loss is not None:
+            rows.append(("training loss", f"{self.last_loss:.4f}"))
+        if self.last_eval_loss is not None:
+            rows.append(("evaluation loss", f"{self.last_eval_loss:.4f}"))
+        return table([*rows, *places])
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._history is not None:
+            self._history.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+        if self._profiler is not None:
+            self._profiler.close()
+
+    def _record(self, progress: Progress, values: dict[str, float]) -> None:
+        if self._metrics is None:
+            return
+        row = {"step": progress.step, **values, "samples": progress.samples, "time": round(time.time(), 3)}
+        self._metrics.write(row)
+        for tracker in self._trackers:
+            tracker.log(values, progress.step)
+        self._output.publish_soon()
+
+    def _happened(self, kind: Kind, progress: Progress, **facts: Any) -> None:
+        if self._history is not None:
+            self._history.record(kind, progress.step, samples=progress.samples, **facts)

@@ -1,0 +1,1 @@
+"""One launch of a run, a stage a file."""
