@@ -28,7 +28,7 @@ COMPILING = 4.0  # how much longer the first batch may take, for which programs 
 GRACE = 3.0  # seconds between a rank's report and its end, in which the other ranks report as well
 STOPPED = 30.0  # seconds between two looks of the thread that only a stopped process lets pass
 EXIT_CODE = 1
-_OURS = Path(__file__).parents[1]
+_OURS = Path(__file__).parents[2]
 
 
 class Watchdog:

@@ -407,9 +407,10 @@ def test_memory_does_not_grow_with_the_model(s3: ObjectStore, tmp_path: Path) ->
     """Four times the bytes, with few threads and little kept, take no more memory."""
     few = (
         "import pytest\nfrom tests.object_store import scale_down\nscale_down(pytest.MonkeyPatch())\n"
-        "from converters import remote_file, remote_output, writing\n"
-        "remote_file.KEPT_BYTES = 1 << 20\n"
-        "remote_output._Draft.threads = writing._REMOTE_THREADS = 1"
+        "from converters.storage import range_reader\n"
+        "from converters.writers import conversion, remote_draft\n"
+        "range_reader.KEPT_BYTES = 1 << 20\n"
+        "remote_draft._Draft.threads = conversion._REMOTE_THREADS = 1"
     )
     small, large = peaks(s3, tmp_path, (2, 8), 4, few)
     assert large < small + 5 * MB, (small, large)
