@@ -372,6 +372,9 @@ class _Loader(yaml.SafeLoader):
         def size(node: Any) -> int:
             # Aliases are one node in many places: each place counts, and a node within itself has no end.
             if id(node) not in sizes:
+                if isinstance(node, yaml.ScalarNode) and len(node.value) > _MOST_NAME:
+                    # No number or date; YAML's 1:1:1:... grows with each part, and JSON shows no long one.
+                    node.tag = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
                 sizes[id(node)] = _MOST_SETTINGS
                 parts = node.value if isinstance(node, yaml.CollectionNode) else ()
                 flat = (part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,)))
