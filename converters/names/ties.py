@@ -130,7 +130,7 @@ def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
                 pairs += [(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
             if len(pairs) > _MAX_PAIRS:
                 raise CheckpointError(
-                    f"{len(by_end[suffix]):,} tensors have names like {suffix!r}, and so have what they may be "
-                    "tied to; no model has so many"
+                    f"{len(by_end[suffix]):,} tensors have names like {suffix!r}, and there are as many "
+                    "that these may be tied to; no model has so many"
                 )
     return pairs

@@ -51,7 +51,7 @@ _PARTS = re.compile(
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _MAX_VALUES = 5_000_000
 _MAX_DEPTH = 16
-# Of a number in a path: paths are looked up, and see `converters.containers.pickle_reader.MAX_KEY`.
+# Of a number in a path: paths are looked up, and see `pickle_reader.MAX_KEY`.
 _MAX_NUMBER = 1 << 31
 
 
@@ -236,7 +236,7 @@ def _aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -
     for name, view in views.items():
         if tensors[name].numel:
             # A stride that is never taken says nothing. As text, since a file chooses these numbers: see
-            # `converters.containers.pickle_reader.MAX_KEY`.
+            # `pickle_reader.MAX_KEY`.
             strides = [step if size > 1 else 0 for size, step in zip(view.shape, view.strides, strict=True)]
             place = (str(view.storage.zip.file.path), view.storage.key, view.offset, view.shape, strides)
             groups.setdefault(repr((*place, view.dtype)), []).append(name)
