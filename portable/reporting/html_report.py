@@ -87,7 +87,7 @@ METRICS = (
     Metric("MFU", ("mfu",), unit="fraction", hint="of the devices' peak FLOP/s", smooth=True, zero=True),
 )
 # What a page can bear of a file that nobody vouches for; a run's own stays far below.
-_MOST_CHARTS, _MOST_NAME, _MOST_TEXT = 60, 100, 10_000
+_MOST_CHARTS, _MOST_NAME, _MOST_PATH, _MOST_TEXT = 60, 100, 500, 10_000
 _MOST_CONFIG, _MOST_SETTINGS = 512 << 10, 20_000
 _NOT_DRAWN = {"step", "samples", "time", "samples_per_second"}
 
@@ -404,10 +404,12 @@ def _settings(path: Place) -> tuple[dict[str, Any], str]:
 
 def _flat(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     for key, value in tree.items():
+        # Each setting below a long key would repeat it.
+        name = f"{prefix}{key}"[:_MOST_PATH]
         if isinstance(value, dict) and value:
-            yield from _flat(f"{prefix}{key}.", value)
+            yield from _flat(f"{name}.", value)
         else:
-            yield f"{prefix}{key}", value
+            yield name, value
 
 
 def _plain(value: Any) -> str:
