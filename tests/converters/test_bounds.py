@@ -83,12 +83,12 @@ def test_chunks_of_one_hash(written: Path, tmp_path: Path) -> None:
     assert len(chosen) > 40_000 and len(set(map(hash, chosen[:99]))) == 1
     # A table of them here, too, would take as long as there.
     metadata.storage_data = {}
-    made = [
+    listed = [
         (type(index)(fqn=index.fqn, offset=None, index=i), type(place)(place.relative_path, 0, 0))
         for i in range(40_000)
     ]
-    metadata.storage_data = dict(made)
-    for (key, _), offset in zip(made, chosen, strict=False):
+    metadata.storage_data = dict(listed)
+    for (key, _), offset in zip(listed, chosen, strict=False):
         object.__setattr__(key, "offset", offset)
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     with quick(), pytest.raises(CheckpointError):
