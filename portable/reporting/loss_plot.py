@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
+from portable.durable import write_durably
 from portable.reporting.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -45,5 +47,7 @@ def plot_loss(folder: Path) -> Path | None:
     lines = [*axes.get_lines(), *rate_axes.get_lines()]
     axes.legend(lines, [str(line.get_label()) for line in lines], loc="upper right", framealpha=0.9)
     path = folder / "loss.svg"
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    write_durably(path, drawn.getvalue())
     return path

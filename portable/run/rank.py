@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.output.output_dir import Output
     from portable.run.micro_batch import Search
+
+_IN_THE_WAY = (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.EACCES, errno.EPERM)
 
 
 def run_rank(
@@ -84,10 +87,9 @@ def run_rank(
         raise
     except Exception as error:
         launch.failing()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            full = _out_of_disk(error, output)
-            leave_word(full)
-            raise full from error
+        if isinstance(error, OSError) and (refused := _cannot_write(error, output)) is not None:
+            leave_word(refused)
+            raise refused from error
         if not isinstance(error, DeviceMemoryError) and not backend.ran_out_of_memory(error):
             if (elsewhere := word_left()) is not None:
                 raise elsewhere from None
@@ -125,12 +127,19 @@ def _evaluate_only(prepared: Prepared) -> int:
     return EXIT_DONE
 
 
-def _out_of_disk(error: OSError, output: Output) -> RunError:
-    latest = checkpoints_of(output.place).latest()
-    return RunError(
-        f"output_dir: {output.work} cannot be written to: {error.strerror}; free some space and run the same "
-        f"command to go on; last good checkpoint: {latest or 'none'}"
-    )
+def _cannot_write(error: OSError, output: Output) -> RunError | UserError | None:
+    """What the user can do about a write into the output folder that failed; None if it was no such write."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        latest = checkpoints_of(output.place).latest()
+        return RunError(
+            f"output_dir: {output.work} cannot be written to: {error.strerror}; free some space and run the "
+            f"same command to go on; last good checkpoint: {latest or 'none'}"
+        )
+    # Something else is in the file's place: a link, a folder, a device.
+    path = str(error.filename or "")
+    if error.errno in _IN_THE_WAY and path.startswith(f"{output.work}{os.sep}"):
+        return UserError(f"output_dir: {path} cannot be written to: {error.strerror}; move it away")
+    return None
 
 
 def _memory_snapshot(backend: Backend, output: Output) -> str:
