@@ -47,8 +47,8 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 def run(invocation: Invocation) -> int:
     """Launch local ranks, or be a rank of another launcher."""
     with loading():
+        from portable.checkpoint.find import checkpoints_of
         from portable.commands.dry_run import describe_checkpoint, dry_run
-        from portable.output.existing_run import checkpoints_of
         from portable.ranks import launch
         from portable.registry import backend_package, resolve_backend
         from portable.run.rank import run_rank

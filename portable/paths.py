@@ -61,3 +61,11 @@ def storage_errors(key: str) -> Iterator[None]:
         raise RunError(f"{key}: {error}") from error
     except RemoteError as error:
         raise UserError(f"{key}: {error}") from error
+
+
+def exists(path: Place) -> bool:
+    """Whether there is a ``path``; there is none of a name that cannot be."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False

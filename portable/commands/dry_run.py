@@ -11,6 +11,7 @@ from converters.console import say
 from portable.batch_plan import parameter_count, total_steps
 from portable.checkpoint.adopt_external import take_over
 from portable.checkpoint.external import open_foreign
+from portable.checkpoint.find import checkpoint_of, checkpoints_of, resume_source
 from portable.commands.resume_info import describe
 from portable.config import dump_yaml
 from portable.data import inspect_data
@@ -20,8 +21,7 @@ from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
 from portable.model.special_tokens import SpecialTokens, problem_of
 from portable.optim.schedule import build_schedule
-from portable.output.existing_run import checkpoint_of, checkpoints_of, exists, resume_source
-from portable.paths import place_of, storage_errors
+from portable.paths import exists, place_of, storage_errors
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
 from portable.reporting.metrics import human_bytes, human_count, table

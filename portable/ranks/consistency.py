@@ -1,7 +1,8 @@
-"""Ranks that were not started alike are told so, before one of them waits for what another will not do."""
+"""Refuse ranks that were started with different settings, before one waits for a collective of another."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
 
-# Where a host keeps its files, and how it reads them, is its own affair; the text itself is compared.
+# Hosts may keep their files in different places; the data itself is compared.
 _LOCAL = (
     "output_dir",
     "data.source",
@@ -31,12 +32,17 @@ _LOCAL = (
 
 
 def agree(backend: Backend, facts: Mapping[str, Any]) -> None:
-    """Compare ``facts``, which are plain JSON values by name, over all ranks; all of them call it.
+    """Compare ``facts``, plain JSON values by name, over all ranks; all ranks call it.
+
+    Ranks exchange a digest, and the facts themselves only if digests differ.
 
     Raises:
         UserError: on every rank alike, with the first fact in which a rank differs from rank 0.
     """
-    first, *others = [json.loads(text) for text in backend.gather(json.dumps(facts))]
+    text = json.dumps(facts)
+    if len(set(backend.gather(hashlib.blake2b(text.encode()).hexdigest()))) == 1:
+        return
+    first, *others = [json.loads(other) for other in backend.gather(text)]
     for rank, other in enumerate(others, start=1):
         for name in first | other:
             ours, theirs = first.get(name), other.get(name)
@@ -48,7 +54,7 @@ def agree(backend: Backend, facts: Mapping[str, Any]) -> None:
 
 
 def settings_and_versions(config: RunConfig) -> dict[str, Any]:
-    """What must be the same before anything else can be."""
+    """Every setting that must be the same on all ranks, and the versions of the libraries."""
     facts = {
         key: keys.plain(config.get(key)) for key in keys.settings(RunConfig) if not key.startswith(_LOCAL)
     }

@@ -7,11 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from portable.batch_plan import plan_batches
+from portable.checkpoint.find import checkpoints_of
 from portable.checkpoint.store import TrainerState
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.model.build import build_model
-from portable.output.existing_run import checkpoints_of
 from portable.planner.this_machine import planner_here, what_fits
 from portable.registry import backend_package
 

@@ -8,10 +8,9 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portable.commands.replay import replay_step
+from portable.checkpoint.find import checkpoints_of, resume_source
 from portable.errors import RunError, ToldElsewhereError, UserError
 from portable.loop import evaluate
-from portable.output.existing_run import checkpoints_of, resume_source
 from portable.output.output_dir import open_output
 from portable.ranks import launch
 from portable.ranks.collectives import all_or_none, leave_word, word_left
@@ -21,6 +20,7 @@ from portable.reporting.metrics import table
 from portable.run import micro_batch
 from portable.run.batches import eval_batches
 from portable.run.prepare import Prepared, prepare, with_agreed_micro_batch
+from portable.run.replay import replay_step
 from portable.run.restore import restore
 from portable.run.settle import Settled, settle
 from portable.run.train import EXIT_DONE, DeviceMemoryError, train_run
@@ -48,7 +48,7 @@ def run_rank(
         settled: by the launcher; a config where the launcher is another program (torchrun), to settle here.
         eval_only: evaluate, and train no step.
         profile: write a trace of a few steps into ``profile`` in the run's folder.
-        replay: take this step again with :mod:`portable.commands.replay`, and train no step.
+        replay: take this step again with :mod:`portable.run.replay`, and train no step.
 
     Returns:
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.

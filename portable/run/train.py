@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portable.checkpoint.find import resume_source
 from portable.config import dump_yaml
 from portable.durable import write_durably
 from portable.errors import UserError
 from portable.loop import Cadence, train
-from portable.output.existing_run import CONFIG_FILE, FINAL, check_unchanged, resume_source
+from portable.output.existing_run import CONFIG_FILE, FINAL, check_unchanged
 from portable.output.export import recover_export
 from portable.paths import storage_errors
 from portable.planner.subject import inspect

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.checkpoint.find import checkpoints_of
 from portable.data import locate
 from portable.errors import UserError, one_line
 from portable.loop import train_step
 from portable.model.loss import count_valid
-from portable.output.existing_run import checkpoints_of
 from portable.paths import place_of
 from portable.ranks.consistency import agree
 from portable.reporting.metrics import table

@@ -1,0 +1,68 @@
+"""The checkpoints of a run, and the one that it resumes from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.storage.object_store import RemotePath
+from portable.checkpoint.store import CheckpointFolder
+from portable.errors import UserError
+from portable.paths import exists, place_of, storage_errors
+
+if TYPE_CHECKING:
+    from portable.checkpoint.store import Checkpoints
+    from portable.config import RunConfig
+    from portable.paths import Place
+
+
+def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | None:
+    """The checkpoint to go on from, or None to start at step 0.
+
+    Raises:
+        UserError: if ``checkpoint.resume`` is ``never`` and there are checkpoints, or a path that cannot be
+            gone on from.
+    """
+    with storage_errors("output_dir"):
+        latest: Place | None = checkpoints.latest()
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        return latest
+    if resume == "never":
+        if latest is not None:
+            raise UserError(
+                f"checkpoint.resume: never, but {checkpoints.path} holds checkpoints; "
+                "set it to auto to go on, or choose another output_dir"
+            )
+        return None
+    path = place_of("checkpoint.resume", resume)
+    with storage_errors("checkpoint.resume"):
+        if latest is None and not exists(path):
+            name = resume if len(resume) <= 200 else f"{resume[:197]}..."
+            raise UserError(
+                f"checkpoint.resume: {name} does not exist; give auto, never or a checkpoint's path"
+            )
+    if latest is None or path.resolve() == latest.resolve():
+        return path
+    if path.resolve().is_relative_to(checkpoints.path.resolve()):
+        raise UserError(
+            f"checkpoint.resume: {latest} is newer than {path} in the same run; "
+            "choose another output_dir to go on from the older one"
+        )
+    return latest  # the path is where the run began, and may be gone: it has come further since
+
+
+def checkpoints_of(run: Place) -> Checkpoints[Any]:
+    """The checkpoints of a run, for reading."""
+    folder = run / "checkpoints"
+    if isinstance(folder, RemotePath):
+        # Imported here: it needs torch, and other commands that read this module do not.
+        from portable.checkpoint.remote_store import RemoteCheckpoints
+
+        return RemoteCheckpoints(folder)
+    return CheckpointFolder(folder)
+
+
+def checkpoint_of(path: Place) -> Place:
+    """``path`` itself, or the newest checkpoint where it is a run's folder."""
+    newest: Place | None = checkpoints_of(path).latest()
+    return path if newest is None else newest
