@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.errors import UserError, one_line, require
-from portable.reporting.metrics import human_bytes
+from portable.formatting import human_bytes
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

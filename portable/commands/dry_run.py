@@ -16,6 +16,7 @@ from portable.commands.resume_info import describe
 from portable.config import dump_yaml
 from portable.data import inspect_data
 from portable.errors import UserError
+from portable.formatting import human_bytes, human_count, table
 from portable.model import build as models
 from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
@@ -24,7 +25,6 @@ from portable.optim.schedule import build_schedule
 from portable.paths import exists, place_of, storage_errors
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
-from portable.reporting.metrics import human_bytes, human_count, table
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on, tokenizer_hints
 from portable.run.settle import first_plan, on_device

@@ -11,9 +11,9 @@ from portable.checkpoint.store import STATE_FILE, TrainerState
 from portable.config import load_config
 from portable.config.schema import Strategy
 from portable.errors import DamagedError, UserError, one_line
+from portable.formatting import human_bytes, human_count, table
 from portable.output.existing_run import CONFIG_FILE, existing_run
 from portable.registry import backend_package, resolve_backend
-from portable.reporting.metrics import human_bytes, human_count, table
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from converters.errors import CheckpointError
 from portable.checkpoint.remote_store import RemoteCheckpoints, files_in, send_files
 from portable.errors import RunError, UserError, one_line
+from portable.formatting import human_bytes
 from portable.output.lease import Lease
 from portable.output.output_dir import Output
 from portable.paths import storage_errors
-from portable.reporting.metrics import human_bytes
 from portable.temporary_folder import lasting
 
 if TYPE_CHECKING:

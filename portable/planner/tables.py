@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from portable.reporting.metrics import human_bytes, table
+from portable.formatting import human_bytes, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

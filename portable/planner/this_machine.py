@@ -6,12 +6,12 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from portable.formatting import human_bytes
 from portable.planner import device_catalog as devices
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.subject import LiveSubject
 from portable.planner.tables import in_words
-from portable.reporting.metrics import human_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

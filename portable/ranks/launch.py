@@ -25,10 +25,10 @@ from portable.errors import (
     UserError,
     one_line,
 )
+from portable.formatting import human_count
 from portable.ranks import watchdog
 from portable.ranks.oom_kills import killed_since, oom_kills
 from portable.ranks.parent_death import die_with_parent, spawned_bound
-from portable.reporting.metrics import human_count
 from portable.temporary_folder import scratch_folder, started_below
 
 if TYPE_CHECKING:

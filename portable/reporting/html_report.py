@@ -27,11 +27,12 @@ from converters.storage.guarded import LinkError, read_small
 from portable.config.flags import path_given
 from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
+from portable.formatting import human_bytes, human_count, human_time
 from portable.output.existing_run import CONFIG_FILE
 from portable.paths import place_of, storage_errors
 from portable.reporting.events import EVENTS_FILE
 from portable.reporting.json_lines import MOST, count, number, read_rows
-from portable.reporting.metrics import METRICS_FILE, human_bytes, human_count, human_time
+from portable.reporting.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,20 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from portable.formatting import human_bytes, human_time, table
 from portable.loop import Events, Progress
 from portable.output.existing_run import CONFIG_FILE
 from portable.ranks import launch
 from portable.reporting.events import History
-from portable.reporting.metrics import (
-    MetricsFile,
-    Throughput,
-    Tracker,
-    human_bytes,
-    human_time,
-    open_trackers,
-    read_metrics,
-    table,
-)
+from portable.reporting.metrics import MetricsFile, Throughput, Tracker, open_trackers, read_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from portable.checkpoint.find import checkpoints_of, resume_source
 from portable.errors import RunError, ToldElsewhereError, UserError
+from portable.formatting import table
 from portable.loop import evaluate
 from portable.output.output_dir import open_output
 from portable.ranks import launch
 from portable.ranks.collectives import all_or_none, leave_word, word_left
 from portable.ranks.consistency import agree, settings_and_versions
 from portable.registry import create_backend
-from portable.reporting.metrics import table
 from portable.run import micro_batch
 from portable.run.batches import eval_batches
 from portable.run.prepare import Prepared, prepare, with_agreed_micro_batch

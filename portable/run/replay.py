@@ -17,11 +17,11 @@ import torch
 from portable.checkpoint.find import checkpoints_of
 from portable.data import locate
 from portable.errors import UserError, one_line
+from portable.formatting import table
 from portable.loop import train_step
 from portable.model.loss import count_valid
 from portable.paths import place_of
 from portable.ranks.consistency import agree
-from portable.reporting.metrics import table
 from portable.run.batches import train_loader
 from portable.run.restore import restore
 

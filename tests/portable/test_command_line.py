@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.cli import main
-from portable.reporting.metrics import human_bytes
+from portable.formatting import human_bytes
 from tests.runs import TINY_MODEL, flags, tiny
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def test_the_dry_run_knows_the_bytes_of_a_checkpoint(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from converters import Tensor, open_checkpoint
-    from portable.reporting.metrics import human_bytes
+    from portable.formatting import human_bytes
 
     settings = tiny(tmp_path, corpus, train__steps=2)
     assert main(flags(settings)) == 0

@@ -16,7 +16,8 @@ from portable.cli import main
 from portable.config import load_config
 from portable.config.reference import ROOT
 from portable.data import build_data
-from portable.reporting.metrics import human_count, read_metrics
+from portable.formatting import human_count
+from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import configured
 
