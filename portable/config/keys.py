@@ -123,6 +123,18 @@ def forget(config: BaseModel, key: str) -> None:
     owner.model_fields_set.discard(setting.attribute)
 
 
+def put_default(config: BaseModel, key: str, value: Any) -> None:
+    """Set ``key`` while ``config`` is being built; it does not count as given by the user."""
+    owner, setting = _locate(config, key)
+    changed = owner.model_copy(update={setting.attribute: value}) if setting.section else None
+    # Sections may be shared defaults, so a changed one is a copy. Frozen models refuse plain assignment.
+    if changed is None:
+        object.__setattr__(config, setting.attribute, value)
+    else:
+        changed.model_fields_set.discard(setting.attribute)
+        object.__setattr__(config, setting.section, changed)
+
+
 def get(config: BaseModel, key: str) -> Any:
     """The value of the dotted ``key``; ``KeyError`` where there is none."""
     owner, setting = _locate(config, key)

@@ -38,40 +38,33 @@ def largest_divisor(number: int, most: int) -> int:
     return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
 
 
-def settle(config: RunConfig) -> None:
-    """Let defaults follow the settings they depend on, where the user gave no value."""
-    model, data, train = config.model, config.data, config.train
-    if model.name_or_path is not None and not config.is_set("model.config"):
-        _default(config, "model", config=None)
-    if model.task in PADDED_TASKS and not config.is_set("data.packing") and data.packing:
-        _default(config, "data", packing=False)
-    if train.epochs is not None and not config.is_set("train.steps"):
-        _default(config, "train", steps=None)
-    if train.eval_every_epochs is not None and not config.is_set("train.eval_every"):
-        _default(config, "train", eval_every=None)
-    if config.checkpoint.every_epochs is not None and not config.is_set("checkpoint.every_steps"):
-        _default(config, "checkpoint", every_steps=None)
-    steps = config.train.steps
+def derived(config: RunConfig) -> dict[str, Any]:
+    """Defaults that follow other settings, by dotted key, where the user gave no value."""
+    model, data, train, checkpoint = config.model, config.data, config.train, config.checkpoint
+    found: dict[str, Any] = {}
+    if model.name_or_path is not None:
+        found["model.config"] = None
+    if model.task in PADDED_TASKS:
+        found["data.packing"] = False
+    if train.epochs is not None:
+        found["train.steps"] = None
+    if train.eval_every_epochs is not None:
+        found["train.eval_every"] = None
+    if checkpoint.every_epochs is not None:
+        found["checkpoint.every_steps"] = None
+    steps = train.steps if train.epochs is None or config.is_set("train.steps") else None
     if train.warmup_ratio is not None:
-        if not config.is_set("train.warmup_steps"):
-            # With epochs, only the data tells.
-            _default(config, "train", warmup_steps=0 if steps is None else warmup_steps(train, steps))
-    elif steps is not None and not config.is_set("train.warmup_steps"):
+        # With epochs, only the data tells.
+        found["train.warmup_steps"] = 0 if steps is None else warmup_steps(train, steps)
+    elif steps is not None:
         most = steps // 10 if SCHEDULES[train.schedule].warms_up else 0
-        _default(config, "train", warmup_steps=min(train.warmup_steps, most))
+        found["train.warmup_steps"] = min(train.warmup_steps, most)
+    if train.micro_batch_size != "auto":
+        found["train.micro_batch_size"] = largest_divisor(train.global_batch_size, train.micro_batch_size)
+    found = {key: value for key, value in found.items() if not config.is_set(key)}
     if config.backend in BACKENDS:
-        for key, value in backend_package(config.backend).defaults(config).items():
-            config.__dict__[key] = value
-    if train.micro_batch_size != "auto" and not config.is_set("train.micro_batch_size"):
-        divisor = largest_divisor(train.global_batch_size, train.micro_batch_size)
-        _default(config, "train", micro_batch_size=divisor)
-
-
-def _default(run: RunConfig, section: str, **values: Any) -> None:
-    # Written past pydantic on purpose: a value put here must not count as one that the user set.
-    copy = getattr(run, section).model_copy()
-    copy.__dict__.update(values)
-    run.__dict__[section] = copy
+        found |= backend_package(config.backend).defaults(config)
+    return found
 
 
 def check(config: RunConfig) -> None:

@@ -121,7 +121,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _settle_and_check(self) -> RunConfig:
-        rules.settle(self)
+        for key, value in rules.derived(self).items():
+            keys.put_default(self, key, value)
         rules.check(self)
         return self
 
