@@ -40,7 +40,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 def derived(config: RunConfig) -> dict[str, Any]:
     """Defaults that follow other settings, by dotted key, where the user gave no value."""
-    model, data, train, checkpoint = config.model, config.data, config.train, config.checkpoint
+    model, train, checkpoint = config.model, config.train, config.checkpoint
     found: dict[str, Any] = {}
     if model.name_or_path is not None:
         found["model.config"] = None

@@ -28,22 +28,24 @@ LOGITS_HELD = 1 << 26
 """Logits that ``memory.loss_chunk_tokens: auto`` computes at a time; 256 MiB in fp32."""
 
 
-class ChunkedHead:
-    """The output head of a language model, where it can give losses in place of logits.
+class ChunkedHead(nn.Linear):
+    """An output head that can return losses in place of logits.
+
+    Shares the parameters of the head that it replaces, so names, ties and sharding stay as they are.
 
     Args:
-        linear: the head; takes part in the model's forward pass as before, also when it is sharded.
+        linear: the model's own head.
         tokens: how many to project at a time; None: as many as have :data:`LOGITS_HELD` logits.
     """
 
     def __init__(self, linear: nn.Linear, tokens: int | None) -> None:
-        self._linear = linear
+        bias = linear.bias is not None
+        super().__init__(linear.in_features, linear.out_features, bias=bias, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
         self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
         self._labels: Tensor | None = None
         self.most_parts: int | None = None
-        """How many parts are computed, all if None; fewer tell what memory it takes, and nothing else."""
-        self._project = linear.forward
-        linear.__dict__["forward"] = self._forward
+        """Compute so many parts at most, to measure memory; None: all."""
 
     def pays(self, labels: Tensor) -> bool:
         """Whether a micro-batch has more tokens than are projected at a time."""
@@ -58,16 +60,16 @@ class ChunkedHead:
         finally:
             self._labels = None
 
-    def _forward(self, hidden: Tensor) -> Tensor:
-        """Losses, fp32 ``[batch, tokens, 1]``, while labels are set, and else logits."""
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Losses, fp32 ``[batch, tokens, 1]``, while labels are set; otherwise logits."""
         if self._labels is None:
-            return self._project(hidden)
+            return super().forward(hidden)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
             hidden.reshape(-1, hidden.shape[-1]),
-            self._linear.weight,
-            self._linear.bias,
+            self.weight,
+            self.bias,
             self._labels.reshape(-1),
             self._tokens,
             self.most_parts,
@@ -77,7 +79,7 @@ class ChunkedHead:
 
 
 def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead | None:
-    """Prepare ``model``, on the meta device, for a loss in parts; None where it has no use.
+    """Give ``model``, on the meta device, a head that computes losses in parts; None where that has no use.
 
     Args:
         model: whose head it is.
@@ -95,7 +97,18 @@ def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead
         f"memory.loss_chunk_tokens: {type(model).__name__} does not return its head's logits as they are; "
         "set it to auto or 0",
     )
-    return ChunkedHead(head, None if wanted == "auto" else wanted) if fits else None
+    if not fits:
+        return None
+    chunked = ChunkedHead(head, None if wanted == "auto" else wanted)
+    _replace(model, head, chunked)
+    return chunked
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is old:
+                setattr(parent, name, new)
 
 
 def _returns_what_its_head_gives(model: nn.Module) -> bool:
@@ -109,17 +122,13 @@ def _returns_what_its_head_gives(model: nn.Module) -> bool:
 
 
 def _tried(model: nn.Module, dtype: torch.dtype | None) -> bool:
-    given: list[Tensor] = []
-
-    def give(hidden: Tensor) -> Tensor:
-        given.append(hidden.new_empty(*hidden.shape[:-1], 1).requires_grad_())
-        return given[-1]
+    head = _Recorder()
 
     def watch(trial: Any) -> None:
         if dtype is not None:
             trial.to(dtype)
         trial.requires_grad_(False)  # so that a loss has a gradient only if the logits have a part in it
-        trial.get_output_embeddings().__dict__["forward"] = give
+        _replace(trial, trial.get_output_embeddings(), head)
         terms, forward = OwnTerms(trial), trial.forward
 
         def with_labels(**inputs: Tensor) -> Any:
@@ -131,7 +140,19 @@ def _tried(model: nn.Module, dtype: torch.dtype | None) -> bool:
 
     output = trial_forward(model, watch, gradients=True)
     used = output.loss is not None and output.loss.requires_grad
-    return len(given) == 1 and output.logits is given[0] and not used
+    return len(head.given) == 1 and output.logits is head.given[0] and not used
+
+
+class _Recorder(nn.Module):
+    """A head of one logit a token, which remembers what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.given.append(hidden.new_empty(*hidden.shape[:-1], 1).requires_grad_())
+        return self.given[-1]
 
 
 class _TokenLosses(torch.autograd.Function):
