@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What a leg of a run left behind. A notebook shows it as the loss curve.
+    """The result of :func:`train`. A notebook shows it as the loss curve.
 
     Attributes:
         folder: of the run, or its URL.
-        stopped: whether a signal (Ctrl-C, the notebook's stop button) ended it early; its checkpoint is
-            saved, and the same call goes on from it.
+        stopped: whether a signal (Ctrl-C, the notebook's stop button) ended it early. Its checkpoint is
+            saved; the same call resumes from it.
     """
 
     folder: Place
@@ -41,7 +41,7 @@ class Result:
 
     @property
     def final(self) -> Place | None:
-        """The folder for ``from_pretrained``; None where the schedule has not come to its end."""
+        """The folder for ``from_pretrained``; None before the schedule is complete."""
         folder = self.folder / "final"
         return folder if folder.is_dir() else None
 
@@ -51,15 +51,15 @@ class Result:
 
 
 def train(config: RunConfig, *, nproc: int | None = None) -> Result:
-    """Train ``config`` from where its run stands; what ``portable-train`` does.
+    """Train ``config``, or resume its run, as ``portable-train`` does.
 
     Args:
         config: from :func:`portable.load_config`.
         nproc: processes to start; by default one a GPU, and on CPU this one alone. XLA runs in this process.
 
     Raises:
-        UserError: for input that is refused; nothing was done.
-        RunError: if the run failed; its message tells what and where.
+        UserError: for refused input; nothing was done.
+        RunError: if the run failed.
     """
     from portable.cli import run
     from portable.config import Invocation

@@ -1,12 +1,12 @@
 """What differs between accelerators in training: two protocols. :mod:`portable.registry` has the backends.
 
-A :class:`Backend` is a machine: it starts the process group or runtime, places a batch, reduces a number and
-prepares a model. What :meth:`Backend.prepare` returns, an :class:`Engine`, is the model in training. The loop
-in :mod:`portable.loop` calls these and nothing else, so it never learns who answers.
+A :class:`Backend` starts the process group or runtime, places batches, reduces numbers and prepares a model.
+:meth:`Backend.prepare` returns an :class:`Engine`: the sharded model with its optimizer. The training loop
+(:mod:`portable.loop`) uses only these two.
 
-Vocabulary: a *rank* is one process of the run; the *world size* is their number. A rank drives one device,
-or, on XLA, all devices of its host as if they were one large one. The *global batch* is the sequences of one
-optimizer step over all ranks, a *micro-batch* what a rank takes through the model at a time.
+A *rank* is one process of the run; the *world size* is the number of ranks. A rank drives one device, or, on
+XLA, all devices of its host as one. The *global batch* is the sequences of one optimizer step over all ranks;
+a *micro-batch* is what a rank runs through the model at a time.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from portable.optim.non_finite import Health
 
 Batch = dict[str, torch.Tensor]
-"""Keyword arguments of the model's ``forward``, int64 ``[micro_batch, seq_len]``, plus ``labels`` that are
-aligned with the logits (already shifted) and hold -100 where nothing is to be predicted; a classifier's may
-be float32, and NaN there."""
+"""Keyword arguments of the model's ``forward``, int64 ``[micro_batch, seq_len]``, and ``labels``: aligned with
+the logits (already shifted), -100 where there is no target. A classifier's labels may be float32, with NaN
+where there is no target."""
 
 
 class SaveHandle(Protocol):
-    """A checkpoint on its way to disk."""
+    """A checkpoint that is being written."""
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return at once; on rank 0, whether all ranks have written."""
+        """Whether this rank's files are written; on rank 0, whether all ranks' are."""
 
     def wait(self) -> None:
-        """Return once this rank's files are written (on rank 0, all ranks'); raise what went wrong."""
+        """Block until :meth:`done`; raise the error of a failed write."""
 
 
 class Engine(Protocol):
-    """A model in training, its optimizer and whatever shards them."""
+    """A sharded model with its optimizer."""
 
     model: nn.Module
     """The transformers model itself, under its plain parameter names."""
@@ -52,27 +52,27 @@ class Engine(Protocol):
         """Fill this rank's slices of the parameters and persistent buffers named in ``weights``."""
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Fill weights and optimizer state from a logical checkpoint; each rank reads its own slices."""
+        """Load weights and optimizer state; each rank reads only its own slices."""
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write this rank's shards into ``folder``, in the strategy's native format; all ranks call it.
 
         Args:
-            folder: exists on this rank's host. Ranks may share one, or have a folder each, unseen by others.
-            background: return once the state is copied to host memory, and write while training goes on.
+            folder: exists on this rank's host. Ranks may share it, or each have its own.
+            background: return once the state is copied to host memory, and write during training.
         """
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         """Forward and backward of one micro-batch.
 
         Args:
-            batch: placed by :meth:`Backend.place`.
-            valid: valid tokens of the global batch, a scalar on the device from :meth:`Backend.total`, by
-                which the summed token losses are divided.
-            last: whether the optimizer steps after this micro-batch, so that gradients must be reduced now.
+            batch: from :meth:`Backend.place`.
+            valid: target tokens in the global batch, a device scalar from :meth:`Backend.total`; divides the
+                summed token losses.
+            last: whether the optimizer steps next, so gradients must be reduced now.
 
         Returns:
-            this rank's share of the global mean loss, an fp32 scalar on the device, not yet read.
+            this rank's share of the global mean loss, an fp32 device scalar (no host sync).
         """
 
     def update(
@@ -83,39 +83,39 @@ class Engine(Protocol):
         *,
         betas: tuple[float, float] | None = None,
     ) -> Tensor:
-        """Clip, step, zero. An update whose loss or norm is not finite is left out, on all ranks alike.
+        """Clip, step, zero. Skips an update whose loss or norm is not finite, on all ranks alike.
 
-        Weights, moments and the optimizer's step counts are then bit for bit what they were. After as many
-        such updates in a row as ``train.on_non_finite`` allows (stop: one), none is made any more.
+        A skipped update leaves weights, moments and step counts bit for bit unchanged. After as many skipped
+        updates in a row as ``train.on_non_finite`` allows (stop: one), every later update is skipped too.
 
         Args:
             learning_rate: of this step.
             max_norm: bound of the global gradient norm; 0 does not clip.
-            loss: the global loss of this step, on the device.
-            betas: Adam's decay rates from this step on, where the schedule moves them.
+            loss: the global loss of this step, a device scalar.
+            betas: Adam's decay rates from this step on, if the schedule moves them.
 
         Returns:
-            the gradient norm before clipping, an fp32 scalar on the device, not yet read.
+            the gradient norm before clipping, an fp32 device scalar (no host sync).
         """
 
     def health(self) -> Health:
-        """Read the device's account of updates left out. Waits for the device: call it when logging.
+        """Read the device's count of skipped updates. A host sync: call it when logging.
 
         Raises:
-            RunError: where an engine knows better what went wrong than that something was not finite.
+            RunError: where the engine knows a more exact cause (an fp16 loss scale at its minimum).
         """
 
     def unsound_gradients(self) -> list[str]:
-        """The parameters whose accumulated gradient is not finite, as far as this rank holds it.
+        """Names of parameters whose accumulated gradient is not finite in this rank's shard, in model order.
 
-        In the model's order. To be called before :meth:`update`, by all ranks; waits for the device.
+        A host sync. All ranks call it, before :meth:`update`.
         """
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Summed token loss of this rank's micro-batch, an fp32 scalar on the device, not yet read."""
+        """Summed token loss of this rank's micro-batch, an fp32 device scalar (no host sync)."""
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
-        """Continue ``prompt``, int64 ``[1, length]``; all ranks call it together."""
+        """Continue ``prompt``, int64 ``[1, length]``; all ranks call it."""
 
 
 class Diagnostics:
@@ -139,14 +139,14 @@ class Diagnostics:
 
 
 class Backend(Protocol):
-    """A machine, or the part of it that this process drives."""
+    """The devices that this process drives, and its link to the other ranks."""
 
     name: str
     rank: int
     world_size: int
     device: torch.device
     one_program: bool
-    """Whether all ranks run one program on one logical batch, so that randomness must be the same on all."""
+    """Whether all ranks run one program on one logical batch (SPMD), so all need the same random numbers."""
     diagnostics: Diagnostics
 
     @property
@@ -157,61 +157,58 @@ class Backend(Protocol):
         """Join the process group, or start the runtime."""
 
     def stop(self) -> None:
-        """Leave it again."""
+        """Destroy the process group."""
 
     def resolve_precision(self, precision: str) -> str:
-        """The compute type that ``auto`` means on this device; any other value comes back as it is."""
+        """The precision that ``auto`` means on this device; any other value is returned as it is."""
 
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
-        """Shard a model from the meta device and give it an optimizer; the weights are still unset."""
+        """Shard a model from the meta device and build its optimizer. The weights stay uninitialized."""
 
     def fits(
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
     ) -> bool | None:
-        """Whether ``steps``, given an engine like :meth:`prepare`'s, fit the memory of the device.
+        """Run ``steps`` with an engine like :meth:`prepare`'s; return whether it fits device memory.
 
-        That engine talks to no other rank, so that one which runs out of memory leaves none waiting, and is
-        gone afterwards. What it computes means nothing; what it allocates is what the run will. To be called
-        before :meth:`start`, or after :meth:`leave`.
+        The engine uses no collective of the run, so an out-of-memory error blocks no other rank, and is freed
+        afterwards. Its numbers are meaningless; its allocations are the run's. Call it before :meth:`start`
+        or after :meth:`leave`.
 
         Args:
-            build: the model on the meta device.
+            build: makes the model on the meta device.
             config: of the run.
             steps: takes training steps with this backend and the engine.
 
         Returns:
-            None, without having tried, where running out of memory cannot be caught.
+            None, without a trial, where running out of memory cannot be caught.
         """
 
     def ran_out_of_memory(self, error: BaseException) -> bool:
-        """Whether ``error`` says that the device has no more memory."""
+        """Whether ``error`` is an out-of-memory error of the device."""
 
     def leave(self) -> None:
-        """Have no part in the process group any more, yet keep other ranks from noticing: they would fail."""
+        """Stop using the process group without destroying it: closed connections would fail other ranks."""
 
     def seed(self, value: int) -> None:
-        """Seed the randomness (dropout) of this rank's device, without waiting for it."""
+        """Seed this rank's device generator (dropout). No host sync."""
 
     def place(self, batch: Batch) -> Batch:
-        """Move a micro-batch to the device without waiting for the copy."""
+        """Copy a micro-batch to the device. No host sync."""
 
     def total(self, count: int) -> Tensor:
-        """Sum a number of this rank's host over all ranks: an int64 scalar on the device.
-
-        Does not wait for the device.
-        """
+        """Sum a host number over all ranks into an int64 device scalar. No host sync."""
 
     def sum(self, value: Tensor) -> Tensor:
-        """Sum a small device tensor over all ranks, without reading it."""
+        """Sum a small device tensor over all ranks. No host sync."""
 
     def read(self, values: Sequence[Tensor]) -> list[float]:
-        """Wait for the device and bring scalars to the host. The loop reads in no other way."""
+        """Copy device scalars to the host. The only host sync of the training loop."""
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is set on any rank. Talks over the host, so the device is not waited for."""
+        """Whether ``flag`` is set on any rank. A collective over the host: no device sync."""
 
     def gather(self, text: str) -> list[str]:
-        """What every rank gave, by rank. Talks over the host."""
+        """Every rank's ``text``, by rank. A collective over the host."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -220,10 +217,10 @@ class Backend(Protocol):
         """Bytes in use now and at the peak, on this rank's device (resident host memory on CPU)."""
 
     def shape_multiple(self, precision: str) -> int | None:
-        """What the sizes of matrix products should be multiples of, in elements; None: no matter."""
+        """Elements that sizes of matrix products should be multiples of for full speed; None: no preference."""
 
     def peak_flops(self, precision: str) -> float | None:
-        """FLOP/s that one device's data sheet gives for ``precision`` (dense), or None where unknown."""
+        """Dense peak FLOP/s of one device in ``precision``, from its data sheet; None where unknown."""
 
     def figures(self) -> dict[str, float]:
-        """What else this backend counts, by name: recorded in ``metrics.jsonl`` with every logged step."""
+        """More metrics of this backend, by name, for ``metrics.jsonl``."""
