@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from portable.optim.non_finite import Health
 
 Batch = dict[str, torch.Tensor]
-"""Keyword arguments of the model's ``forward``, int64 ``[micro_batch, seq_len]``, and ``labels``: aligned with
-the logits (already shifted), -100 where there is no target. A classifier's labels may be float32, with NaN
+"""Keyword arguments of ``model.forward``, int64 ``[micro_batch, seq_len]``, and ``labels``: aligned with the
+logits (already shifted), -100 where there is no target. A classifier's labels may be float32 with NaN
 where there is no target."""
 
 
@@ -217,7 +217,7 @@ class Backend(Protocol):
         """Bytes in use now and at the peak, on this rank's device (resident host memory on CPU)."""
 
     def shape_multiple(self, precision: str) -> int | None:
-        """Elements that sizes of matrix products should be multiples of for full speed; None: no preference."""
+        """Elements that matrix sizes should be multiples of for full speed; None: no preference."""
 
     def peak_flops(self, precision: str) -> float | None:
         """Dense peak FLOP/s of one device in ``precision``, from its data sheet; None where unknown."""
