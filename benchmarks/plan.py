@@ -36,9 +36,9 @@ from portable.model import build as models
 from portable.model.initialize import Blueprint
 from portable.planner.activations import fake_batch
 from portable.planner.memory_model import Cluster, Setting
+from portable.planner.meta_model import MetaModel
 from portable.planner.passes import Request
 from portable.planner.plan import DeviceBytes, Planner, Target
-from portable.planner.subject import LiveSubject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -154,7 +154,7 @@ def measure(config: RunConfig, ranks: int) -> int:
 def planned(config: RunConfig, ranks: int) -> DeviceBytes:
     model = models.build_model(models.model_config(config.model), config.model)
     target = Target(config.backend, Cluster(ranks, ranks), None, None)
-    subject = LiveSubject(model, config)
+    subject = MetaModel(model, config)
     return Planner(config, subject, target).option(Setting.of(config)).device_bytes
 
 

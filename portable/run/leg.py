@@ -56,7 +56,7 @@ from portable.output.existing_run import (
 from portable.output.export import export, recover_export
 from portable.output.output_dir import open_output
 from portable.paths import place_of, storage_errors
-from portable.planner.subject import inspect
+from portable.planner.meta_model import inspect
 from portable.planner.this_machine import planner_here, what_fits
 from portable.ranks import launch
 from portable.ranks.collectives import leave_word, refuse_together, word_left

@@ -10,8 +10,8 @@ from benchmarks.plan_xla import measure, told_in
 from portable.backend import backend_room
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
+from portable.planner.meta_model import MetaModel, inspect
 from portable.planner.plan import Planner, Target
-from portable.planner.subject import LiveSubject, inspect
 from portable.run.leg import Prepared, resolve
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
@@ -97,7 +97,7 @@ def test_a_step_takes_what_is_planned(
     )
     model = models.build_model(models.model_config(config.model), config.model)
     target = Target("xla", Cluster(devices, devices), None, None)
-    planned = Planner(config, LiveSubject(model, config), target).option(Setting.of(config)).device_bytes
+    planned = Planner(config, MetaModel(model, config), target).option(Setting.of(config)).device_bytes
     taken = xla.run(devices, measure, config, environment=telling)
     assert planned.resident == pytest.approx(taken.resident, rel=0.01)
     assert planned.total == pytest.approx(taken.peak, rel=0.2)
