@@ -32,6 +32,7 @@ from portable.paths import place_of, storage_errors
 from portable.reporting.events import EVENTS_FILE
 from portable.reporting.json_lines import MOST, count, number, read_rows
 from portable.reporting.metrics import METRICS_FILE, human_bytes, human_count, human_time
+from portable.reporting.svg import thinned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from portable.paths import Place
 
 REPORT_FILE = "report.html"
-POINTS = 2000
-"""About as many points of a curve go into the page: a curve is a few hundred pixels wide."""
-
 Point = tuple[int, "int | None", "float | None", float]
 """step, tokens, hours, value."""
 
@@ -305,19 +303,6 @@ def write_report(folders: Sequence[Place], out: Path) -> list[str]:
     except OSError as error:
         raise UserError(f"--out: {out} cannot be written ({error.strerror}); give another path") from error
     return [f"{run.folder}: passed over: {run.passed_over}" for run in runs if run.passed_over]
-
-
-def thinned(points: list[Point]) -> list[Point]:
-    """About ``POINTS`` of ``points``: the lowest and highest of each stretch, so that no spike is lost."""
-    if len(points) <= POINTS:
-        return points
-    size = -(-2 * len(points) // POINTS)
-    kept = []
-    for start in range(0, len(points), size):
-        stretch = range(start, min(start + size, len(points)))
-        extremes = {min(stretch, key=lambda i: points[i][3]), max(stretch, key=lambda i: points[i][3])}
-        kept += [points[i] for i in sorted(extremes | ({len(points) - 1} & set(stretch)))]
-    return kept
 
 
 @command

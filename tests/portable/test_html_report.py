@@ -18,8 +18,9 @@ from portable.checkpoint.store import write_durably
 from portable.errors import UserError
 from portable.output.lock import locked
 from portable.reporting.events import History, read_events
-from portable.reporting.html_report import POINTS, Run, _machine, main, thinned
+from portable.reporting.html_report import Run, _machine, main
 from portable.reporting.metrics import MetricsFile
+from portable.reporting.svg import POINTS, thinned
 from portable.run.leg import train_leg
 from tests.runs import configured
 
