@@ -118,6 +118,7 @@ class Run:
         steps: of its schedule.
         ranks: of each leg, or devices; by default what this module says.
         temporary: for the temporary files of all legs; by default each leg has a folder of its own.
+        changes: settings that differ from what this module says.
     """
 
     def __init__(
@@ -128,10 +129,12 @@ class Run:
         *,
         ranks: int | None = None,
         temporary: Path | None = None,
+        changes: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = folder
         self.ranks_wanted = ranks or RANKS
         self._temporary = temporary
+        self._changes = dict(changes or {})
         self.checkpoints = CheckpointFolder(folder / "checkpoints", keep=None)
         self._scratch = scratch
         self._steps = steps
@@ -164,6 +167,7 @@ class Run:
             "log.trackers": [],
             "log.sample_tokens": 0,
         }
+        settings |= self._changes
         if until is not None:
             settings["train.stop_after"] = min(until, self._steps)
         flags = [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()]

@@ -6,7 +6,9 @@ moment of the leg or of one of its phases, and the next one goes on. What ends u
 equal a run that nothing disturbed byte for byte, and to leave the same names and not one more: in its
 folder, in the cache and among temporary files. Between these, ``portable-convert --overwrite`` replaces the
 model of one step by that of another, and is killed as often. ``--forks`` takes commands as forks of one
-process that has everything loaded, without the seconds of imports. Exits with 1 where a promise was broken.
+process that has everything loaded, without the seconds of imports. ``--saves`` has the runs save after each
+step, more than a disk takes at once, and strikes nothing but saves: when a folder of shards appears, or a
+random time after, of about as long as the saves before took. Exits with 1 where a promise was broken.
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ from tqdm import tqdm
 
 from benchmarks import chaos
 from benchmarks.chaos import Chaos, Leg, Outcome, Run, _alive
-from benchmarks.inotify import CREATED, Watch
+from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.machine import command_line, describe_machine, machine_in_words
+from benchmarks.train_overhead import SMALL_MODEL
 from converters import open_checkpoint
 from portable.output.export import MARKER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 ENGINES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("no_shard", "full_shard", "zero1", "zero2", "zero3"), (2, 1)),
@@ -61,6 +64,11 @@ CONVERSIONS = ("reading", "writing", "replacing", "done")
 POLL = 0.005
 FORKS, FORKED = "forks", "for "
 """The folder of programs that forks stand for (``tests.zygote``), and how the name of one then begins."""
+SAVING: dict[str, Any] = {
+    "model.config": {**SMALL_MODEL, "vocab_size": 16384, "hidden_size": 64},
+    "checkpoint.every_steps": 1,
+}
+"""Of runs whose saves are struck: two million parameters that cost little to train, 25 MB a checkpoint."""
 GONE = 10.0
 """Seconds in which every process of a leg has to be gone."""
 IN_A_PHASE = {"start": 0.3, "tokenizing": 0.15, "resume": 0.4, "training": 0.15, "save": 0.04, "export": 0.1}
@@ -79,6 +87,8 @@ class Tally:
     lost: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
+    halves: int = 0
+    """Kills that left a folder of shards under the name that it has while it is written."""
     finished: int = 0
     """Runs and conversions that were left alone in the end, and looked through."""
     slowest: float = 0.0
@@ -121,14 +131,17 @@ class Cycle:
 
     Args:
         scratch: an empty folder for it, its cache and its temporary files.
+        changes: to its settings.
     """
 
-    def __init__(self, scratch: Path, engine: str, ranks: int) -> None:
+    def __init__(
+        self, scratch: Path, engine: str, ranks: int, changes: Mapping[str, Any] | None = None
+    ) -> None:
         self.engine = engine
         self.name = f"{engine}, {ranks}"
         self.folder, self.cache, self.temporary = scratch / "run", scratch / "cache", scratch / "temporary"
         self.temporary.mkdir(parents=True)
-        self.run = Run(scratch, self.folder, STEPS, ranks=ranks, temporary=self.temporary)
+        self.run = Run(scratch, self.folder, STEPS, ranks=ranks, temporary=self.temporary, changes=changes)
 
     def alone(self) -> tuple[int, str]:
         """Run the command to its end."""
@@ -170,6 +183,7 @@ class Killing:
         self._looking = Chaos(cycle.run, None, dice)
         self._kept = 0
         self._exported = False
+        self._save_seconds = IN_A_PHASE["save"]
 
     def leg(self, aim: str) -> None:
         """One leg that a kill ends, or that ends before it comes."""
@@ -190,6 +204,7 @@ class Killing:
         code, said = self._ended()
         if struck:
             self._tally.kills[cycle.engine, phase] += 1
+            self._tally.halves += any(cycle.folder.glob("checkpoints/.step-*"))
         self._look(Leg(cycle.engine, kind, code=code), phase, said)
 
     def finish(self) -> None:
@@ -222,10 +237,30 @@ class Killing:
             end = time.monotonic() + self._dice.uniform(0, self._whole.seconds)
             until(lambda: not run.running() or time.monotonic() > end)
             return
+        if aim == "save":
+            self._wait_for_save()
+            return
         if aim != "start":
             until(lambda: not run.running() or self._phase(before) == aim)
         end = time.monotonic() + self._dice.uniform(0, IN_A_PHASE[aim])
         until(lambda: not run.running() or time.monotonic() > end)
+
+    def _wait_for_save(self) -> None:
+        """Let some saves go by, and see how long they take; then wait for a moment of the next."""
+        run, folder = self._cycle.run, self._cycle.folder / "checkpoints"
+        until(lambda: not run.running() or folder.is_dir())
+        left, begun = self._dice.randrange(3), time.monotonic()
+        with Watch() as watch:
+            watch.add(folder)
+            for what, path in watch.events(run.running, chaos.PATIENCE):
+                if what == CREATED and path.name.startswith(".step-"):
+                    begun = time.monotonic()
+                    if not left:
+                        break
+                    left -= 1
+                elif what == RENAMED and path.name.startswith("step-"):
+                    self._save_seconds = time.monotonic() - begun
+        time.sleep(self._dice.uniform(0, self._save_seconds))
 
     def _phase(self, before: dict[str, tuple[int, int]]) -> str:
         """What the leg that began with ``before`` does."""
@@ -292,12 +327,14 @@ class Killing:
             self._tally.lost.append(f"{self._cycle.name}: went on from {marks}, and {self._kept} was there")
 
 
-def undisturbed(scratch: Path, engine: str, ranks: int) -> tuple[Cycle, Whole]:
+def undisturbed(
+    scratch: Path, engine: str, ranks: int, changes: Mapping[str, Any] | None = None
+) -> tuple[Cycle, Whole]:
     """A cycle that nothing disturbs.
 
     Its command is given twice: the second leg exports again, as those do that are killed.
     """
-    cycle = Cycle(scratch, engine, ranks)
+    cycle = Cycle(scratch, engine, ranks, changes)
     begun = time.monotonic()
     code, said = cycle.alone()
     seconds = time.monotonic() - begun
@@ -429,9 +466,20 @@ def table(tally: Tally) -> str:
 
 
 def kill_for(
-    minutes: float, engines: Sequence[str], scratch: Path, dice: random.Random, most: int | None = None
+    minutes: float,
+    engines: Sequence[str],
+    scratch: Path,
+    dice: random.Random,
+    most: int | None = None,
+    *,
+    saves: bool = False,
 ) -> Tally:
-    """Kill until the time is over, or ``most`` runs have been seen to their end."""
+    """Kill until the time is over, or ``most`` runs have been seen to their end.
+
+    Args:
+        saves: strike saves of runs, and nothing else.
+    """
+    changes = SAVING if saves else None
     tally, end = Tally(), time.monotonic() + 60 * minutes
     wholes: dict[tuple[str, int], Whole] = {}
     conversions: dict[tuple[str, int], Conversions] = {}
@@ -441,25 +489,31 @@ def kill_for(
         if time.monotonic() > end or number == most:
             break
         if (engine, ranks) not in wholes:
-            cycle, wholes[engine, ranks] = undisturbed(scratch / f"whole-{engine}-{ranks}", engine, ranks)
-            conversions[engine, ranks] = Conversions(scratch / f"conversions-{number}", cycle, dice, tally)
+            cycle, wholes[engine, ranks] = undisturbed(
+                scratch / f"whole-{engine}-{ranks}", engine, ranks, changes
+            )
+            if not saves:
+                conversions[engine, ranks] = Conversions(
+                    scratch / f"conversions-{number}", cycle, dice, tally
+                )
         folder = scratch / f"cycle-{number}"
-        killing = Killing(Cycle(folder, engine, ranks), wholes[engine, ranks], dice, tally)
+        killing = Killing(Cycle(folder, engine, ranks, changes), wholes[engine, ranks], dice, tally)
         aims = [*PHASES, "any", "any"]
         dice.shuffle(aims)
         aims.sort(key=lambda aim: (aim != "tokenizing", aim == "export"))  # as a run goes through them
-        for aim in aims[:LEGS]:
+        for aim in ["save"] * LEGS if saves else aims[:LEGS]:
             killing.leg(aim)
             bar.update()
         killing.finish()
-        for aim in ["resume", *["export"] * AFTER]:
-            killing.leg(aim)
-            bar.update()
-        killing.finish()
-        for _ in range(CONVERTED):
-            conversions[engine, ranks].kill()
-            bar.update()
-        conversions[engine, ranks].finish()
+        if not saves:
+            for aim in ["resume", *["export"] * AFTER]:
+                killing.leg(aim)
+                bar.update()
+            killing.finish()
+            for _ in range(CONVERTED):
+                conversions[engine, ranks].kill()
+                bar.update()
+            conversions[engine, ranks].finish()
         bar.set_postfix_str(f"{engine}, lost {len(tally.lost)}, left {len(tally.left)}, {len(tally.other)}")
         shutil.rmtree(folder)
         for line in tally.broken[told:]:
@@ -474,6 +528,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--runs", type=int, help="end after so many, if that is sooner")
     parser.add_argument("--engines", nargs="+", choices=[*ENGINES], default=[*ENGINES])
+    parser.add_argument("--saves", action="store_true", help="strike saves, and nothing else")
     parser.add_argument("--forks", action="store_true", help="commands as forks; needs the tests' folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything there")
@@ -489,10 +544,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.callback(zygote.close)
             stack.callback(setattr, sys, "executable", sys.executable)
             sys.executable = str(zygote.folder / "python")
-        tally = kill_for(given.minutes, given.engines, scratch, random.Random(given.seed), given.runs)
+        dice = random.Random(given.seed)
+        tally = kill_for(given.minutes, given.engines, scratch, dice, given.runs, saves=given.saves)
     print(f"{table(tally)}\n\n`{command_line('benchmarks.kills', argv)}`; {machine_in_words(machine)}")
     print(
-        f"kills: {tally.kills.total()}; seen to their end: {tally.finished}; lost: {len(tally.lost)}; "
+        f"kills: {tally.kills.total()}, of which {tally.halves} left half a checkpoint; "
+        f"seen to their end: {tally.finished}; lost: {len(tally.lost)}; "
         f"left behind: {len(tally.left)}; other promises broken: {len(tally.other)}; "
         f"the last process gone after {tally.slowest:.1f} s at most"
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from converters.errors import blame
 from converters.names.ties import resolve_ties
 
 if TYPE_CHECKING:
@@ -127,9 +128,10 @@ class Checkpoint:
 
     def _resolve(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         if self._resolved is None:
-            tensors, aliases = resolve_ties(
-                self._stored, self._known_aliases, self.companions.get("config.json")
-            )
+            with blame(self.root):
+                tensors, aliases = resolve_ties(
+                    self._stored, self._known_aliases, self.companions.get("config.json")
+                )
             self._resolved = tensors, aliases
         return self._resolved
 

@@ -53,8 +53,16 @@ def find_companions(root: Place) -> dict[str, Place]:
     elif folder.parent.parent.name == _RUN_CHECKPOINTS:
         upwards += [folder.parent.parent, folder.parent.parent.parent]
     # Of a checkpoint of this project, what is copied is what was saved.
-    check_manifest(folder, only=lambda name: name == "trainer_state.json" or _NAMES.fullmatch(name))
-    return _companions_in(upwards)
+    manifest = check_manifest(
+        folder, only=lambda name: name == "trainer_state.json" or _NAMES.fullmatch(name)
+    )
+    found = _companions_in(upwards)
+    if manifest is None or not any(_NAMES.fullmatch(name) for name in manifest["files"]):
+        return found
+    for name in sorted(found.keys() - manifest["files"].keys()):
+        _log.warning("warning: %s: was not saved with %s; not copied", printable(found[name]), folder)
+        del found[name]
+    return found
 
 
 def companions_from(named: str) -> dict[str, Place]:

@@ -73,15 +73,7 @@ def read_manifest(folder: Place) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, RecursionError):
         raise CheckpointError(f"{path}: damaged") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: damaged")
-    rest = {key: value for key, value in found.items() if key != "crc32"}
-    files = found.get("files")
-    if (
-        found.get("crc32") != _own_crc32(rest)
-        or not isinstance(files, dict)
-        or not all(map(_sound, files.items()))
-    ):
+    if not isinstance(found, dict) or not _whole(found):
         raise CheckpointError(f"{path}: damaged")
     if found.get("version") != _VERSION:
         raise CheckpointError(f"{path}: of a newer version than this program")
@@ -133,17 +125,38 @@ def is_named(folder: Place, name: str) -> bool:
     return found is not None and name in found["files"]
 
 
+def _whole(found: dict[str, Any]) -> bool:
+    """Whether a manifest is as it was written, and each of its entries is one."""
+    rest = {key: value for key, value in found.items() if key != "crc32"}
+    try:
+        if found.get("crc32") != _own_crc32(rest):
+            return False
+    except RecursionError:  # as deep as can just be read
+        return False
+    files = found.get("files")
+    return isinstance(files, dict) and all(map(_sound, files.items()))
+
+
 def _sound(item: tuple[str, Any]) -> bool:
     """Whether an entry names a file below the folder, and tells numbers of it."""
     name, told = item
     path = PurePosixPath(name)
     return (
-        not path.is_absolute()
+        _is_file_name(name)
+        and not path.is_absolute()
         and ".." not in path.parts
         and isinstance(told, dict)
         and isinstance(told.get("bytes"), int)
         and all(isinstance(value, int) for value in told.values())
     )
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a file can have this name: it has no NUL in it, nor half of a surrogate pair."""
+    try:
+        return bool(name) and b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
 
 
 def _own_crc32(document: Mapping[str, Any]) -> int:

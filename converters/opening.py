@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.formats import Format, Source, detect, formats
+from converters.names.canonical import is_number
 from converters.storage.completion import INCOMPLETE, is_unfinished
 from converters.storage.guarded import real_path
 from converters.storage.object_store import RemotePath
@@ -82,7 +83,7 @@ def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]
     steps = _steps(root)
     if tag is not None and steps:
         matching = [
-            step for number, step in steps if tag == step.name or (tag.isdigit() and int(tag) == number)
+            step for number, step in steps if tag == step.name or (is_number(tag) and int(tag) == number)
         ]
         if matching:
             source = Source(_inside(root, matching[0]), None, verify)

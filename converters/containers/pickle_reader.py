@@ -33,6 +33,10 @@ _WORK, _FREE_WORK = 8, 100_000
 _NODES, _FREE_NODES = 4, 20_000
 # Containers within containers.
 _MAX_DEPTH = 200
+# Python's hash of a number is no secret: of larger ones, and of tuples of numbers, as many with one hash are
+# easily made as one likes, and a table of n of them takes n * n comparisons.
+MAX_KEY = 1 << 60
+_MAX_TUPLE_KEYS = 10_000
 # Protocols below 3 write these modules under their Python 2 names.
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
@@ -133,6 +137,7 @@ class _Machine:
         self.persistent = persistent
         self.globals: dict[str, Global] = {}
         self.work = _FREE_WORK + _WORK * len(data)
+        self.tuple_keys = _MAX_TUPLE_KEYS
 
     def call(self, made: Any, args: Any) -> Any:
         """What a class or function gives: a stand-in may copy its arguments, so their lengths are work."""
@@ -147,13 +152,16 @@ class _Machine:
         return made(*args)
 
     def key(self, key: Any) -> Any:
-        """A dict key or set item that is cheap to hash: nested tuples can be made exponentially slow."""
+        """A dict key or set item that is cheap to hash and to find."""
         kind = type(key)
+        if kind is int and not -MAX_KEY < key < MAX_KEY:
+            raise _RefusedError("a dict key or set item that is a number beyond reason")
         if kind in _SCALARS or kind is Instance or kind is Global:
             return key
-        if kind is tuple:
+        if kind is tuple:  # nested ones can be made exponentially slow
             self.work -= len(key)
-            if self.work < 0:
+            self.tuple_keys -= 1
+            if self.work < 0 or self.tuple_keys < 0:
                 raise _RefusedError(_TOO_MUCH)
             if all(type(item) in _SCALARS for item in key):
                 return key
@@ -406,6 +414,11 @@ def _check_size(root: Any, limit: int) -> None:
                 raise _RefusedError(f"holds containers nested more than {_MAX_DEPTH} deep")
             if size > limit:
                 raise _RefusedError("names the same objects so often that its value has no end")
+
+
+def is_index(value: Any) -> bool:
+    """Whether a value counts something, and may be looked up in a table: see `MAX_KEY`."""
+    return type(value) is int and 0 <= value < MAX_KEY
 
 
 def shown(value: Any) -> str:

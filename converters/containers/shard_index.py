@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from converters.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from converters.storage.bytes import Folder, SourceFile
 
@@ -30,7 +30,9 @@ def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str,
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{file.path}: not an index of shards (no weight_map)")
-    shards = {shard: read(folder.file(shard)) for shard in sorted(set(weight_map.values()))}
+    files = {shard: folder.file(shard) for shard in sorted(set(weight_map.values()))}
+    _check_distinct(folder, name, files)
+    shards = {shard: read(held) for shard, held in files.items()}
     for key, shard in weight_map.items():
         if key not in shards[shard]:
             raise CheckpointError(f"{folder.path / shard}: does not hold {key!r}, which {name} places there")
@@ -43,6 +45,15 @@ def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str,
                 )
             found[key] = value
     return found
+
+
+def _check_distinct(folder: Folder, name: str, files: Mapping[str, SourceFile]) -> None:
+    """Refuse one file under two names (`a/../b`, a link): it would be read as often as it is named."""
+    known: dict[object, str] = {}
+    for shard, file in files.items():
+        other = known.setdefault(file.identity(), shard)
+        if other != shard:
+            raise CheckpointError(f"{folder.path / name}: names one file as {other!r} and {shard!r}")
 
 
 def read_json(file: SourceFile, data: bytes) -> Any:

@@ -22,7 +22,16 @@ _WRAPPERS = frozenset(
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state"})
 _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq"})
+# Longer than any module nests: work on a name grows with the square of its length.
+MAX_TENSOR_NAME = 4096
+# Optimizers of one run.
+_MAX_CONTAINERS = 64
 _KEYED = re.compile(r"(?:(?P<container>.+?)\.)?(?P<table>state|param_groups)\.(?P<rest>.+)")
+
+
+def is_number(text: str) -> bool:
+    """Whether text is the number of a parameter; `isdigit` takes exponents, and `int` not any length."""
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def plain_name(name: str) -> str:
@@ -36,11 +45,13 @@ def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
     """The same values under plain names; a `module.` that begins every name (DDP) goes too.
 
     Raises:
-        CheckpointError: two names become one, or one is no text.
+        CheckpointError: two names become one, or one is no text or beyond reason.
     """
     for name in named:
         if type(name) is not str:  # a pickle may hold anything
             raise CheckpointError(f"{where}: a tensor is called by {shown(name)}, which is no text")
+        if len(name) > MAX_TENSOR_NAME:
+            raise CheckpointError(f"{where}: a tensor has a name of {len(name):,} characters: {shown(name)}")
     strip = bool(named) and all(name.startswith("module.") for name in named)
     plain: dict[str, V] = {}
     for name, value in named.items():
@@ -114,14 +125,20 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: s
     return roles
 
 
-def paths_without_nesting(keys: Iterable[str]) -> dict[str, Path]:
-    """Paths for keys whose writer kept no nesting: optimizers by their tables, then one common `model.`."""
+def paths_without_nesting(keys: Iterable[str], *, where: str) -> dict[str, Path]:
+    """Paths for keys whose writer kept no nesting: optimizers by their tables, then one common `model.`.
+
+    Raises:
+        CheckpointError: more optimizers than a run has.
+    """
     keys = list(keys)
     containers = {
         match["container"] or ""
         for key in keys
         if (match := re.fullmatch(r"(?:(?P<container>.+?)\.)?param_groups(?:\..*)?", key))
     }
+    if len(containers) > _MAX_CONTAINERS:
+        raise CheckpointError(f"{where}: its keys are of {len(containers):,} optimizers; it is damaged")
     paths: dict[str, Path] = {}
     rest: list[str] = []
     for key in keys:
@@ -134,7 +151,7 @@ def paths_without_nesting(keys: Iterable[str]) -> dict[str, Path]:
             ):
                 table, _, tail = inside.partition(".")
                 head: Path = (container, table) if container else (table,)
-                group = re.fullmatch(r"(\d+)\.(\w+)", tail) if table == "param_groups" else None
+                group = re.fullmatch(r"(\d{1,9})\.(\w+)", tail) if table == "param_groups" else None
                 paths[key] = (*head, int(group[1]), group[2]) if group else (*head, tail) if tail else head
                 break
         else:
@@ -198,6 +215,8 @@ def model_container(paths: Sequence[Path]) -> Path | None:
 
 def split_state_key(joined: str, names: Container[str]) -> tuple[str, str]:
     """(parameter, state name) of a flattened `<parameter>.<state name>`; the longest known name wins."""
+    if len(joined) > MAX_TENSOR_NAME:
+        raise CheckpointError(f"optimizer state has a name of {len(joined):,} characters: {shown(joined)}")
     cut = joined.rfind(".")
     while cut > 0:
         if joined[:cut] in names:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 _MAX_STATES = 100_000
+# Comparisons, and numbers copied: some seconds.
+_MAX_WORK = 10_000_000
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 # BatchNorm's buffers are floating like parameters, and no optimizer ever holds them.
 _BUFFERS = ("running_mean", "running_var")
@@ -46,6 +48,9 @@ def fit_in_order(
         are too many to count).
     """
     frozen = len(candidates) - sum(map(len, wanted))
+    if frozen < 0:
+        return 0
+    work = 0
     steps: list[dict[Shape, int]] = [{(0,) * len(wanted): 1}]
     for seen, (_, shape) in enumerate(candidates):
         reached: dict[Shape, int] = {}
@@ -56,6 +61,10 @@ def fit_in_order(
                 if at[group] < len(shapes) and shapes[at[group]] in (None, shape):
                     after = (*at[:group], at[group] + 1, *at[group + 1 :])
                     reached[after] = reached.get(after, 0) + ways
+                    work += len(wanted)
+            work += len(wanted)
+            if work > _MAX_WORK:
+                return 2
         if len(reached) > _MAX_STATES:
             return 2
         steps.append(reached)

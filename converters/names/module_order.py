@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from converters.names.canonical import is_number
 from converters.storage.guarded import read_small_text
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def module_order(names: Iterable[str], config: Place | None) -> list[str] | None
     ranks = {part: rank for rank, part in enumerate(order.split())}
     keyed: list[tuple[list[int], str]] = []
     for name in names:
-        key = [int(part) if part.isdecimal() else ranks.get(part, -1) for part in name.split(".")]
+        key = [int(part) if is_number(part) else ranks.get(part, -1) for part in name.split(".")]
         if -1 in key:
             return None
         keyed.append((key, name))

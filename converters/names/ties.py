@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from converters.errors import CheckpointError
 from converters.storage.guarded import read_small_text
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("predictions.decoder.bias", ("predictions.bias",)),
 )
 _BLOCK = 1 << 20
+# Models hold one such pair, or one for each of their parts.
+_MAX_PAIRS = 1000
 
 
 def resolve_ties(
@@ -106,14 +109,28 @@ def _tied(config: Place | None) -> bool | None:
 
 def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """(alias, owner) pairs that transformers' models may tie, judged by name; values decide."""
+    by_end: dict[str, list[str]] = {end: [] for alias, owners in _PAIRS for end in (alias, *owners)}
+    depth = max(end.count(".") for end in by_end)
+    for name in stored:
+        parts = name.split(".")
+        for count in range(1, min(len(parts), depth + 1) + 1):
+            found = by_end.get(".".join(parts[-count:]))
+            if found is not None:
+                found.append(name)
+    by_shape: dict[str, dict[str, list[str]]] = {}
+    for owner in {owner for _, owners in _PAIRS for owner in owners}:
+        shapes = by_shape[owner] = {}
+        for name in by_end[owner]:
+            shapes.setdefault(repr(stored[name].shape), []).append(name)
     pairs: list[tuple[str, str]] = []
     for suffix, owners in _PAIRS:
-        for alias in stored:
-            if alias == suffix or alias.endswith("." + suffix):
-                for owner in owners:
-                    found = [name for name in stored if name == owner or name.endswith("." + owner)]
-                    found = [
-                        name for name in found if name != alias and stored[name].shape == stored[alias].shape
-                    ]
-                    pairs.extend((alias, name) for name in found)
+        for alias in by_end[suffix]:
+            shape = repr(stored[alias].shape)
+            for owner in owners:
+                pairs += [(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
+            if len(pairs) > _MAX_PAIRS:
+                raise CheckpointError(
+                    f"{len(by_end[suffix]):,} tensors have names like {suffix!r}, and there are as many "
+                    "that these may be tied to; no model has so many"
+                )
     return pairs

@@ -39,16 +39,32 @@ def is_unfinished(folder: RemotePath) -> bool:
     return not is_complete(folder) and (folder / INCOMPLETE).is_file()
 
 
-def begin(folder: RemotePath) -> str:
+def facts_of(folder: RemotePath) -> dict[str, Any]:
+    """What the folder's marker tells, of completion or else of the beginning; empty where it has none."""
+    for name in (COMPLETE, INCOMPLETE):
+        try:
+            told = json.loads((folder / name).read_bytes())
+        except FileNotFoundError:
+            continue
+        except (ValueError, RecursionError):
+            return {}
+        return told if isinstance(told, dict) else {}
+    return {}
+
+
+def begin(folder: RemotePath, **facts: Any) -> str:
     """Mark the folder as being written, and as complete no longer; one process of a run does this.
 
     Objects that are there already stay: `folder.remove_tree()` first where they should not.
+
+    Args:
+        facts: anything worth knowing about the folder if it is never completed; goes into `_INCOMPLETE`.
 
     Returns:
         A token to give to `complete`, by which a second writer of the same folder is found out.
     """
     token = os.urandom(8).hex()
-    said = {"writer": token, "host": socket.gethostname(), "pid": os.getpid(), "begun": _now()}
+    said = {**facts, "writer": token, "host": socket.gethostname(), "pid": os.getpid(), "begun": _now()}
     (folder / INCOMPLETE).write_bytes(json.dumps(said).encode())
     (folder / COMPLETE).unlink(missing_ok=True)
     return token

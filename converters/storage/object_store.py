@@ -23,6 +23,7 @@ Writing: an object appears whole or not at all, there are no folders to be made.
         file.write(data)                     written; appears at the end, discarded on an exception. Its
                                              `write` takes anything of bytes: `torch.save(state, file)` works
     path.upload(nbytes)                      the parts themselves, by several threads: see `Upload`
+    path.move_to(other)                      one object, by another name; its bytes stay in the store
     path.unlink(missing_ok=...)              one object
     path.remove_tree()                       every object below, and uploads that a killed process left open
 
@@ -75,6 +76,9 @@ _REFUSED = {
     "https": "can neither be listed nor written to",
 }
 _S3 = ("s3", "s3a")
+_LOCAL = ("file", "local")
+# Other names of the same stores.
+_ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file", "az": "abfs", "abfss": "abfs"}
 
 # Where file systems keep what changes with an object's content, the surest first.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified")
@@ -213,10 +217,23 @@ class RemotePath:
         return f"RemotePath({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and str(self) == str(other)
+        return isinstance(other, RemotePath) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> str:
+        """The URL, the same one by whichever name of its store."""
+        protocol = self._store.protocol
+        return f"{_ALIASES.get(protocol, protocol)}://{self._key}"
+
+    @property
+    def local(self) -> Path | None:
+        """The path on this machine that a `file://` URL is another name of."""
+        from pathlib import Path
+
+        return Path("/", self._key) if self._store.protocol in _LOCAL else None
 
     def __lt__(self, other: RemotePath) -> bool:
         return str(self) < str(other)
@@ -256,7 +273,7 @@ class RemotePath:
 
     def is_relative_to(self, other: object) -> bool:
         """Whether this is `other` or lies below it."""
-        return isinstance(other, RemotePath) and f"{self}/".startswith(f"{other}/")
+        return isinstance(other, RemotePath) and f"{self._identity}/".startswith(f"{other._identity}/")
 
     def _info(self) -> _Entry | None:
         return self._store.info(self._key, str(self))
@@ -360,6 +377,12 @@ class RemotePath:
         with other.create() as out:
             for start in range(0, size, PART_BYTES):
                 out.write(self.read_range(start, min(size, start + PART_BYTES)))
+
+    def move_to(self, other: RemotePath) -> None:
+        """Give the object another name in the same store: it is copied there by the store, then deleted."""
+        with_retries(str(self), "copy", lambda: self._store.fs.cp_file(self._key, other._key))
+        self._store.forget(other._key)
+        self.unlink(missing_ok=True)
 
     def write_bytes(self, data: bytes) -> int:
         """Write a small object in one request; it appears whole, in place of any other of the name."""
@@ -710,7 +733,7 @@ def _make_filesystem(protocol: str, url: str, seconds: float) -> Any:
             **conf.get(protocol, {}).get("config_kwargs", {}),
             "retries": {"mode": "standard", "total_max_attempts": 1},  # ours are counted in one place
         }
-    if protocol in ("file", "local"):
+    if protocol in _LOCAL:
         options["auto_mkdir"] = True
     try:
         fs = fsspec.filesystem(protocol, **options)

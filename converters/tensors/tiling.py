@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
 
+# Corners that are looked at in any case, and dimensions whose corners are.
+_CORNERS, _MAX_CUT = 1 << 16, 4
+
 
 def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> None:
     """Raise CheckpointError unless the boxes (offsets, sizes) cover `shape` once: no gap, no overlap.
 
     Boxes that lie inside the shape, do not overlap, and have its volume together must tile it, so it is
     enough to look for overlaps. Sorted along the dimension that cuts most, only neighbours need comparing
-    when the tensor is cut along one dimension; a grid costs the boxes that share a slab.
+    when the tensor is cut along one dimension.
     """
     live: list[Extent] = []
     for offsets, sizes in boxes:
@@ -46,22 +49,52 @@ def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent])
         raise CheckpointError(f"{name}: pieces overlap, {volume} elements are stored for {expected}")
     if len(live) < 2:
         return
-    dim = max(range(len(shape)), key=lambda d: len({offsets[d] for offsets, _ in live}))
+    # Where one cut is all, neighbours tell; else every corner does.
+    dim = max(range(len(shape)), key=lambda d: len({str(offsets[d]) for offsets, _ in live}))
     live.sort(key=lambda box: box[0][dim])
     if all(low[0][dim] + low[1][dim] <= high[0][dim] for low, high in pairwise(live)):
         return
-    active: list[Extent] = []
-    for box in live:
-        start = box[0][dim]
-        active = [other for other in active if other[0][dim] + other[1][dim] > start]
-        for other in active:
-            if _meet(box, other):
-                raise CheckpointError(f"{name}: the pieces at {list(other[0])} and {list(box[0])} overlap")
-        active.append(box)
+    point = _uneven(name, shape, live)
+    if point is not None:
+        cut, at = point
+        both = [
+            box
+            for box in live
+            if all(box[0][d] <= n < box[0][d] + box[1][d] for d, n in zip(cut, at, strict=True))
+        ]
+        if not both:
+            raise CheckpointError(f"{name}: elements are missing from the files, and pieces overlap")
+        where = " and ".join(str(list(offsets)) for offsets, _ in both[:2])
+        raise CheckpointError(f"{name}: the pieces at {where} overlap")
 
 
-def _meet(left: Extent, right: Extent) -> bool:
-    return all(
-        a < b + size_b and b < a + size_a
-        for a, size_a, b, size_b in zip(left[0], left[1], right[0], right[1], strict=True)
-    )
+def _uneven(
+    name: str, shape: tuple[int, ...], boxes: Sequence[Extent]
+) -> tuple[list[int], tuple[int, ...]] | None:
+    """The first place that the boxes, of the volume of `shape`, do not cover once; None where there is none.
+
+    Each box puts a sign on each of its corners, - where it ends along an odd number of dimensions, else +.
+    How often a place is covered is the sum of the signs that lie before it along every dimension, and so
+    the signs follow from what is covered, too. The boxes therefore cover `shape` once exactly if their signs
+    and its own add up to the same at every corner. That takes n log n, however they lie.
+
+    Returns:
+        The dimensions that are cut, and the place along them.
+    """
+    cut = [d for d in range(len(shape)) if any(sizes[d] != shape[d] for _, sizes in boxes)]
+    if len(boxes) << len(cut) > max(_CORNERS, len(boxes) << _MAX_CUT):
+        raise CheckpointError(f"{name}: cut along {len(cut)} dimensions, which is not supported")
+    corners: list[tuple[tuple[int, ...], int]] = []
+    for sign, (offsets, sizes) in ((-1, ((0,) * len(shape), shape)), *((1, box) for box in boxes)):
+        edges = [((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut]
+        for corner in product(*edges):
+            corners.append((tuple(at for at, _ in corner), sign * prod(one for _, one in corner)))
+    corners.sort()
+    total, last = 0, corners[0][0]
+    for at, sign in corners:
+        if at != last:
+            if total:
+                return cut, last
+            total, last = 0, at
+        total += sign
+    return (cut, last) if total else None

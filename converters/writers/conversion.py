@@ -13,7 +13,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
@@ -177,11 +177,13 @@ def carry_out(
     progress: bool,
     verify: bool,
     expand: bool,
+    facts: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Write a plan into `out`, which appears whole or stays as it was.
 
     Args:
         expand: write however much the tensors come to: see `check_expansion`.
+        facts: what the marker of an `out` in an object store is to tell besides.
 
     Raises:
         CheckpointError: `out` is refused, the source is damaged, or the disk is full.
@@ -194,7 +196,8 @@ def carry_out(
     # disable=None: no bar where stderr is no terminal
     total = plan.nbytes * (2 if verify else 1)
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=target.name, disable=None if progress else True)
-    with bar, new_output(target, needed=plan.nbytes, overwrite=overwrite) as draft:
+    output = new_output(target, needed=plan.nbytes, overwrite=overwrite, names=plan.names, facts=facts or {})
+    with bar, output as draft:
         workers = draft.threads or (_REMOTE_THREADS if isinstance(checkpoint.root, RemotePath) else None)
         touched: Touched = set()
         in_parallel(_write_jobs(draft, plan, touched), bar.update, workers)

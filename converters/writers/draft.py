@@ -7,7 +7,7 @@ import shutil
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.errors import CheckpointError
 from converters.storage.object_store import RemotePath
@@ -15,7 +15,7 @@ from converters.writers.output_file import FLUSH_BYTES, OutputFile, copy_file, w
 from converters.writers.replace_folder import let_go, new_temporary, recover, replace_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from converters.storage.bytes import FileSpan
@@ -80,16 +80,20 @@ class Draft(Protocol):
         ...
 
 
-def new_output(target: Place, *, needed: int, overwrite: bool) -> AbstractContextManager[Draft]:
+def new_output(
+    target: Place, *, needed: int, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
+) -> AbstractContextManager[Draft]:
     """A draft that becomes `target` when the block ends well, and vanishes otherwise.
 
     Args:
         needed: bytes that will be written.
+        names: of all files that will be written.
+        facts: what the marker in an object store is to tell besides.
     """
     if isinstance(target, RemotePath):
         from converters.writers.remote_draft import new_prefix
 
-        return new_prefix(target, overwrite=overwrite)
+        return new_prefix(target, overwrite=overwrite, names=names, facts=facts)
     return _new_local(target, needed=needed, overwrite=overwrite)
 
 
@@ -102,15 +106,16 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
     target = out.resolve()
     if isinstance(target, Path):
         recover(target)
+    where = _resolved(out)
     for source in sources:
-        origin = source.resolve()
-        if isinstance(target, RemotePath) != isinstance(origin, RemotePath):
+        origin = _resolved(source)
+        if isinstance(where, RemotePath) != isinstance(origin, RemotePath):
             continue
-        if target == origin:
+        if where == origin:
             raise CheckpointError(f"{out}: is the checkpoint itself; give another output folder")
-        if target.is_relative_to(origin):  # type: ignore[arg-type]
+        if where.is_relative_to(origin):  # type: ignore[arg-type]
             raise CheckpointError(f"{out}: lies inside {source}; give an output folder outside it")
-        if origin.is_relative_to(target):  # type: ignore[arg-type]
+        if origin.is_relative_to(where):  # type: ignore[arg-type]
             raise CheckpointError(f"{out}: holds {source}; give another output folder")
     if isinstance(target, RemotePath):
         from converters.writers.remote_draft import check_prefix
@@ -126,6 +131,12 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
         if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
             raise CheckpointError(f"{out}: holds the current or the home folder and will not be replaced")
     return target
+
+
+def _resolved(place: Place) -> Place:
+    """By links, and `file://` URLs, which are other names of paths."""
+    local = place.local if isinstance(place, RemotePath) else place
+    return place if local is None else local.resolve()
 
 
 class _LocalDraft:

@@ -6,20 +6,24 @@ files, the
 comparison of `--verify`, and the marker of completion last of all. So a conversion that fails while the files
 grow leaves OUT as it was; one that is killed leaves uploads that the next run to the same OUT aborts, or, at
 the very end, a folder that is marked as incomplete and that nothing here reads.
+
+The marker of completion names every object that was written, with its version (`Written`). So a program that
+writes to the same folder again, and knows its own work by the marker, can tell what somebody else put there.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError
-from converters.storage.completion import COMPLETE, INCOMPLETE, begin, complete, is_unfinished
+from converters.errors import CheckpointError, printable
+from converters.storage.completion import COMPLETE, INCOMPLETE, begin, complete, facts_of, is_unfinished
 from converters.storage.object_store import RemotePath
 from converters.writers.output_file import FLUSH_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from converters.storage.bytes import FileSpan
     from converters.storage.object_store import Upload
@@ -27,6 +31,47 @@ if TYPE_CHECKING:
 
 # Each waits for the network most of the time, and holds up to two parts and two runs of what it reads.
 THREADS = 4
+
+Version = tuple[int, str]
+"""Of an object: its bytes, and what changes with its content."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a folder's marker tells of who wrote it and what.
+
+    Attributes:
+        facts: what the writer said of itself.
+        objects: the objects that it wrote, or found there and had leave to replace.
+        names: those that it was about to write, where it did not come to the end.
+    """
+
+    facts: Mapping[str, Any]
+    objects: Mapping[str, Version]
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, folder: RemotePath) -> Written:
+        """What the folder's marker tells; nothing where there is none, or it is nobody's here."""
+        told = facts_of(folder)
+        facts, objects, names = told.get("facts"), told.get("objects"), told.get("names")
+        return cls(
+            facts if isinstance(facts, dict) else {},
+            {
+                name: (entry[0], entry[1])
+                for name, entry in (objects.items() if isinstance(objects, dict) else ())
+                if isinstance(entry, list) and len(entry) == 2
+            },
+            frozenset(map(str, names)) if isinstance(names, list) else frozenset(),
+        )
+
+
+def versions(folder: RemotePath) -> dict[str, Version]:
+    """Every object below `folder` but the markers."""
+    if not folder.exists():  # asking for all that is below nothing costs more requests
+        return {}
+    found = {name: (entry.size, entry.version) for name, entry in folder.objects().items()}
+    return {name: version for name, version in found.items() if name not in (COMPLETE, INCOMPLETE)}
 
 
 def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
@@ -43,9 +88,16 @@ def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def new_prefix(target: RemotePath, *, overwrite: bool) -> Iterator[_Draft]:
-    """A draft that becomes the folder `target` when the block ends well."""
-    draft = _Draft(target, overwrite=overwrite)
+def new_prefix(
+    target: RemotePath, *, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
+) -> Iterator[_Draft]:
+    """A draft that becomes the folder `target` when the block ends well.
+
+    Args:
+        names: of all objects that will be written.
+        facts: what the marker is to tell besides: see `Written`.
+    """
+    draft = _Draft(target, overwrite=overwrite, names=names, facts=facts)
     target.abort_uploads(deep=False)
     try:
         yield draft
@@ -59,9 +111,14 @@ class _Draft:
 
     threads = THREADS
 
-    def __init__(self, folder: RemotePath, *, overwrite: bool) -> None:
+    def __init__(
+        self, folder: RemotePath, *, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
+    ) -> None:
         self.folder = folder
         self._overwrite = overwrite
+        self._planned = sorted(names)
+        self._facts = dict(facts)
+        self._there = versions(folder)
         self._uploads: list[Upload] = []
         self._names: list[str] = []
         self._token = ""
@@ -81,9 +138,17 @@ class _Draft:
         self.folder.refresh()
         if not self._overwrite and self.folder.exists():
             raise CheckpointError(f"{self.folder}: appeared while it was being written; nothing was replaced")
-        self._token = begin(self.folder)
-        for name in self.folder.files():
-            if name not in (INCOMPLETE, *self._names):
+        there = versions(self.folder)
+        for name, version in there.items():
+            if self._there.get(name) != version:  # nobody has said that it may be replaced
+                raise CheckpointError(
+                    f"{printable(self.folder / name)}: appeared while {self.folder} was being written; "
+                    "nothing was replaced"
+                )
+        self._token = begin(self.folder, facts=self._facts, objects=there, names=self._planned)
+        for name in there:
+            # What is written later stays till then: a config.json may be copied from here, to here.
+            if name not in self._planned:
                 (self.folder / name).unlink(missing_ok=True)
         while self._uploads:
             self._uploads[0].commit()
@@ -103,7 +168,9 @@ class _Draft:
     def publish(self) -> None:
         # Beginning an upload twice, where the first answer was lost, leaves one that nobody knows of.
         self.folder.abort_uploads(deep=False)
-        complete(self.folder, self._token, files=sorted(self._names))
+        there = versions(self.folder)
+        objects = {name: there[name] for name in sorted(self._names) if name in there}
+        complete(self.folder, self._token, facts=self._facts, objects=objects)
         self._token = ""
 
     def discard(self) -> None:

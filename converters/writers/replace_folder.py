@@ -56,24 +56,47 @@ def temporary_name(target: Path, kind: str = "tmp") -> Path:
     return target.parent / f".{target.name}.{kind}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
+def swap(new: Path, target: Path, old: Path) -> None:
+    """Put `new` in the place of `target`; what was there, if anything was, is called `old` from then on.
+
+    A process that is killed meanwhile leaves `target` as it was or as it was to be. `old` may then be the new
+    one; where the system cannot exchange, there is a moment in which `target` is missing, and `old` is it.
+
+    Args:
+        old: a name beside `target` that is free.
+
+    Raises:
+        OSError: it cannot be done; `new` and `target` are then as they were.
+    """
+    if not os.path.lexists(target):
+        new.rename(target)
+        return
+    new.rename(old)  # before: what is deleted as `new` after a kill must never be what was there
+    try:
+        if exchange(old, target):
+            return
+    except BaseException:
+        old.rename(new)
+        raise
+    old.rename(new)
+    target.rename(old)
+    try:
+        new.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+
+
 def replace_folder(new: Path, target: Path) -> None:
     """Put the folder `new` in the place of the folder `target`, which is removed.
 
     Raises:
         OSError: it cannot be done; `target` is then as it was.
     """
-    if exchange(new, target):
-        shutil.rmtree(new, ignore_errors=True)
-        return
     old = temporary_name(target, "old")
-    held = hold(target)  # or another process would put it back between the two steps
+    held = hold(target)  # or another process would put it back where it is missing for a moment
     try:
-        target.rename(old)
-        try:
-            new.rename(target)
-        except BaseException:
-            old.rename(target)
-            raise
+        swap(new, target, old)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         let_go(held)

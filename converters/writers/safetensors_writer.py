@@ -26,7 +26,7 @@ from converters.writers.conversion import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
@@ -81,6 +81,7 @@ def write_safetensors(
     progress: bool = True,
     verify: bool = False,
     expand: bool = False,
+    facts: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Write `out/model.safetensors` (or numbered shards with an index) and the companions.
 
@@ -93,6 +94,7 @@ def write_safetensors(
         progress: a bar in bytes on a terminal's stderr.
         verify: read everything back and compare before `out` appears.
         expand: write tensors that repeat the bytes of SRC's files however often they do.
+        facts: what the marker of an `out` in an object store is to tell besides.
 
     Returns:
         The plan that was carried out.
@@ -113,6 +115,7 @@ def write_safetensors(
         progress=progress,
         verify=verify,
         expand=expand,
+        facts=facts,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from converters import manifest_entries
 from converters.manifest import MANIFEST
 from converters.storage.completion import begin, complete, is_complete, is_unfinished
 from converters.storage.object_store import RemotePath
-from portable.checkpoint.store import STATE_FILE, Checkpoints, step_of
+from portable.checkpoint.store import NO_CHECKPOINT, STATE_FILE, Checkpoints, step_of, unused_name
 from portable.errors import RunError, one_line
 from portable.ranks.collectives import background_group
 
@@ -87,14 +88,16 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
     def remove_partial(self) -> None:
         complete_ones = set(self._complete_ones())
         for entry in self._entries():
-            if entry not in complete_ones and not (entry / DAMAGED_FILE).is_file():
+            if is_unfinished(entry) and not (entry / DAMAGED_FILE).is_file():
                 entry.remove_tree()
+            elif entry not in complete_ones and not is_unfinished(entry):
+                print(f"warning: {entry}: {NO_CHECKPOINT}", file=sys.stderr)
 
     def _open(self, final: RemotePath) -> Path:
         assert self._staging is not None
         self._group  # noqa: B018  (made by all ranks at once, before any thread needs it)
         if self._rank == 0:
-            self._remove(final)  # the same step again, after a resume from an earlier one
+            self._make_way(final)
             self._token = begin(final)
         written = self._staging / final.name
         shutil.rmtree(written, ignore_errors=True)
@@ -144,9 +147,23 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
             raise failure
         return entries
 
+    def _make_way(self, final: RemotePath) -> None:
+        """The same step again, after a resume from an earlier one, goes; what is no checkpoint is kept."""
+        final.refresh()
+        marked = is_complete(final) or is_unfinished(final)
+        if not marked and final.exists() and not (final / STATE_FILE).is_file():
+            aside = unused_name(final.with_name(f"{final.name}.kept"))
+            for name in final.files():
+                (final / name).move_to(aside / name)
+            print(
+                f"warning: {final}: held no {STATE_FILE}, so it was no checkpoint; kept as {aside}",
+                file=sys.stderr,
+            )
+        self._remove(final)
+
     def _remove(self, folder: RemotePath) -> None:
-        if is_complete(folder):
-            begin(folder)
+        if folder.exists():
+            begin(folder)  # also of one without markers: half of it is nobody's, and would stay
         folder.remove_tree()
 
 

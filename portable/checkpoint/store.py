@@ -41,6 +41,7 @@ FORMAT_VERSION = 2
 """1: without a manifest."""
 _WITH_MANIFEST = 2
 STATE_FILE = "trainer_state.json"
+NO_CHECKPOINT = f"holds no {STATE_FILE}, so it counts as no checkpoint"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PARTIAL_SUFFIX = ".partial"
 _DAMAGED_SUFFIX = ".damaged"
@@ -345,9 +346,7 @@ class CheckpointFolder(Checkpoints[Path]):
             if entry.name.startswith(".") and entry.name.endswith(_PARTIAL_SUFFIX):
                 shutil.rmtree(entry, ignore_errors=True)
             elif step_of(entry.name) is not None and not (entry / STATE_FILE).is_file():
-                print(
-                    f"warning: {entry}: holds no {STATE_FILE}, so it counts as no checkpoint", file=sys.stderr
-                )
+                print(f"warning: {entry}: {NO_CHECKPOINT}", file=sys.stderr)
 
     def _open(self, final: Path) -> Path:
         partial = self.path / f".{final.name}{_PARTIAL_SUFFIX}"
@@ -398,10 +397,10 @@ class CheckpointFolder(Checkpoints[Path]):
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def unused_name(path: Path) -> Path:
+def unused_name(path: P) -> P:
     """``path``, or the first of ``path-2``, ``path-3`` ... that there is not."""
     found, number = path, 1
-    while os.path.lexists(found):
+    while found.exists() if isinstance(found, RemotePath) else os.path.lexists(found):
         number += 1
         found = path.with_name(f"{path.name}-{number}")
     return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from converters.storage.object_store import RemotePath
 from portable.data.cache import locked_folder
-from portable.data.documents import Document, Fields, listed
+from portable.data.documents import Document, Fields, changed_meanwhile, listed
 from portable.data.files import FORMATS, LocalFiles
 from portable.errors import UserError
 from portable.paths import storage_errors
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.storage.object_store import Object
+
+_DIGEST = "digest"
+"""The file beside a copy; what is copied has a suffix."""
 
 
 def remote_files(url: str) -> dict[RemotePath, Object]:
@@ -91,7 +94,7 @@ class RemoteFiles(LocalFiles):
             raise UserError(message) from error
 
     def documents_of_key(self) -> Iterator[Document]:
-        """The copies are kept by version, and nobody else writes to them."""
+        """The copies are kept by version, each with a digest, and nobody else writes to them."""
         return self.documents()
 
     def check(self) -> None:
@@ -103,17 +106,34 @@ class RemoteFiles(LocalFiles):
         version = hashlib.blake2b(repr((str(path), told)).encode(), digest_size=16).hexdigest()
         folder = self._downloads / version
         copy = folder / path.name
+        if copy in self._copies and copy.exists():
+            return copy
         self._copies[copy] = path
-        if copy.exists():
+        if _as_fetched(copy):
             return copy
         with storage_errors("data.source"), locked_folder(folder) as draft:
-            if not copy.exists():
-                path.download(draft.path / path.name)
-                size = (draft.path / path.name).stat().st_size
-                if size != told.size:
-                    raise UserError(
-                        f"data.source: {path} has changed while it was read (of {told.size:,} bytes, there "
-                        f"are {size:,}); start again"
-                    )
+            if not _as_fetched(copy):
+                fetched = draft.path / path.name
+                path.download(fetched)
+                now = path.objects().get("")
+                if fetched.stat().st_size != told.size or now != told:
+                    raise changed_meanwhile(path)
+                (draft.path / _DIGEST).write_bytes(_digest(fetched))
                 draft.commit()
         return copy
+
+
+def _as_fetched(copy: Path) -> bool:
+    """Whether a copy is there, as it was fetched."""
+    try:
+        return (copy.parent / _DIGEST).read_bytes() == _digest(copy)
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        hasher = hashlib.blake2b(digest_size=16)
+        while chunk := file.read(1 << 22):
+            hasher.update(chunk)
+    return hasher.digest()

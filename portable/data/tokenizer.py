@@ -15,6 +15,8 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
+from converters.manifest import MANIFEST
 from portable.data.cache import locked_folder
 from portable.data.documents import listed
 from portable.errors import UserError, one_line
@@ -154,7 +156,11 @@ def trained_tokenizer_folder(
 
 
 def is_trained(folder: Path) -> bool:
-    return (folder / "tokenizer.json").is_file() and (folder / "tokenizer_config.json").is_file()
+    """Whether a tokenizer lies there as it was saved: one with a wrong byte in it may open as well."""
+    try:
+        return check_manifest(folder) is not None
+    except CheckpointError:
+        return False
 
 
 def train_tokenizer(
@@ -174,6 +180,7 @@ def train_tokenizer(
         if tokenizer := _open(folder):
             return tokenizer
         _train(source, size, mask, ends).save_pretrained(draft.path)
+        (draft.path / MANIFEST).write_text(manifest_text(manifest_entries(draft.path)), "utf-8")
         draft.commit()
     return load_tokenizer(str(folder))
 

@@ -6,6 +6,9 @@ holds anything else, or is none, is set aside under another name before the new 
     .final.new        being written
     .final.replaced   about to change places with final, or what was there; the old one as long as nobody says
                       that an export wrote all of it
+
+In an object store the marker of completion tells it, with the objects' versions. What no export wrote is
+moved aside there object by object, because there are no folders that could be renamed.
 """
 
 from __future__ import annotations
@@ -17,18 +20,23 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, check_manifest, open_checkpoint, write_safetensors
+from converters.errors import printable
 from converters.storage.object_store import RemotePath
-from converters.writers.replace_folder import exchange, recover
+from converters.writers.remote_draft import Written, versions
+from converters.writers.replace_folder import recover, swap
 from portable.checkpoint.store import sync_folder, unused_name, write_durably
 from portable.errors import UserError, one_line
 from portable.paths import storage_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from portable.paths import Place
 
 MARKER = ".export.json"
+EXPORTED = "exported"
+"""The fact by which an object store's marker of completion is that of an export."""
 
 
 def export(checkpoint: Place, folder: Place) -> None:
@@ -37,7 +45,9 @@ def export(checkpoint: Place, folder: Place) -> None:
         with storage_errors("checkpoint.export"):
             check_manifest(checkpoint)
             if isinstance(folder, RemotePath):
-                write_safetensors(open_checkpoint(checkpoint), folder, overwrite=True)
+                _keep_foreign(folder)
+                facts = {EXPORTED: checkpoint.name}
+                write_safetensors(open_checkpoint(checkpoint), folder, overwrite=True, facts=facts)
                 return
             recover_export(folder)
             new = _new(folder)
@@ -71,17 +81,29 @@ def _replaced(folder: Path) -> Path:
 
 def _put(new: Path, folder: Path) -> None:
     """Have ``new`` be ``folder``, so that there is one at every moment where the system can do that."""
-    replaced = _replaced(folder)
-    if not os.path.lexists(folder):
-        new.rename(folder)
-    else:
-        new.rename(replaced)
-        if not exchange(replaced, folder):
-            replaced.rename(new)
-            folder.rename(replaced)
-            new.rename(folder)
+    swap(new, folder, _replaced(folder))
     sync_folder(folder.parent)
-    _retire(replaced, folder)
+    _retire(_replaced(folder), folder)
+
+
+def _keep_foreign(folder: RemotePath) -> None:
+    """Move aside what no export has put into ``folder``, and say where it is."""
+    folder.refresh()
+    told = Written.of(folder)
+    if EXPORTED not in told.facts:
+        told = Written({}, {}, frozenset())
+    there = versions(folder)
+    # Of an export that was killed near its end, the names alone are known.
+    reasons = {name: _alien(name, there[name], told.objects) for name in there.keys() - told.names}
+    foreign = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
+    if not foreign:
+        return
+    kept = unused_name(folder.with_name(f"{folder.name}.kept"))
+    for name in foreign:
+        (folder / name).move_to(kept / name)
+    others = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
+    reason = printable(f"{folder}: {next(iter(foreign.values()))}{others}")
+    print(f"warning: {reason}, so it is kept in {kept}", file=sys.stderr)
 
 
 def _retire(old: Path, folder: Path) -> None:
@@ -95,7 +117,8 @@ def _retire(old: Path, folder: Path) -> None:
     kept = unused_name(folder.with_name(f"{folder.name}.kept"))
     old.rename(kept)
     sync_folder(folder.parent)
-    print(f"warning: {folder}: {foreign}, so what was there is kept as {kept}", file=sys.stderr)
+    reason = printable(f"{folder}: {foreign}")
+    print(f"warning: {reason}, so what was there is kept as {kept}", file=sys.stderr)
 
 
 def _foreign(folder: Path) -> str | None:
@@ -109,9 +132,16 @@ def _foreign(folder: Path) -> str | None:
         return f"no {MARKER} tells that an export wrote it"
     there = _files(folder)
     for name, values in there.items():
-        if written.get(name) != values:
-            return f"{name} was {'changed' if name in written else 'put there'} by no export"
+        if (reason := _alien(name, values, written)) is not None:
+            return reason
     return None
+
+
+def _alien(name: str, version: object, written: Mapping[str, object]) -> str | None:
+    """Why a file is not what an export wrote; None where it is."""
+    if written.get(name) == version:
+        return None
+    return f"{name} was {'changed' if name in written else 'put there'} by no export"
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:

@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -22,6 +21,7 @@ from portable.output.lease import Lease
 from portable.output.output_dir import Output
 from portable.paths import storage_errors
 from portable.reporting.metrics import human_bytes
+from portable.temporary_folder import lasting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ class RemoteOutput(Output):
         self.place = place
         self.agreed = str(place)
         self.rank = rank
-        base = Path(staging or f"{tempfile.gettempdir()}/portable-{os.getuid()}")
+        base = Path(staging or lasting() / f"portable-{os.getuid()}")
         self._shared = None if staging else base
         digest = hashlib.sha256(str(place).encode()).hexdigest()[:16]
         self._staging = base.absolute() / digest / f"rank-{rank}"

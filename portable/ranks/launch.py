@@ -29,7 +29,7 @@ from portable.ranks import watchdog
 from portable.ranks.oom_kills import killed_since, oom_kills
 from portable.ranks.parent_death import die_with_parent, spawned_bound
 from portable.reporting.metrics import human_count
-from portable.temporary_folder import scratch_folder
+from portable.temporary_folder import scratch_folder, started_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,7 +130,7 @@ def launch(
             logging.getLogger(chatty).setLevel(logging.CRITICAL)
         kills_before = oom_kills()
         agent = ThreadPoolExecutor(1)
-        with spawned_bound(), _signals_passed_on(Path(scratch)) as requests:
+        with spawned_bound(), started_below(folder), _signals_passed_on(folder) as requests:
             running = agent.submit(
                 elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid()
             )

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from converters.storage.guarded import open_own
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
     from types import FrameType
@@ -110,7 +112,7 @@ class Watchdog:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"rank-{self._rank}.txt"
-            with path.open("w") as file:
+            with os.fdopen(open_own(path, os.O_WRONLY | os.O_TRUNC), "w") as file:
                 file.write(f"{line}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

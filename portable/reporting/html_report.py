@@ -85,7 +85,7 @@ METRICS = (
     Metric("MFU", ("mfu",), unit="fraction", hint="of the devices' peak FLOP/s", smooth=True, zero=True),
 )
 # What a page can bear of a file that nobody vouches for; a run's own stays far below.
-_MOST_CHARTS, _MOST_NAME, _MOST_TEXT = 60, 100, 10_000
+_MOST_CHARTS, _MOST_NAME, _MOST_PATH, _MOST_TEXT = 60, 100, 500, 10_000
 _MOST_CONFIG, _MOST_SETTINGS = 512 << 10, 20_000
 _NOT_DRAWN = {"step", "samples", "time", "samples_per_second"}
 
@@ -357,6 +357,9 @@ class _Loader(yaml.SafeLoader):
         def size(node: Any) -> int:
             # Aliases are one node in many places: each place counts, and a node within itself has no end.
             if id(node) not in sizes:
+                if isinstance(node, yaml.ScalarNode) and len(node.value) > _MOST_NAME:
+                    # No number or date; YAML's 1:1:1:... grows with each part, and JSON shows no long one.
+                    node.tag = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
                 sizes[id(node)] = _MOST_SETTINGS
                 parts = node.value if isinstance(node, yaml.CollectionNode) else ()
                 flat = (part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,)))
@@ -386,10 +389,12 @@ def _settings(path: Place) -> tuple[dict[str, Any], str]:
 
 def _flat(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     for key, value in tree.items():
+        # Each setting below a long key would repeat it.
+        name = f"{prefix}{key}"[:_MOST_PATH]
         if isinstance(value, dict) and value:
-            yield from _flat(f"{prefix}{key}.", value)
+            yield from _flat(f"{name}.", value)
         else:
-            yield f"{prefix}{key}", value
+            yield name, value
 
 
 def _plain(value: Any) -> str:

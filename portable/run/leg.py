@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -143,6 +144,9 @@ def train_leg(
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             leave_word(full := out_of_disk(error, output))
             raise full from error
+        if isinstance(error, OSError) and (refused := not_writable(error, output)) is not None:
+            leave_word(refused)
+            raise refused from error
         if not backend.ran_out_of_memory(error):
             if (told := word_left()) is not None:
                 raise told from None
@@ -164,6 +168,16 @@ def out_of_disk(error: OSError, output: Output) -> RunError:
         f"output_dir: {output.work} cannot be written to: {error.strerror}; free some space and run the same "
         f"command to go on; last good checkpoint: {latest or 'none'}"
     )
+
+
+def not_writable(error: OSError, output: Output) -> UserError | None:
+    """What to tell a person where something else stands in the place of a file; None if it is not that."""
+    named = str(error.filename or "")
+    if error.errno not in (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.EACCES, errno.EPERM):
+        return None
+    if not named.startswith(f"{output.work}{os.sep}"):
+        return None
+    return UserError(f"output_dir: {named} cannot be written to: {error.strerror}; move it away")
 
 
 def _prepared(config: RunConfig, backend: Backend, output: Output, *, writes: bool) -> Prepared:

@@ -48,6 +48,15 @@ def test_kills_of_every_phase(tmp_path: Path) -> None:
     assert sum(times for _, _, times in json.loads(report.read_text())["kills"]) > 20
 
 
+@pytest.mark.exhaustive
+def test_kills_of_saves_strike_saves(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    flags = ["--forks", "--saves", "--runs", "1", "--engines", "full_shard", "--json", str(report)]
+    assert kills.main(flags) == 0
+    told = json.loads(report.read_text())
+    assert told["halves"] >= 3 and told["finished"] == 1
+
+
 @pytest.fixture
 def cycle(tmp_path: Path, corpus: Path) -> Cycle:
     """A run that is complete."""

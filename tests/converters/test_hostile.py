@@ -300,6 +300,39 @@ def test_a_conversion_that_hangs_ends_on_sigterm(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
+# -- the source by another name ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "out"),
+    [
+        ("{}", "file://{}"),
+        ("file://{}", "{}"),
+        ("file://{}", "local://{}"),
+        ("{}", "file://{}/out"),
+        ("{}/sub", "file://{}"),
+        ("link", "file://{}"),
+        ("{}", "file://link"),
+    ],
+)
+def test_the_source_is_not_replaced_under_another_name(
+    source: str, out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "src"
+    for where in (folder, folder / "sub"):
+        where.mkdir()
+        safetensors.torch.save_file({"a": torch.arange(4.0)}, where / "model.safetensors")
+    (tmp_path / "link").symlink_to(folder)
+    names = [
+        text.replace("link", "{}").format(tmp_path / "link" if "link" in text else folder)
+        for text in (source, out)
+    ]
+    assert main(["--overwrite", *names]) == 2
+    told = capsys.readouterr().err
+    assert "is the checkpoint itself" in told or "lies inside" in told or "holds" in told
+    assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors", "sub"]
+
+
 # -- replacing a folder --------------------------------------------------------------------------------------
 
 

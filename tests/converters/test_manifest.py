@@ -39,12 +39,22 @@ def named(folder: Path, files: Any) -> None:
         {"config.json": {"bytes": "23"}},
         {"config.json": {}},
         {"config.json": [23]},
+        {"config\0.json": {"bytes": 23}},
+        {"config\ud800.json": {"bytes": 23}},
     ],
 )
 def test_what_it_must_not_name(folder: Path, files: Any) -> None:
     named(folder, files)
     with pytest.raises(CheckpointError, match="damaged"):
         check_manifest(folder)
+
+
+def test_one_that_is_nested_as_deep_as_can_be_read_is_damaged(folder: Path) -> None:
+    for depth in range(900, 1000):
+        deep = "[" * depth + "]" * depth
+        (folder / MANIFEST).write_text(f'{{"version": 1, "files": {{}}, "x": {deep}, "crc32": 1}}')
+        with pytest.raises(CheckpointError, match="damaged"):
+            check_manifest(folder)
 
 
 def test_a_link_that_leads_out_is_not_followed(folder: Path, tmp_path: Path) -> None:

@@ -313,3 +313,9 @@ def test_torch_saves_into_a_stream(s3: ObjectStore, folder: RemotePath) -> None:
     with (folder / "x.pt").create() as file:
         torch.save({"w": torch.arange(5)}, file)
     assert torch.load(io.BytesIO(s3.get("run/x.pt")))["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_one_store_by_two_names(s3: ObjectStore) -> None:
+    one, other = (RemotePath.of(s3.url("run").replace("s3:", protocol)) for protocol in ("s3:", "s3a:"))
+    assert one == other and hash(one) == hash(other)
+    assert (other / "out").is_relative_to(one) and not one.is_relative_to(other / "out")

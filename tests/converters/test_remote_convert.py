@@ -349,6 +349,16 @@ def test_killed_while_it_was_made_visible(
     assert published(s3, "out") == tree(large)
 
 
+def test_what_is_copied_from_the_output_itself_is_not_lost(s3: ObjectStore) -> None:
+    """The folder `model` beside SRC is looked through for SRC's tokenizer, and may be OUT, made before."""
+    s3.put("run/step/model.safetensors", safetensors.numpy.save({"a": np.arange(4.0)}))
+    s3.put("run/model/tokenizer.json", b"{}")
+    s3.put("run/model/stale.safetensors", b"")
+    assert convert(s3.url("run/step"), s3.url("run/model"), "--overwrite") == 0
+    assert published(s3, "run/model").keys() == {"model.safetensors", "tokenizer.json"}
+    assert s3.get("run/model/tokenizer.json") == b"{}"
+
+
 def test_verify_reads_what_the_store_holds(
     large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

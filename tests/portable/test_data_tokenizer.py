@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -27,6 +27,9 @@ from portable.data.tokenizer import (
 )
 from portable.errors import UserError
 from tests.portable.data_support import Settings, corpus, write_jsonl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HARD = "Def  f(x):\r\n\n\t return 'ß 漢字 🙂' \u200b\x00 # ſ  . , 's  <|end"
 
@@ -84,12 +87,29 @@ def test_it_is_trained_once_and_always_the_same(tmp_path: Path) -> None:
     assert tokenizer_digest(train_tokenizer(source, 301, tmp_path / "one")) != tokenizer_digest(first)
 
 
-@pytest.mark.parametrize("damage", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_damaged_one_is_trained_again(tmp_path: Path, damage: str) -> None:
+def _cut(text: str) -> str:
+    return text[:40]
+
+
+def _other_merges(text: str) -> str:
+    """Which opens as if nothing were the matter, and gives the text other tokens."""
+    told = json.loads(text)
+    merges = told["model"]["merges"]
+    merges[0], merges[-1] = merges[-1], merges[0]
+    return json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("damage", "how"),
+    [("tokenizer.json", _cut), ("tokenizer_config.json", _cut), ("tokenizer.json", _other_merges)],
+)
+def test_a_damaged_one_is_trained_again(tmp_path: Path, damage: str, how: Callable[[str], str]) -> None:
     source = open_source(str(corpus(tmp_path)))
     digest = tokenizer_digest(train_tokenizer(source, 300, tmp_path))
     (path,) = (tmp_path / "tokenizers").glob(f"*/{damage}")
-    path.write_text(path.read_text()[:40])
+    before = path.read_text()
+    path.write_text(how(before))
+    assert path.read_text() != before
     assert tokenizer_digest(train_tokenizer(source, 300, tmp_path)) == digest
 
 

@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from converters import write_safetensors
+from converters.opening import open_checkpoint
+from converters.storage.completion import COMPLETE, INCOMPLETE
+from converters.storage.object_store import RemotePath
+from converters.writers import remote_draft as remote_output
+from converters.writers import replace_folder as exchange_module
 from converters.writers.replace_folder import exchange
-from portable.output import export as exporting
+from portable.errors import UserError
 from portable.output.export import MARKER, export, recover_export
 from portable.run.leg import train_leg
 from tests.runs import configured
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.object_store import ObjectStore
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +65,22 @@ def test_it_keeps_what_a_person_put_there(
         "final.kept-2",
         "final.kept-3",
     ]
+
+
+def test_it_holds_what_was_saved_and_no_more(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files that make weights loadable, beside those of the checkpoint, where no save has put them."""
+    run = tmp_path / "run"
+    step = run / "checkpoints" / checkpoint.name
+    shutil.copytree(checkpoint, step)
+    (step / "added_tokens.json").write_text('{"stray": 3}')
+    (run / "vocab.txt").write_text("stray")
+    export(step, run / "final")
+    export(checkpoint, tmp_path / "final")
+    names = [sorted(path.name for path in (folder / "final").iterdir()) for folder in (run, tmp_path)]
+    assert names[0] == names[1]
+    assert "added_tokens.json: was not saved with" in caplog.text
 
 
 def test_a_link_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
@@ -107,7 +131,7 @@ def test_a_kill_at_any_moment_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", renamed)
         patch.setattr(shutil, "rmtree", removed)
-        patch.setattr(exporting, "exchange", exchanged)
+        patch.setattr(exchange_module, "exchange", exchanged)
         try:
             export(checkpoint, final)
         except MemoryError:
@@ -119,3 +143,85 @@ def test_a_kill_at_any_moment_loses_nothing(
     left_over = {path.name for path in tmp_path.iterdir()} - {"final", "final.kept"}
     # The converter's own, whose lock this process, which is not dead, still holds.
     assert all(name.startswith("..final.new.tmp-") for name in left_over)
+
+
+# -- in an object store --------------------------------------------------------------------------------------
+
+
+def test_in_a_store_it_replaces_its_own(
+    checkpoint: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final = RemotePath.of(s3.url("run/final"))
+    for _ in range(2):
+        export(checkpoint, final)
+    found = s3.names("run/")
+    assert "final/model.safetensors" in found and f"final/{COMPLETE}" in found
+    assert all(name.startswith("final/") for name in found)
+    assert not capsys.readouterr().err
+
+
+def test_in_a_store_it_keeps_what_a_person_put_there(
+    checkpoint: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final = RemotePath.of(s3.url("run/final"))
+    s3.put("run/final/old/thesis.txt", b"mine")  # there before any export
+    export(checkpoint, final)
+    assert s3.tree("run/final.kept") == {"old/thesis.txt": b"mine"}
+    assert "old/thesis.txt was put there by no export" in capsys.readouterr().err
+    s3.put("run/final/README.md", b"mine")
+    s3.put("run/final/config.json", b"{}")
+    export(checkpoint, final)
+    assert s3.tree("run/final.kept-2") == {"README.md": b"mine", "config.json": b"{}"}
+    told = capsys.readouterr().err
+    assert "README.md was put there by no export (and 1 more)" in told and "final.kept-2" in told
+    # Nor is a conversion an export, although it marks what it has written.
+    write_safetensors(open_checkpoint(checkpoint), final, overwrite=True, dtype="bfloat16")
+    halved = s3.get("run/final/model.safetensors")
+    export(checkpoint, final)
+    assert s3.get("run/final.kept-3/model.safetensors") == halved
+    assert s3.get("run/final/model.safetensors") != halved
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+def test_in_a_store_a_kill_loses_and_leaves_nothing(
+    checkpoint: Path,
+    s3: ObjectStore,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    """Killed as it begins to replace, or while new ones come, which is emulated: nothing is tidied up."""
+    export(checkpoint, RemotePath.of(s3.url("run/final")))
+    whole = s3.tree("run/final")
+    s3.put("run/final/model-00002-of-00002.safetensors", b"mine")
+    s3.fail(status=403, method=method, key=f"final/{COMPLETE if method == 'DELETE' else 'tokenizer'}")
+    with monkeypatch.context() as patch, pytest.raises(UserError):
+        patch.setattr(remote_output._Draft, "discard", lambda _: None)
+        export(checkpoint, RemotePath.of(s3.url("run/final")))
+    s3.heal()
+    assert INCOMPLETE in s3.names("run/final/")
+    assert list(s3.tree("run/final.kept").values()) == [b"mine"]
+    s3.put("run/final/README.md", b"mine")  # somebody looks at the ruins
+    capsys.readouterr()
+    export(checkpoint, RemotePath.of(s3.url("run/final")))
+    assert s3.tree("run/final.kept-2") == {"README.md": b"mine"}
+    assert "README.md was put there by no export, so it is kept in" in capsys.readouterr().err
+    assert {**s3.tree("run/final"), COMPLETE: b""} == {**whole, COMPLETE: b""}
+
+
+def test_what_appears_while_a_store_is_written_is_not_replaced(
+    checkpoint: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = RemotePath.of(s3.url("run/final"))
+    export(checkpoint, final)
+    whole = s3.tree("run/final")
+    settle = remote_output._Draft.settle
+
+    def late(draft: remote_output._Draft) -> None:
+        s3.put("run/final/README.md", b"late")
+        settle(draft)
+
+    monkeypatch.setattr(remote_output._Draft, "settle", late)
+    with pytest.raises(UserError, match=r"README.md: appeared while .* nothing was replaced"):
+        export(checkpoint, final)
+    assert s3.tree("run/final") == {**whole, "README.md": b"late"}

@@ -177,6 +177,7 @@ def test_what_is_no_run_is_refused(
 ROW = b'{"step": 1, "loss": 2.5, "samples": 4, "time": 1700000000.0}\n'
 EVENT = b'{"event": "start", "step": 0, "time": 1700000000.0, "backend": "cpu"}\n'
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.yaml"
+MANY = b"".join(b"b%d: 1," % number for number in range(9000))
 UNREADABLE = "config.yaml (not readable)"
 
 
@@ -217,6 +218,9 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "aliases": (CONFIG, doubled(b"[x, x]", b"[@]"), UNREADABLE),
     "merges": (CONFIG, doubled(b"{x: 1}", b"{<<: [@]}"), UNREADABLE),
     "a mapping in itself": (CONFIG, b"a: &a {b: *a}\n", UNREADABLE),
+    "a number of 24,000 digits": (CONFIG, b"a: 0x" + b"f" * 20_000, ""),
+    "a number of 200,000 parts": (CONFIG, b"a: 1" + b":1" * 200_000, ""),
+    "a long key above many": (CONFIG, b"? " + b"a" * 200_000 + b"\n: {" + MANY + b"}", ""),
     "deep settings": (CONFIG, b"[" * 5000 + b"]" * 5000, "config.yaml (nested too deeply)"),
     "a bad tag": (CONFIG, b"a: !!timestamp noon\n", UNREADABLE),
     "another bad tag": (CONFIG, b"a: !!bool maybe\n", UNREADABLE),
@@ -345,3 +349,20 @@ def test_more_devices_are_a_move(tmp_path: Path) -> None:
     assert (
         run.facts()["ran on"] == "xla, full_shard, 1 rank of 2 devices; xla, full_shard, 1 rank of 4 devices"
     )
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "loss.svg", "report.html"])
+def test_a_run_writes_through_no_link(tmp_path: Path, corpus: Path, name: str) -> None:
+    """A link in the place of a file of the run: refused in one line, or replaced."""
+    folder, mine = tmp_path / "run", tmp_path / "mine"
+    folder.mkdir()
+    mine.write_text("mine")
+    (folder / name).symlink_to(mine)
+    settings = {"train__steps": 1, "data__eval_fraction": 0, "checkpoint__export": False}
+    try:
+        train_leg("cpu", configured(folder, corpus, **settings))
+    except UserError as error:
+        assert f"{name} cannot be written to: is a link" in str(error)
+    else:
+        assert not (folder / name).is_symlink()
+    assert mine.read_text() == "mine"

@@ -121,3 +121,25 @@ def test_refusals_name_the_url(s3: ObjectStore, files: Path, tmp_path: Path) -> 
     assert f"{s3.url('data/b.jsonl')}:2: not a line of JSON" in refusal(s3.url("data/b.jsonl"))
     s3.fail(status=403, method="GET", key="a.txt")
     assert "denied" in refusal(s3.url("data/a.txt"))
+
+
+def test_a_damaged_copy_is_fetched_again(s3: ObjectStore, files: Path, tmp_path: Path) -> None:
+    name = s3.url("data/b.jsonl")
+    first = list(opened(name, tmp_path / "cache").documents())
+    (copy,) = (tmp_path / "cache").rglob("b.jsonl")
+    copy.write_bytes(copy.read_bytes().replace(b"one", b"won"))
+    assert list(opened(name, tmp_path / "cache").documents()) == first
+    copy.write_bytes(b"")
+    assert list(opened(name, tmp_path / "cache").documents()) == first
+
+
+def test_what_changes_on_the_way_is_not_kept_under_the_old_name(
+    s3: ObjectStore, files: Path, tmp_path: Path
+) -> None:
+    """By another text of the same length, between the listing and the fetching."""
+    source = opened(s3.url("data/b.jsonl"), tmp_path / "cache")
+    assert source.key
+    s3.put("data/b.jsonl", (files / "b.jsonl").read_bytes().replace(b"one", b"two"))
+    with pytest.raises(UserError, match=r"s3://.*b.jsonl has changed while it was read"):
+        list(source.documents())
+    assert not [*(tmp_path / "cache").rglob("b.jsonl")]

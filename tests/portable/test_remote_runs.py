@@ -19,7 +19,7 @@ import pytest
 
 from converters.storage.object_store import RemotePath
 from converters.storage.store_errors import RemoteError
-from portable.checkpoint.remote_store import send_files
+from portable.checkpoint.remote_store import RemoteCheckpoints, send_files
 from portable.cli import main
 from portable.errors import RunError, UserError
 from portable.output import lease
@@ -409,7 +409,7 @@ def test_a_staging_folder_that_somebody_else_made_is_refused(
     trap: str, s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name in the system's folder for temporary files is known to all who may write there."""
-    monkeypatch.setattr("portable.output.remote_output_dir.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("portable.output.remote_output_dir.lasting", lambda: tmp_path)
     base = tmp_path / f"portable-{os.getuid()}"
     if trap == "a link":
         (tmp_path / "theirs").mkdir()
@@ -422,3 +422,38 @@ def test_a_staging_folder_that_somebody_else_made_is_refused(
     with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* is a link, or another user's"):
         train_leg("cpu", configured(s3.url("run"), corpus))
     assert not list(base.iterdir())
+
+
+# -- what is no checkpoint -----------------------------------------------------------------------------------
+
+
+def test_what_is_no_checkpoint_is_kept(
+    s3: ObjectStore, tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Folders with the names of steps, but no state: at the start of a leg, and when the step is saved."""
+    s3.put("run/checkpoints/step-000001/mine.txt", b"kept")
+    s3.put("run/checkpoints/step-000007/mine.txt", b"kept")
+    staging = str(tmp_path / "staging")
+    assert leg(s3.url("run"), corpus, train__steps=1, checkpoint__staging_dir=staging) == 0
+    assert s3.get("run/checkpoints/step-000001.kept/mine.txt") == b"kept"
+    assert s3.tree("run/checkpoints/step-000007") == {"mine.txt": b"kept"}
+    assert "mine.txt" not in s3.tree("run/checkpoints/step-000001")
+    assert s3.names("run/checkpoints/step-000001/_COMPLETE")
+    told = capfd.readouterr().err
+    assert "step-000001: held no trainer_state.json" in told and "step-000001.kept" in told
+    assert "step-000007: holds no trainer_state.json, so it counts as no checkpoint" in told
+
+
+def test_half_of_an_unmarked_checkpoint_goes_with_the_next_leg(s3: ObjectStore) -> None:
+    """One that was copied here from a disk, and whose removal was killed."""
+    for name in ("a", "b", "trainer_state.json"):
+        s3.put(f"run/checkpoints/step-000001/{name}", b"{}")
+    place = RemotePath.of(s3.url("run/checkpoints"))
+    s3.fail(status=403, method="POST", query="delete")
+    checkpoints = RemoteCheckpoints(place, keep=1)
+    with pytest.raises(RemoteError):
+        checkpoints._remove(place / "step-000001")
+    s3.heal()
+    assert checkpoints.latest() is None
+    checkpoints.remove_partial()
+    assert not s3.names("run/")

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Global, Instance, unpickle
+from converters.containers.pickle_reader import Global, Instance, is_index, unpickle
 from converters.containers.torchzip import TORCH_STANDINS
 from converters.errors import CheckpointError
 from converters.formats.dcp.checksums import read_seal
+from converters.names.canonical import MAX_TENSOR_NAME
 from converters.tensors.dtypes import FROM_TORCH
 from converters.tensors.tensor import MAX_DIMS
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Dims = tuple[int, ...]
 
+# Dicts and lists within each other.
+_MAX_PATH = 64
 _CLASSES = "torch.distributed.checkpoint."
 # One `.metadata`, or one a rank where the ranks saved without talking to each other.
 _FILE = re.compile(r"(?:__\d+)?\.metadata")
@@ -56,7 +59,7 @@ class Entry:
         dtype: None for a pickled value.
         shape: of the whole tensor.
         chunks: (offsets, sizes) of each chunk.
-        items: chunk offsets -> where it lies; None -> where the pickled value lies.
+        items: `chunk_key` of a chunk's offsets -> where it lies; of None -> where the pickled value lies.
     """
 
     folder: Folder
@@ -65,7 +68,12 @@ class Entry:
     dtype: str | None
     shape: Dims = ()
     chunks: tuple[tuple[Dims, Dims], ...] = ()
-    items: dict[Dims | None, Item] = field(default_factory=dict)
+    items: dict[str, Item] = field(default_factory=dict)
+
+
+def chunk_key(offsets: Dims | None) -> str:
+    """What a chunk is looked up by: not its numbers, which a file chooses (see `pickle_reader.MAX_KEY`)."""
+    return repr(offsets)
 
 
 def metadata_files(folder: Place) -> list[str]:
@@ -120,13 +128,17 @@ def _read_file(folder: Folder, name: str, seal: Seal | None) -> dict[str, Entry]
         description = described[key]
         if not isinstance(key, str):
             raise CheckpointError(f"{where}: damaged, a key is not a string")
+        if len(key) > MAX_TENSOR_NAME:
+            raise CheckpointError(
+                f"{where}: holds a key of {len(key):,} characters, which names no parameter"
+            )
         path = None if planned is None else _path(planned[key], key, where)
         kind = description.key.rpartition(".")[2] if isinstance(description, Instance) else ""
         stored = items.get(key, {})
         if kind == "TensorStorageMetadata":
             dtype, shape, chunks = _described(description, key, where)
             entries[key] = Entry(folder, key, path, dtype, shape, chunks, stored)
-        elif kind == "BytesStorageMetadata" and list(stored) == [None]:
+        elif kind == "BytesStorageMetadata" and list(stored) == [chunk_key(None)]:
             entries[key] = Entry(folder, key, path, None, items=stored)
         else:
             raise CheckpointError(f"{where}: damaged description of {key!r}")
@@ -137,7 +149,7 @@ def _merge(left: Entry, right: Entry) -> Entry:
     """One key as two ranks saw it; what both stored (a replicated chunk, a value) is taken from the first."""
     if (left.dtype, left.shape, left.path) != (right.dtype, right.shape, right.path):
         raise CheckpointError(f"{left.folder.path}: the ranks' metadata disagree about {left.key!r}")
-    chunks = tuple(dict.fromkeys(left.chunks + right.chunks))
+    chunks = tuple({repr(chunk): chunk for chunk in (*left.chunks, *right.chunks)}.values())
     return Entry(
         left.folder, left.key, left.path, left.dtype, left.shape, chunks, {**right.items, **left.items}
     )
@@ -169,24 +181,30 @@ def _dims(value: Any, what: str, where: str) -> Dims:
 
 def _path(path: Any, key: str, where: str) -> KeyPath:
     # Writers join the path with dots to make the key, so each confirms the other.
-    named = isinstance(path, tuple) and path and all(isinstance(part, (str, int)) for part in path)
-    if named and ".".join(map(str, path)) == key:
+    named = isinstance(path, tuple) and path and all(type(part) is str or is_index(part) for part in path)
+    if named and len(path) <= _MAX_PATH and ".".join(map(str, path)) == key:
         return tuple(path)
     raise CheckpointError(f"{where}: damaged, the path of {key!r} does not match it")
 
 
 def _items(
     folder: Folder, stored: dict[Any, Any], where: str, seal: Seal | None
-) -> dict[str, dict[Dims | None, Item]]:
-    """Key -> chunk offsets (None for a value) -> where it lies; no two may share a byte."""
-    items: dict[str, dict[Dims | None, Item]] = {}
+) -> dict[str, dict[str, Item]]:
+    """Key -> `chunk_key` -> where it lies; no two may share a byte."""
+    items: dict[str, dict[str, Item]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for index, info in stored.items():
         at, place = _fields(index, "MetadataIndex", where), _fields(info, "_StorageInfo", where)
         key, name = at.get("fqn"), place.get("relative_path")
         if not isinstance(key, str) or not isinstance(name, str):
             raise CheckpointError(f"{where}: damaged storage entry")
-        chunk = None if at.get("offset") is None else _dims(at["offset"], f"a chunk of {key!r}", where)
+        if len(key) > MAX_TENSOR_NAME:
+            raise CheckpointError(
+                f"{where}: holds a key of {len(key):,} characters, which names no parameter"
+            )
+        chunk = chunk_key(
+            None if at.get("offset") is None else _dims(at["offset"], f"a chunk of {key!r}", where)
+        )
         offset, length = _dims((place.get("offset"), place.get("length")), f"the place of {key!r}", where)
         if place.get("transform_descriptors"):
             raise CheckpointError(f"{where}: {key!r} is compressed by a DCP extension; save it again without")
@@ -199,11 +217,14 @@ def _items(
             raise CheckpointError(f"{where}: {key!r} is stored twice")
         items[key][chunk] = Item(name, offset, length, seal.item(name, offset) if seal else None)
         spans.setdefault(name, []).append((offset, offset + length, key))
-    for name, taken in spans.items():
+    files: dict[object, list[tuple[int, int, str]]] = {}
+    for name, taken in spans.items():  # one file may go by several names
+        files.setdefault(folder.file(name).identity(), []).extend(taken)
+    for taken in files.values():
         taken.sort()
         for (_, stop, key), (start, _, other) in pairwise(taken):
             if start < stop:
-                raise CheckpointError(f"{where}: damaged, {key!r} and {other!r} share bytes of {name}")
+                raise CheckpointError(f"{where}: damaged, {key!r} and {other!r} share bytes of a file")
     return items
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError
-from converters.names.canonical import Path, Roles, plain_name
+from converters.names.canonical import Path, Roles, is_number, plain_name
 from converters.names.index_keys import candidates_of, fit_in_order
 from converters.tensors.tensor import Tensor
 
@@ -49,7 +49,7 @@ def build_optimizer(
     def groups() -> ParamGroups:
         return _groups({path: read_value(key) for path, key in roles.groups.items()}, where)
 
-    if not state or not all(name.isdigit() and name not in tensors for name in state):
+    if not state or not all(is_number(name) and name not in tensors for name in state):
         return OptimizerState(state, groups)
     listed = groups()
     keys = [group["params"] for group in listed] if listed else [sorted(state, key=int)]
@@ -98,6 +98,10 @@ def _groups(values: Mapping[Path, Any], where: str) -> ParamGroups:
         groups = []
         for path, value in sorted(values.items(), key=lambda item: [str(part).zfill(9) for part in item[0]]):
             index = int(path[0])
+            if index > len(groups):  # each group has a value, and they come in order
+                raise CheckpointError(
+                    f"{where}: damaged, param_groups {len(groups)} of the optimizer is missing"
+                )
             while len(groups) <= index:
                 groups.append({})
             _put(groups[index], path[1:], plain(value))

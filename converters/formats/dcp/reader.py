@@ -22,6 +22,7 @@ from converters.formats.dcp.metadata import (
     Dims,
     Entry,
     Item,
+    chunk_key,
     is_metadata_file,
     metadata_files,
     read_metadata,
@@ -82,7 +83,7 @@ def _open(source: Source) -> Checkpoint:
             if entries.setdefault(key, entry) is not entry:
                 raise CheckpointError(f"{path}: the key {key!r} is stored twice")
     nested = {key: entry.path for key, entry in entries.items() if entry.path is not None}
-    paths = nested if len(nested) == len(entries) else paths_without_nesting(entries)
+    paths = nested if len(nested) == len(entries) else paths_without_nesting(entries, where=where)
     roles = assign_roles(paths, frozenset(key for key, entry in entries.items() if entry.dtype), where=where)
     stored = {name: _tensor(entries[key], name) for name, key in roles.model.items()}
     tensors = plain_names(stored, where=where)
@@ -142,7 +143,7 @@ def _tensor(entry: Entry, name: str) -> Tensor:
     assert entry.dtype is not None
     boxes = []
     for offsets, sizes in entry.chunks:
-        item = entry.items.get(offsets)
+        item = entry.items.get(chunk_key(offsets))
         if not prod(sizes):
             if prod(entry.shape):
                 continue  # an empty shard holds nothing, whether stored or not
@@ -195,7 +196,7 @@ def _value(entry: Entry) -> Any:
     """The value of one key: numbers for a tensor, else the plain pickled value."""
     if entry.dtype is not None:
         return _tensor(entry, entry.key).read().tolist()
-    return open_item(entry, entry.items[None]).load()
+    return open_item(entry, entry.items[chunk_key(None)]).load()
 
 
 def _state(entry: Entry, name: str) -> Tensor | Scalar | None:

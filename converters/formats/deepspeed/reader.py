@@ -185,7 +185,7 @@ class _Run:
         counts = counts if isinstance(counts, list) else [counts]
         if not counts or any(type(count) is not int or count < 1 for count in counts):
             raise CheckpointError(f"{first.where}: damaged, no partition_count")
-        if len(set(counts)) > 1:
+        if any(count != counts[0] for count in counts):
             raise CheckpointError(f"{first.where}: expert parallel checkpoints are not supported")
         return int(counts[0])
 
@@ -247,9 +247,9 @@ class _Run:
 
     def _fill_from_swap(self, by_rank: list[list[Piece]]) -> None:
         """Put what lies on NVMe in the place of the empty runs that were pickled."""
+        layouts = [WholeParameters(shapes, self.world, self.where) for shapes in self.shapes]
         for rank, pieces in enumerate(by_rank):
-            for group, piece in enumerate(pieces):
-                layout = WholeParameters(self.shapes[group], self.world, self.where)
+            for group, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
                 if not piece.numel and layout.length:
                     pieces[group] = self.swap.piece(rank, layout, piece.dtype)
 

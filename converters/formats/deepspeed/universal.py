@@ -309,9 +309,10 @@ class _Universal:
         where = str(self.folder.path / _COMMON)
         state: dict[str, dict[str, Tensor | Scalar]] = {}
         kinds = [set(self.folders[name]) - {_MASTER} for name in self.shapes]
+        every = set().union(*kinds)
         for name, kind in zip(self.shapes, kinds, strict=True):
-            if kind and kind != set().union(*kinds):
-                lost = sorted(set().union(*kinds) - kind)[0]
+            if kind and kind != every:
+                lost = sorted(every - kind)[0]
                 raise CheckpointError(f"{self.folder.path / _ZERO / name / (lost + _SUFFIX)}: is missing")
             values: dict[str, Tensor | Scalar] = {}
             for what in sorted(kind):

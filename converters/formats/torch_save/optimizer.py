@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
 from converters.names.canonical import plain_name
@@ -65,7 +65,7 @@ def read_optimizer(
     groups: list[dict[Any, Any]] = saved["param_groups"]
     keys: list[list[Any]] = [list(_list(group.get("params"), where)) for group in groups]
     flat = [key for group in keys for key in group]
-    if not all(type(key) in (str, int) for key in flat) or len(set(flat)) != len(flat):
+    if not all(type(key) is str or is_index(key) for key in flat) or len(set(flat)) != len(flat):
         raise CheckpointError(f"{where}: damaged, the params of its groups are not distinct names or numbers")
     if not set(saved["state"]) <= set(flat):
         raise CheckpointError(f"{where}: damaged, it holds state of a parameter that is in no group")

@@ -51,6 +51,8 @@ _PARTS = re.compile(
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _MAX_VALUES = 5_000_000
 _MAX_DEPTH = 16
+# Of a number in a path: paths are looked up, and see `pickle_reader.MAX_KEY`.
+_MAX_NUMBER = 1 << 31
 
 
 def _names(path: Place) -> list[str]:
@@ -207,6 +209,8 @@ def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], 
             optimizers.append(value)
         elif isinstance(value, dict):
             items = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
+            if any(type(key) is int and abs(key) > _MAX_NUMBER for key, _ in items):
+                raise CheckpointError(f"{where}: a table is keyed by numbers too large for a state dict")
             pending.extend(((*path, key), item) for key, item in reversed(items))
         elif isinstance(value, (list, tuple)):
             pending.extend(((*path, at), item) for at, item in reversed(list(enumerate(value))))
@@ -228,18 +232,14 @@ def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], 
 
 def _aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Alias -> owner for names whose tensors are one and the same view of one storage."""
-    groups: dict[object, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name, view in views.items():
         if tensors[name].numel:
-            key = (
-                view.storage.zip.file.path,
-                view.storage.key,
-                view.offset,
-                view.shape,
-                view.strides,
-                view.dtype,
-            )
-            groups.setdefault(key, []).append(name)
+            # A stride that is never taken says nothing. As text, since a file chooses these numbers: see
+            # `pickle_reader.MAX_KEY`.
+            strides = [step if size > 1 else 0 for size, step in zip(view.shape, view.strides, strict=True)]
+            place = (str(view.storage.zip.file.path), view.storage.key, view.offset, view.shape, strides)
+            groups.setdefault(repr((*place, view.dtype)), []).append(name)
     aliases: dict[str, str] = {}
     for names in groups.values():
         owner = pick_owner({name: tensors[name] for name in names}) if len(names) > 1 else names[0]

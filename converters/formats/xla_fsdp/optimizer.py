@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, blame
 from converters.formats.xla_fsdp.shards import Layout, join, whole
@@ -111,7 +111,7 @@ def _parts(where: str, saved: Any) -> tuple[dict[int, dict[Any, Any]], list[dict
 
 
 def _indices(value: Any, where: str) -> list[int]:
-    if isinstance(value, (list, tuple)) and all(type(index) is int for index in value):
+    if isinstance(value, (list, tuple)) and all(map(is_index, value)):
         return list(value)
     raise CheckpointError(f"{where}: damaged, the params of an optimizer group are not a list of numbers")
 

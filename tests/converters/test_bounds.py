@@ -1,0 +1,241 @@
+"""Small files that were made to cost minutes or gigabytes: by what is compared, looked up or read again.
+
+Each of these took more than half a minute, or had no end, before there was a bound.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from converters import CheckpointError, open_checkpoint
+from converters.containers.pickle_reader import unpickle
+from converters.names.canonical import paths_without_nesting, split_state_key
+from converters.names.index_keys import fit_in_order
+from converters.names.module_order import module_order
+from converters.tensors.tiling import check_boxes_tile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+# Numbers that Python's hash cannot tell apart.
+SAME_HASH = 2**61 - 1
+MOST_SECONDS = 5.0
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    began = time.process_time()
+    yield
+    assert time.process_time() - began < MOST_SECONDS
+
+
+def safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
+    """A file of tensors without elements, which cost nothing but their entries."""
+    header = {name: {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+
+
+# -- numbers whose hashes are equal --------------------------------------------------------------------------
+
+
+def colliding(count: int) -> bytes:
+    numbers = ((7 + i * SAME_HASH).to_bytes(11, "little") for i in range(count))
+    return b"".join(b"\x8a\x0b" + number for number in numbers)
+
+
+@pytest.mark.parametrize("shape", ["dict", "set", "instance"])
+def test_keys_of_one_hash(shape: str) -> None:
+    numbers = colliding(60_000)
+    pairs = b"".join(numbers[i : i + 13] + b"N" for i in range(0, len(numbers), 13))
+    data = {"dict": b"}(" + pairs + b"u.", "set": b"\x8f(" + numbers + b"\x90.",
+            "instance": b"cm\nC\n)\x81(" + pairs + b"u."}[shape]  # fmt: skip
+    with quick(), pytest.raises(CheckpointError, match="a number beyond reason"):
+        unpickle(b"\x80\x04" + data, where="f", standins={"m.C": None})
+
+
+def tuple_of_one_hash(first: int) -> tuple[int, int] | None:
+    """(first, x) whose hash is that of every other such tuple: CPython's xxHash, solved for the last item."""
+    one, two, five = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    mask = (1 << 64) - 1
+    accumulator = (five + first * two) & mask
+    accumulator = ((accumulator << 31 | accumulator >> 33) & mask) * one & mask
+    last = (123456789 - accumulator) * pow(two, -1, 1 << 64) & mask
+    return (first, last) if last < SAME_HASH else None
+
+
+def test_chunks_of_one_hash(written: Path, tmp_path: Path) -> None:
+    """Where the chunks of a tensor lie is a file's to say, and each is looked up by that."""
+    step = tmp_path / "step"
+    shutil.copytree(written / "fsdp2-ours", step)
+    metadata = pickle.loads((step / ".metadata").read_bytes())  # noqa: S301 - what torch wrote a moment ago
+    index, place = next(iter(metadata.storage_data.items()))
+    chosen = [made for i in range(350_000) if (made := tuple_of_one_hash(i))]
+    assert len(chosen) > 40_000 and len(set(map(hash, chosen[:99]))) == 1
+    # A table of them here, too, would take as long as there.
+    metadata.storage_data = {}
+    listed = [
+        (type(index)(fqn=index.fqn, offset=None, index=i), type(place)(place.relative_path, 0, 0))
+        for i in range(40_000)
+    ]
+    metadata.storage_data = dict(listed)
+    for (key, _), offset in zip(listed, chosen, strict=False):
+        object.__setattr__(key, "offset", offset)
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    with quick(), pytest.raises(CheckpointError):
+        open_checkpoint(step)
+
+
+def test_views_of_one_hash(tmp_path: Path) -> None:
+    """The strides of dimensions of one element may be anything, and tied views are found by their place."""
+    base = torch.zeros(2)
+    chosen = [made for i in range(150_000) if (made := tuple_of_one_hash(i))][:15_000]
+    torch.save(
+        {f"a{i}": base.as_strided((1, 1), made) for i, made in enumerate(chosen)}, tmp_path / "model.pt"
+    )
+    with quick():
+        checkpoint = open_checkpoint(tmp_path / "model.pt")
+        assert len(checkpoint.tensors) == 1 and len(checkpoint.aliases) == len(chosen) - 1
+
+
+def test_params_of_one_hash(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    groups = [{"params": [7 + i * SAME_HASH for i in range(60_000)]}]
+    torch.save({"state": {}, "param_groups": groups}, tmp_path / "optimizer.bin")
+    with quick(), pytest.raises(CheckpointError, match="not distinct names or numbers"):
+        _ = open_checkpoint(tmp_path).optimizer
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+def test_many_names_that_may_be_tied(tmp_path: Path) -> None:
+    count = 8000
+    shapes = {f"a{i}.lm_head.weight": [0, i] for i in range(count)}
+    shapes |= {f"b{i}.embed_tokens.weight": [0, count + i] for i in range(count)}
+    safetensors(tmp_path / "model.safetensors", shapes)
+    with quick():
+        assert len(open_checkpoint(tmp_path).tensors) == 2 * count
+    safetensors(tmp_path / "model.safetensors", {name: [0] for name in shapes})
+    with quick(), pytest.raises(CheckpointError, match=r"/.*: 8,000 tensors have names like"):
+        _ = open_checkpoint(tmp_path).tensors
+
+
+def test_names_have_a_length(tmp_path: Path) -> None:
+    with quick(), pytest.raises(CheckpointError, match="400,000 characters"):
+        split_state_key("." * 400_000, {})
+    safetensors(tmp_path / "model.safetensors", {"." * 400_000: [0]})
+    with pytest.raises(CheckpointError, match="400,000 characters"):
+        open_checkpoint(tmp_path)
+
+
+def test_numbers_in_names_have_a_length(tmp_path: Path) -> None:
+    """Python refuses to read a number of 4301 digits, and calls exponents digits."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for number in ("9" * 4500, "²"):
+        assert module_order([f"model.layers.{number}"], tmp_path / "config.json") is None
+    safetensors(tmp_path / "model.safetensors", {"a": [0]})
+    with pytest.raises(CheckpointError, match="no checkpoint is tagged"):
+        open_checkpoint(tmp_path, "²")
+
+
+def test_a_run_has_few_optimizers() -> None:
+    keys = [f"c{i}.param_groups" for i in range(20_000)] + [f"w{i}.x" for i in range(20_000)]
+    with quick(), pytest.raises(CheckpointError, match="f: its keys are of 20,000 optimizers"):
+        paths_without_nesting(keys, where="f")
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [("optimizer.param_groups.1000000000000.lr", "param_groups 0 of the optimizer is missing"),
+     (".".join(["param_groups"] * 300), "the path of"),
+     ("optimizer." + "a" * 5000, "names no parameter")],
+)  # fmt: skip
+def test_paths_of_a_state_dict(key: str, why: str, written: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step"
+    shutil.copytree(written / "fsdp2-ours", step)
+    metadata: Any = pickle.loads((step / ".metadata").read_bytes())  # noqa: S301 - see above
+    (old,) = [name for name in metadata.planner_data if name.endswith("param_groups")] or [None]
+    old = old or next(name for name in metadata.planner_data if "param_groups" in name)
+    for index in [index for index in metadata.storage_data if index.fqn == old]:
+        place = metadata.storage_data.pop(index)
+        metadata.storage_data[type(index)(fqn=key, offset=index.offset, index=index.index)] = place
+    metadata.state_dict_metadata[key] = metadata.state_dict_metadata.pop(old)
+    for name in [name for name in metadata.planner_data if "param_groups" in name]:
+        if name != old:
+            metadata.planner_data.pop(name)
+            metadata.state_dict_metadata.pop(name)
+            for index in [index for index in metadata.storage_data if index.fqn == name]:
+                metadata.storage_data.pop(index)
+    metadata.planner_data.pop(old)
+    parts = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    metadata.planner_data[key] = parts
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    (step / "dcp_checksums.json").unlink(missing_ok=True)
+    with quick(), pytest.raises(CheckpointError, match=why):
+        optimizer = open_checkpoint(step).optimizer
+        assert optimizer is not None and optimizer.param_groups
+
+
+# -- one file by many names ----------------------------------------------------------------------------------
+
+
+def test_one_file_is_not_many_shards(tmp_path: Path) -> None:
+    safetensors(tmp_path / "model.safetensors", {f"t{i}": [0] for i in range(5000)})
+    (tmp_path / "linked.safetensors").hardlink_to(tmp_path / "model.safetensors")
+    (tmp_path / "link.safetensors").symlink_to("model.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    many = {f"t{i}": "./" * i + "model.safetensors" for i in range(900)}
+    pair = {"t0": "model.safetensors"}
+    maps = (many, {**pair, "t1": "linked.safetensors"}, {**pair, "t1": "link.safetensors"})
+    for weight_map in maps:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with quick(), pytest.raises(CheckpointError, match="names one file as"):
+            open_checkpoint(tmp_path)
+
+
+def test_items_by_another_name_share_bytes(written: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step"
+    shutil.copytree(written / "fsdp2-ours", step)
+    metadata: Any = pickle.loads((step / ".metadata").read_bytes())  # noqa: S301 - see above
+    first, second = list(metadata.storage_data.values())[:2]
+    vars(second).update(vars(first), relative_path="./" + first.relative_path)
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="share bytes"):
+        open_checkpoint(step)
+
+
+# -- puzzles -------------------------------------------------------------------------------------------------
+
+
+def test_pieces_that_all_share_a_slab() -> None:
+    """Two pieces a row, cut elsewhere in each: sorted along either dimension, all lie beside each other."""
+    n = 6000
+    pieces = [piece for i in range(n) for piece in (((i, 0), (1, i + 1)), ((i, i + 1), (1, n - i)))]
+    with quick():
+        check_boxes_tile("t", (n, n + 1), pieces)
+    pieces[7], pieces[8] = ((3, 3), (1, n - 3)), ((4, 0), (1, 6))
+    with quick(), pytest.raises(CheckpointError, match="overlap"):
+        check_boxes_tile("t", (n, n + 1), pieces)
+    cuts = [((0,) * 40, (2,) * 40)] * 2
+    with quick(), pytest.raises(CheckpointError):
+        check_boxes_tile("t", (4,) * 40, cuts)
+
+
+def test_groups_that_fit_in_many_ways() -> None:
+    candidates = [(f"a{i}", (1,)) for i in range(3000)]
+    with quick():
+        assert fit_in_order(candidates, [[None] * 1000, [None] * 1000]) == 2
+        assert fit_in_order(candidates, [[None]] * 3000) == 2
+        assert fit_in_order([(f"a{i}", (i,)) for i in range(300)], [[(i,)] for i in range(300)]) == {
+            f"a{i}": (i, 0) for i in range(300)
+        }
