@@ -1,4 +1,4 @@
-"""What a run reports: one JSON line a logged step, a progress bar, trackers, a closing summary."""
+"""``metrics.jsonl``, trackers, throughput, and numbers formatted for people."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Tracker(Protocol):
-    """Where metrics go besides ``metrics.jsonl``."""
+    """A destination of metrics besides ``metrics.jsonl``."""
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -36,10 +36,10 @@ class Tracker(Protocol):
 
 
 class MetricsFile:
-    """``metrics.jsonl``: the legs of a run append to one file.
+    """``metrics.jsonl``, to which every launch of a run appends.
 
-    Rows beyond the step that a leg starts from are dropped: the leg before was killed after it had logged
-    them, and they will be logged again.
+    Rows after ``from_step`` are dropped: the earlier launch was killed after logging them, and they will be
+    logged again.
     """
 
     def __init__(self, folder: Path, *, from_step: int) -> None:
@@ -63,14 +63,14 @@ class MetricsFile:
 
 
 def read_metrics(folder: Place) -> list[dict[str, Any]]:
-    """The rows of a run's ``metrics.jsonl``; what is none is left out."""
+    """The rows of a run's ``metrics.jsonl``; invalid lines are skipped."""
     return read_rows(folder / METRICS_FILE)[0]
 
 
 def read_rows(path: Place) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a file of JSON lines that tell a step, and how many lines are no such rows.
+    """Return the rows that have a step, and the number of other lines.
 
-    A last line that a crash cut short is not counted among those.
+    A last line that a crash cut short is not counted.
     """
     rows: list[dict[str, Any]] = []
     unreadable = 0
@@ -104,7 +104,7 @@ class _TensorBoard:
 
 
 class _WandbLike:
-    """wandb, and the libraries that took over its calls (trackio, swanlab)."""
+    """wandb, and libraries with the same functions (trackio, swanlab)."""
 
     def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
         self._module: Any = importlib.import_module(name)
@@ -114,7 +114,7 @@ class _WandbLike:
         self._module.log(dict(values), step=step)
 
     def flush(self) -> None:
-        """They send by themselves."""
+        """A no-op: they send in the background."""
 
     def close(self) -> None:
         self._module.finish()
@@ -133,14 +133,14 @@ def open_trackers(
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker whose package is not installed."""
+    """Raise UserError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"log.trackers: {name} is not installed; run: pip install {name}")
 
 
 class Throughput:
-    """Tokens and samples a second since the last log, and over the whole leg."""
+    """Samples a second since the last log, and over the whole launch."""
 
     def __init__(self) -> None:
         now = time.perf_counter()
@@ -157,7 +157,7 @@ class Throughput:
         self._steps += 1
 
     def seconds_per_step(self) -> float:
-        """Over the whole leg, evaluations and saves included."""
+        """Mean over the launch, evaluations and saves included."""
         return (time.perf_counter() - self.started) / max(self._steps, 1)
 
     def window(self) -> float:
@@ -168,12 +168,12 @@ class Throughput:
         return rate
 
     def pause(self, seconds: float) -> None:
-        """Leave ``seconds`` (of an evaluation or a save) out of the window's rate."""
+        """Exclude ``seconds`` of an evaluation or a save from the window."""
         self._window_start += seconds
 
 
 def human_bytes(count: float) -> str:
-    """A byte count as people read it, in binary units."""
+    """Format a byte count in binary units: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -182,7 +182,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_count(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``: ``noun`` is one that takes an s."""
+    """``1 rank``, ``2 ranks``. The plural of ``noun`` must end in s."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
