@@ -1,14 +1,14 @@
-"""A thousand kills at random moments: of runs from their start to their export, and of conversions.
+"""Kill runs and conversions at random moments, a thousand times.
 
 ``python -m benchmarks.kills --forks --minutes 20`` has each engine train a tiny model, from an empty cache
-to ``final/``, again and again. Each leg is ended by a SIGKILL, of the launcher or of one rank, at a random
-moment of the leg or of one of its phases, and the next one goes on. What ends undisturbed at last has to
-equal a run that nothing disturbed byte for byte, and to leave the same names and not one more: in its
-folder, in the cache and among temporary files. Between these, ``portable-convert --overwrite`` replaces the
-model of one step by that of another, and is killed as often. ``--forks`` takes commands as forks of one
-process that has everything loaded, without the seconds of imports. ``--saves`` has the runs save after each
-step, more than a disk takes at once, and strikes nothing but saves: when a folder of shards appears, or a
-random time after, of about as long as the saves before took. Exits with 1 where a promise was broken.
+to ``final/``, again and again. Each launch is ended by a SIGKILL of the launcher or of one rank, at a
+random moment of the launch or of one of its phases, and the next one resumes. The launch that may finish
+must equal an undisturbed run byte for byte, and leave the same names and no others: in its folder, in the
+cache and among temporary files. Between these, ``portable-convert --overwrite`` replaces the model of one
+step by that of another, and is killed as often. ``--forks`` runs commands as forks of one process that has
+imported everything. ``--saves`` has the runs save after each step, more than a disk takes at once, and
+strikes nothing but saves: when a folder of shards appears, or a random time after, of about as long as the
+saves before took. Exits with 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ ENGINES: dict[str, tuple[int, ...]] = {
 """Each with the numbers of ranks, or devices, that take turns."""
 STEPS = 10
 LEGS = 6
-"""Kills until the run is left alone."""
+"""Kills before the run may finish."""
 AFTER = 3
-"""Kills of the same command once the run is complete: it exports again."""
+"""Kills of the same command on the complete run, which exports again."""
 CONVERTED = 60
 """Kills of conversions after each run."""
 PHASES = ("start", "tokenizing", "resume", "training", "save", "export")
@@ -70,7 +70,7 @@ SAVING: dict[str, Any] = {
 }
 """Of runs whose saves are struck: two million parameters that cost little to train, 25 MB a checkpoint."""
 GONE = 10.0
-"""Seconds in which every process of a leg has to be gone."""
+"""Seconds within which every process of a launch must end."""
 IN_A_PHASE = {"start": 0.3, "tokenizing": 0.15, "resume": 0.4, "training": 0.15, "save": 0.04, "export": 0.1}
 """Seconds that each about takes: a kill comes at a random moment of them, after the phase begins."""
 
@@ -80,7 +80,7 @@ until = functools.partial(chaos.until, poll=POLL)
 
 @dataclass
 class Tally:
-    """Kills by what they hit, and what was found wrong."""
+    """Kills by phase, and broken promises."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By engine and phase."""
@@ -92,7 +92,7 @@ class Tally:
     finished: int = 0
     """Runs and conversions that were left alone in the end, and looked through."""
     slowest: float = 0.0
-    """Seconds until the last process of a leg had gone."""
+    """Seconds until the last process of a launch ended."""
 
     @property
     def broken(self) -> list[str]:
@@ -101,7 +101,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Whole:
-    """What a run that nothing disturbed came to."""
+    """The result of an undisturbed run."""
 
     losses: dict[int, float]
     names: frozenset[str]

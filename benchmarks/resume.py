@@ -1,4 +1,4 @@
-"""How long a checkpoint takes to load, and in what memory, beside torch's and DeepSpeed's own loading.
+"""Time and memory to load a checkpoint, beside torch's and DeepSpeed's own loading.
 
 ``python -m benchmarks.resume --docs docs/moving.md`` saves a run of more than a gigabyte of state and loads
 it again and again, by turns with torch's DCP and DeepSpeed's own loading into the same engine.
@@ -80,7 +80,7 @@ def read(
     """Load a checkpoint ``rounds`` times with each contestant, on this rank; all ranks call it together.
 
     Returns:
-        figures with the files in the page cache, and without: of the slowest rank, and of the one that takes
+        numbers with the files in the page cache, and without: of the slowest rank, and of the one that takes
         most memory.
     """
     folder = next(path for path in Path(place).iterdir())
@@ -138,7 +138,7 @@ def _set_cache(folder: Path, state: str) -> None:
 def _peers(
     engine: Any, strategy: str, folder: Path, writer: str, *, same_ranks: bool
 ) -> dict[str, Callable[[], object]]:
-    """What can load this checkpoint into this engine besides."""
+    """Other loaders of this checkpoint into this engine."""
     if writer == strategy == "full_shard":
         from torch.distributed.checkpoint.state_dict_loader import load
 
