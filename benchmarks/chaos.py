@@ -57,7 +57,7 @@ EXIT_STOPPED = 75
 PATIENCE = 180.0  # seconds, for every wait
 
 KINDS = {
-    "starting": "SIGKILL of the launcher as the leg starts",
+    "starting": "SIGKILL of the launcher as the launch starts",
     "launcher": "SIGKILL of the launcher",
     "rank": "SIGKILL of one rank",
     "saving": "SIGKILL while shards are written",
@@ -75,7 +75,7 @@ MOMENTS = ("saving", "before rename", "after rename", "removing")
 
 
 @dataclass
-class Leg:
+class Launch:
     """One launch: the blow, and the result."""
 
     engine: str
@@ -96,7 +96,7 @@ class Outcome:
     """A run's launches, and the promises that they broke."""
 
     name: str
-    legs: list[Leg] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     loss_difference: float = math.nan
     weight_difference: float = math.nan
@@ -106,7 +106,7 @@ class Outcome:
     @property
     def lost(self) -> int:
         """The most steps that a launch repeated."""
-        return max((leg.reached - leg.kept for leg in self.legs), default=0)
+        return max((launch.reached - launch.kept for launch in self.launches), default=0)
 
 
 class Run:
@@ -197,24 +197,24 @@ class Run:
         pids = self.ranks()
         code = self._process.wait(PATIENCE)
         until(lambda: not any(map(_alive, pids)))
-        return code, self.said()
+        return code, self.output()
 
-    def said(self) -> str:
+    def output(self) -> str:
         return (self._notes / "stderr").read_text()
 
     def processes(self) -> list[int]:
         """The live processes of the launch: those that write to its output file."""
-        said = str(self._notes / "stderr")
+        output = str(self._notes / "stderr")
         found = []
         for process in Path("/proc").iterdir():
             with suppress(OSError):  # no process, or one that has ended
-                if process.name.isdigit() and str((process / "fd" / "2").readlink()) == said:
+                if process.name.isdigit() and str((process / "fd" / "2").readlink()) == output:
                     found.append(int(process.name))
         return found
 
     def begun(self) -> bool:
         """Whether the launch has reported its start and is about to train."""
-        return any(line.startswith(("resuming at step ", "starting")) for line in self.said().splitlines())
+        return any(line.startswith(("resuming at step ", "starting")) for line in self.output().splitlines())
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -280,30 +280,30 @@ class Chaos:
         self._dice = dice
         self._complete: list[int] = []
 
-    def leg(self, engine: str, kind: str, outcome: Outcome) -> bool:
+    def launch(self, engine: str, kind: str, outcome: Outcome) -> bool:
         """Resume with ``engine`` until the blow; False if the launch ended before it."""
-        run, leg = self._run, Leg(engine, kind)
+        run, launch = self._run, Launch(engine, kind)
         begun = time.monotonic()
         at = self._newest()
         target = at + self._dice.randint(1, STEPS_A_KILL - 1)
         run.start(engine, until=at + 4 * STEPS_A_KILL)
         struck = self._strike(kind, at, target)
-        leg.code, said = run.wait()
+        launch.code, output = run.wait()
         # The launch drops rows after its first step, so only its own output says where it started.
-        leg.resumed = _resumed(said)
-        leg.reached = run.step()
-        self._look(leg, said, outcome)
+        launch.resumed = _resumed(output)
+        launch.reached = run.step()
+        self._look(launch, output, outcome)
         if kind == "full" and self._disk is not None:
             self._start_on_full_disk(engine, outcome)
         if self._disk is not None:
             self._disk.free()
-        leg.seconds = time.monotonic() - begun
-        if leg.resumed != at and kind != "starting":
+        launch.seconds = time.monotonic() - begun
+        if launch.resumed != at and kind != "starting":
             outcome.broken.append(
-                f"{engine}: went on from step {leg.resumed}, and {at} was there\n{said[-2000:]}"
+                f"{engine}: went on from step {launch.resumed}, and {at} was there\n{output[-2000:]}"
             )
         if struck:
-            outcome.legs.append(leg)
+            outcome.launches.append(launch)
         return struck
 
     # -- blows -------------------------------------------------------------------------------------------
@@ -365,11 +365,11 @@ class Chaos:
         before = self._newest()
         self._disk.fill(leave=0)
         self._run.start(engine)
-        code, said = self._run.wait()
+        code, output = self._run.wait()
         outcome.refused_starts += 1
-        if code not in (1, 2) or not _one_error(said):
+        if code not in (1, 2) or not _one_error(output):
             outcome.broken.append(
-                f"{engine}: a start on a full disk ended with {code} and said\n{said[-3000:]}"
+                f"{engine}: a start on a full disk ended with {code} and output\n{output[-3000:]}"
             )
         if self._newest() != before:
             outcome.broken.append(f"{engine}: a start on a full disk cost the checkpoint of step {before}")
@@ -379,13 +379,13 @@ class Chaos:
     def _newest(self) -> int:
         return max((step for step, _ in self._run.checkpoints.complete()), default=0)
 
-    def _look(self, leg: Leg, said: str, outcome: Outcome) -> None:
+    def _look(self, launch: Launch, output: str, outcome: Outcome) -> None:
         """Check the promises on what a launch left."""
         broken = outcome.broken
-        where = f"{leg.engine}, {KINDS[leg.kind]}, step {leg.reached}"
+        where = f"{launch.engine}, {KINDS[launch.kind]}, step {launch.reached}"
         complete = self._run.checkpoints.complete()
         steps = [step for step, _ in complete]
-        leg.kept = max(steps, default=0)
+        launch.kept = max(steps, default=0)
         if lost := self._lost(steps):
             broken.append(f"{where}: the checkpoints of steps {lost} are gone")
         self._complete = steps
@@ -395,10 +395,10 @@ class Chaos:
                 _read_through(folder)
             except (UserError, DamagedError, CheckpointError) as error:
                 broken.append(f"{where}: the checkpoint of step {step} is not whole: {error}")
-        if leg.reached - leg.kept > MOST_LOST:
-            broken.append(f"{where}: lost the steps since {leg.kept}")
-        if leg.code == EXIT_STOPPED and leg.kept != leg.reached:
-            broken.append(f"{where}: exit code 75, and the last checkpoint is of step {leg.kept}")
+        if launch.reached - launch.kept > MOST_LOST:
+            broken.append(f"{where}: lost the steps since {launch.kept}")
+        if launch.code == EXIT_STOPPED and launch.kept != launch.reached:
+            broken.append(f"{where}: exit code 75, and the last checkpoint is of step {launch.kept}")
         allowed: dict[str, tuple[int, ...]] = {
             "starting": (-signal.SIGKILL,),
             "launcher": (-signal.SIGKILL,),
@@ -410,11 +410,11 @@ class Chaos:
             # Rank 0 is killed first, so its launcher may report that before it is killed itself.
             **dict.fromkeys(MOMENTS, (1, -signal.SIGKILL)),
         }
-        if leg.code not in (*allowed[leg.kind], 0):
-            broken.append(f"{where}: exit code {leg.code}\n{said[-3000:]}")
-        if leg.code in (1, 2) and not _one_error(said):
-            broken.append(f"{where}: no one line about it\n{said[-3000:]}")
-        leg.moment = self._moment(complete)
+        if launch.code not in (*allowed[launch.kind], 0):
+            broken.append(f"{where}: exit code {launch.code}\n{output[-3000:]}")
+        if launch.code in (1, 2) and not _one_error(output):
+            broken.append(f"{where}: no one line about it\n{output[-3000:]}")
+        launch.moment = self._moment(complete)
 
     def _lost(self, steps: list[int]) -> list[int]:
         """Complete checkpoints that are missing although fewer than ``KEEP`` newer ones exist."""
@@ -453,13 +453,13 @@ def _read_through(folder: Path) -> None:
                 value.read()
 
 
-def _resumed(said: str) -> int:
-    marks = [line.split()[3] for line in said.splitlines() if line.startswith("resuming at step ")]
+def _resumed(output: str) -> int:
+    marks = [line.split()[3] for line in output.splitlines() if line.startswith("resuming at step ")]
     return int(marks[0]) if marks else 0
 
 
-def _one_error(said: str) -> bool:
-    return sum(line.startswith("error: ") for line in said.splitlines()) == 1 and "Traceback" not in said
+def _one_error(output: str) -> bool:
+    return sum(line.startswith("error: ") for line in output.splitlines()) == 1 and "Traceback" not in output
 
 
 def plan(dice: random.Random, engines: Sequence[str], kills: int, *, disk: bool) -> Iterator[tuple[str, str]]:
@@ -487,23 +487,25 @@ def chaos(
     outcome = Outcome(name)
     whole = Run(scratch, scratch / f"{name}-whole", steps)
     whole.start(engines[0])
-    code, said = whole.wait()
+    code, output = whole.wait()
     if code:
-        raise RuntimeError(f"the undisturbed run ended with {code}\n{said}")
+        raise RuntimeError(f"the undisturbed run ended with {code}\n{output}")
     run = Run(scratch, (disk.path if disk is not None else scratch) / name, steps)
     struck = Chaos(run, disk, dice)
     for engine, kind in plan(dice, engines, kills, disk=disk is not None):
         for _ in range(3):
-            if struck.leg(engine, kind, outcome):
+            if struck.launch(engine, kind, outcome):
                 break
         else:
-            outcome.broken.append(f"{engine}, {KINDS[kind]}: the leg ended three times before it was struck")
+            outcome.broken.append(
+                f"{engine}, {KINDS[kind]}: the launch ended three times before it was struck"
+            )
         bar.set_postfix_str(f"{engine}, {kind}, step {run.step()}, broken {len(outcome.broken)}")
         bar.update()
     run.start(engines[0])
-    code, said = run.wait()
+    code, output = run.wait()
     if code:
-        outcome.broken.append(f"the last leg ended with {code}\n{said[-3000:]}")
+        outcome.broken.append(f"the last launch ended with {code}\n{output[-3000:]}")
         return outcome
     compare(outcome, run, whole, exact=len(engines) == 1)
     return outcome
@@ -536,9 +538,9 @@ def _weights(run: Run) -> Mapping[str, Any]:
 
 def tables(outcomes: Sequence[Outcome]) -> str:
     """Two Markdown tables: blows by kind, and the result of each run."""
-    legs = [leg for outcome in outcomes for leg in outcome.legs]
-    aimed = Counter(leg.kind for leg in legs)
-    hit = Counter(leg.moment for leg in legs if leg.kind in MOMENTS)
+    launches = [launch for outcome in outcomes for launch in outcome.launches]
+    aimed = Counter(launch.kind for launch in launches)
+    hit = Counter(launch.moment for launch in launches if launch.kind in MOMENTS)
     lines = [
         "| blow | times | of these in that very moment | steps lost, at most |",
         "| --- | ---: | ---: | ---: |",
@@ -546,27 +548,31 @@ def tables(outcomes: Sequence[Outcome]) -> str:
     for kind, words in KINDS.items():
         if not aimed[kind]:
             continue
-        lost = max(leg.reached - leg.kept for leg in legs if leg.kind == kind)
-        exactly = sum(leg.moment == kind for leg in legs if leg.kind == kind) if kind in MOMENTS else ""
+        lost = max(launch.reached - launch.kept for launch in launches if launch.kind == kind)
+        exactly = (
+            sum(launch.moment == kind for launch in launches if launch.kind == kind)
+            if kind in MOMENTS
+            else ""
+        )
         lines.append(f"| {words} | {aimed[kind]} | {exactly} | {lost} |")
-    lines.append(f"| **together** | **{len(legs)}** | | **{max(o.lost for o in outcomes)}** |")
+    lines.append(f"| **together** | **{len(launches)}** | | **{max(o.lost for o in outcomes)}** |")
     found = ", ".join(f"{moment}: {times}" for moment, times in sorted(hit.items()))
     lines += ["", f"What the kills aimed at a moment found the folder doing: {found}.", ""]
     lines += [
-        "| run | legs ended by a blow | resumed | starts on a full disk | steps lost, at most "
+        "| run | launches ended by a blow | resumed | starts on a full disk | steps lost, at most "
         "| losses differ by | weights differ by |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for outcome in outcomes:
-        resumed = sum(leg.resumed > 0 for leg in outcome.legs) + 1
+        resumed = sum(launch.resumed > 0 for launch in outcome.launches) + 1
         figures = (
             "0, byte for byte | 0, byte for byte"
             if outcome.equal
             else f"{outcome.loss_difference:.1e} | {outcome.weight_difference:.1e}"
         )
         lines.append(
-            f"| {outcome.name} | {len(outcome.legs)} | {resumed} | {outcome.refused_starts} | {outcome.lost} "
-            f"| {figures} |"
+            f"| {outcome.name} | {len(outcome.launches)} | {resumed} | {outcome.refused_starts} "
+            f"| {outcome.lost} | {figures} |"
         )
     return "\n".join(lines)
 

@@ -37,7 +37,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import chaos
-from benchmarks.chaos import Chaos, Leg, Outcome, Run, _alive
+from benchmarks.chaos import Chaos, Launch, Outcome, Run, _alive
 from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.train_overhead import SMALL_MODEL
@@ -53,7 +53,7 @@ ENGINES: dict[str, tuple[int, ...]] = {
 }
 """Each with the numbers of ranks, or devices, that take turns."""
 STEPS = 10
-LEGS = 6
+LAUNCHES = 6
 """Kills before the run may finish."""
 AFTER = 3
 """Kills of the same command on the complete run, which exports again."""
@@ -156,7 +156,7 @@ class Cycle:
         return names_below(self.folder, self.cache, self.temporary)
 
     def state(self) -> dict[str, tuple[int, int]]:
-        """What in the folders tells where a leg is; each with what changes when it is written anew."""
+        """What in the folders tells where a launch is; each with what changes when it is written anew."""
         found = {}
         for path in (
             *self.folder.glob(".*"),
@@ -185,8 +185,8 @@ class Killing:
         self._exported = False
         self._save_seconds = IN_A_PHASE["save"]
 
-    def leg(self, aim: str) -> None:
-        """One leg that a kill ends, or that ends before it comes."""
+    def launch(self, aim: str) -> None:
+        """One launch that a kill ends, or that ends before it comes."""
         cycle, run = self._cycle, self._cycle.run
         before = cycle.state()
         run.start(cycle.engine)
@@ -201,21 +201,21 @@ class Killing:
                 os.kill(self._dice.choice(victims), signal.SIGKILL)
         else:
             run.signal(signal.SIGKILL)
-        code, said = self._ended()
+        code, output = self._ended()
         if struck:
             self._tally.kills[cycle.engine, phase] += 1
             self._tally.halves += any(cycle.folder.glob("checkpoints/.step-*"))
-        self._look(Leg(cycle.engine, kind, code=code), phase, said)
+        self._look(Launch(cycle.engine, kind, code=code), phase, output)
 
     def finish(self) -> None:
-        """A leg that is left alone, and everything compared."""
+        """A launch that is left alone, and everything compared."""
         name, whole, tally = self._cycle.name, self._whole, self._tally
-        code, said = self._cycle.alone()
+        code, output = self._cycle.alone()
         self._gone()
         if code:
-            tally.lost.append(f"{name}: the undisturbed leg ended with {code}\n{said[-3000:]}")
+            tally.lost.append(f"{name}: the undisturbed launch ended with {code}\n{output[-3000:]}")
             return
-        self._resumed_right(said)
+        self._resumed_right(output)
         tally.finished += 1
         ours = self._cycle.whole()
         if ours.losses != whole.losses:
@@ -263,7 +263,7 @@ class Killing:
         time.sleep(self._dice.uniform(0, self._save_seconds))
 
     def _phase(self, before: dict[str, tuple[int, int]]) -> str:
-        """What the leg that began with ``before`` does."""
+        """What the launch that began with ``before`` does."""
         now = self._cycle.state()
         new = {path for path, values in now.items() if before.get(path) != values}
         names = [path.rsplit("/", 1)[-1] for path in new]
@@ -283,12 +283,12 @@ class Killing:
     # -- looking -----------------------------------------------------------------------------------------
 
     def _ended(self) -> tuple[int, str]:
-        code, said = self._cycle.run.wait()
+        code, output = self._cycle.run.wait()
         self._gone()
-        return code, said
+        return code, output
 
     def _gone(self) -> None:
-        """Wait until no process of the leg is left."""
+        """Wait until no process of the launch is left."""
         begun, run = time.monotonic(), self._cycle.run
         try:
             until(lambda: not run.processes(), GONE)
@@ -300,17 +300,17 @@ class Killing:
                     os.kill(pid, signal.SIGKILL)
         self._tally.slowest = max(self._tally.slowest, time.monotonic() - begun)
 
-    def _look(self, leg: Leg, phase: str, said: str) -> None:
-        """Hold what a leg left to what is promised."""
+    def _look(self, launch: Launch, phase: str, output: str) -> None:
+        """Hold what a launch left to what is promised."""
         name, tally, outcome = f"{self._cycle.name}, {phase}", self._tally, Outcome(self._cycle.name)
-        self._resumed_right(said)
-        leg.reached = self._cycle.run.step() if self._cycle.folder.exists() else 0
-        self._looking._look(leg, said, outcome)
+        self._resumed_right(output)
+        launch.reached = self._cycle.run.step() if self._cycle.folder.exists() else 0
+        self._looking._look(launch, output, outcome)
         for line in outcome.broken:
             (tally.other if "exit code" in line or "no one line" in line else tally.lost).append(
                 f"{name}: {line}"
             )
-        self._kept = leg.kept
+        self._kept = launch.kept
         final = self._cycle.folder / "final"
         if not final.exists():
             if self._exported:
@@ -320,9 +320,9 @@ class Killing:
         if files_of(final) != self._whole.files:
             tally.lost.append(f"{name}: final is not whole")
 
-    def _resumed_right(self, said: str) -> None:
-        marks = [line.split()[3] for line in said.splitlines() if line.startswith("resuming at step ")]
-        begun = bool(marks) or any(line.startswith("starting") for line in said.splitlines())
+    def _resumed_right(self, output: str) -> None:
+        marks = [line.split()[3] for line in output.splitlines() if line.startswith("resuming at step ")]
+        begun = bool(marks) or any(line.startswith("starting") for line in output.splitlines())
         if begun and int(marks[0] if marks else 0) != self._kept:
             self._tally.lost.append(f"{self._cycle.name}: went on from {marks}, and {self._kept} was there")
 
@@ -332,14 +332,14 @@ def undisturbed(
 ) -> tuple[Cycle, Whole]:
     """A cycle that nothing disturbs.
 
-    Its command is given twice: the second leg exports again, as those do that are killed.
+    Its command is given twice: the second launch exports again, as those do that are killed.
     """
     cycle = Cycle(scratch, engine, ranks, changes)
     begun = time.monotonic()
-    code, said = cycle.alone()
+    code, output = cycle.alone()
     seconds = time.monotonic() - begun
     if code:
-        raise RuntimeError(f"{engine}: the undisturbed run ended with {code}\n{said}")
+        raise RuntimeError(f"{engine}: the undisturbed run ended with {code}\n{output}")
     whole = cycle.whole()
     return cycle, Whole(whole.losses, whole.names, whole.files, seconds)
 
@@ -501,13 +501,13 @@ def kill_for(
         aims = [*PHASES, "any", "any"]
         dice.shuffle(aims)
         aims.sort(key=lambda aim: (aim != "tokenizing", aim == "export"))  # as a run goes through them
-        for aim in ["save"] * LEGS if saves else aims[:LEGS]:
-            killing.leg(aim)
+        for aim in ["save"] * LAUNCHES if saves else aims[:LAUNCHES]:
+            killing.launch(aim)
             bar.update()
         killing.finish()
         if not saves:
             for aim in ["resume", *["export"] * AFTER]:
-                killing.leg(aim)
+                killing.launch(aim)
                 bar.update()
             killing.finish()
             for _ in range(CONVERTED):

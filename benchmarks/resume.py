@@ -101,7 +101,7 @@ def _take_turns(
     run: Prepared, contestants: dict[str, Callable[[], object]], folder: Path, rounds: int, state: str
 ) -> Figures:
     backend = run.backend
-    figures: Figures = {name: [] for name in contestants}
+    measured: Figures = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         for name, function in contestants.items():
             trim()
@@ -119,8 +119,8 @@ def _take_turns(
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             if turn:  # the first is to warm up
                 slowest, memory, files = worst.tolist()
-                figures[name].append((slowest, int(memory), int(files)))
-    return figures
+                measured[name].append((slowest, int(memory), int(files)))
+    return measured
 
 
 def _set_cache(folder: Path, state: str) -> None:

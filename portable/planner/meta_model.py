@@ -46,7 +46,7 @@ class MetaModel:
                 self._found[request] = activations(self._model, request)
             except Exception as error:
                 why = f"{type(error).__name__}: {one_line(error)}"
-                self._found[request] = _guess(self.inventory, request, why)
+                self._found[request] = _estimate(self.inventory, request, why)
         return self._found[request]
 
 
@@ -89,7 +89,7 @@ def inspect(module: nn.Module, units: Sequence[nn.Module] = ()) -> Inventory:
     )
 
 
-def _guess(model: Inventory, request: Request, why: str) -> Activations:
+def _estimate(model: Inventory, request: Request, why: str) -> Activations:
     """Estimate activations by formula, for a model that cannot run without values.
 
     34 bytes a token, layer and hidden unit in 16 bits (Korthikanti et al., 2022, "Reducing Activation

@@ -47,8 +47,8 @@ class MetricsFile:
         if path.exists():
             rows, unreadable = read_rows(folder / METRICS_FILE)
             if unreadable:
-                told = human_count(unreadable, "row")
-                print(f"warning: {path}: {told} cannot be read and will not be shown", file=sys.stderr)
+                lost = human_count(unreadable, "row")
+                print(f"warning: {path}: {lost} cannot be read and will not be shown", file=sys.stderr)
             kept = [row for row in rows if row["step"] <= from_step]
             if len(kept) < len(rows) or not path.read_bytes().endswith(b"\n"):
                 write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
