@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,22 @@ def test_the_order_is_the_guides(capsys: pytest.CaptureFixture[str]) -> None:
     assert found.index(("zero1", "none", "none")) < found.index(zero[0])
 
 
-def test_the_fastest_that_fits_is_on_top(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_sends_the_fewest_bytes_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/planning.md has it, in fp32, where DDP and ZeRO-1 send the same."""
+    arguments = ("--device", "h100", "--devices", "8", "--precision", "fp32")
+    found = plan(capsys, *arguments, "--train.micro_batch_size", "2")["options"]
+    sent: dict[int, list[int]] = {}
+    for option in found:
+        setting = Setting(option["strategy"], option["offload_optimizer"], option["offload_params"])
+        if not setting.offloaded:
+            sent.setdefault(Planner.place(setting), []).append(option["communication_bytes"])
+    groups = [sent[place] for place in sorted(sent)]
+    assert len(groups) == 3
+    for group, following in itertools.pairwise(groups):
+        assert max(group) <= 1.001 * min(following)
+
+
+def test_the_first_in_the_order_that_fits_is_on_top(capsys: pytest.CaptureFixture[str]) -> None:
     whole = plan(capsys, "--device-memory", "1TB", "--devices", "8")["options"]
     kept = [o for o in whole if (o["offload_optimizer"], o["offload_params"]) == ("none", "none")]
     sizes = {o["strategy"]: o["device_bytes"]["total"] for o in kept}
@@ -326,6 +342,8 @@ def test_devices_have_the_names_that_people_type() -> None:
     for name in ("v5e", "v5p", "v6e", "h100", "h200", "a100-80", "a100-40", "A100 80GB", "v5litepod", "l4"):
         device = devices.named(name)
         assert device.memory > 10 * 10**9
+        assert device.bf16
+    assert not devices.named("t4").bf16
 
 
 def test_units_that_cannot_be_made_matter_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
