@@ -128,8 +128,8 @@ def settings_of(family: str, setting: Setting, recompute: str, ranks: int, folde
 def measure(config: RunConfig, ranks: int) -> int:
     """Peak bytes in the last step on rank 0 of ``ranks`` ranks."""
     machine = Machine(torch.device("cpu"), 0, ranks, ranks)
-    engines = engine_room(config.strategy)
-    engines.check(config, "cpu")
+    room = engine_room(config.strategy)
+    room.check(config, "cpu")
     gc.collect()
     with rehearsal.ranks_that_are_not_there(machine):
         model = models.build_model(models.model_config(config.model), config.model)
@@ -137,7 +137,7 @@ def measure(config: RunConfig, ranks: int) -> int:
         batch = fake_batch(model, request)
         weights = list(Blueprint.of(model).initial_weights(0))
         with allocations() as recording:
-            engine = engines.prepare(model, config, machine)
+            engine = room.prepare(model, config, machine)
             for tensors in weights:
                 engine.load_weights(tensors)
             valid = torch.tensor(BATCH * LENGTH)
