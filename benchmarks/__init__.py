@@ -1,1 +1,1 @@
-"""This project beside its peers, in one run."""
+"""Measurements of this project beside its peers, taking turns in one run."""

@@ -1,4 +1,4 @@
-"""What torch's own allocator hands out on a CPU, as its profiler records it."""
+"""Record the allocations of torch's CPU allocator, with its profiler."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MARK = "allocations: "
 
 @dataclass
 class Phase:
-    """Bytes beyond what there was before the recording began."""
+    """Bytes above the level at the start of the recording."""
 
     peak: int = 0
-    """The most there was at once during the phase."""
+    """Peak of the phase."""
     left: int = 0
     """What was there at its end."""
 
@@ -33,7 +33,7 @@ class Recording:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What is allocated in here counts for ``name``."""
+        """Allocations in this block count for the phase ``name``."""
         with torch.profiler.record_function(_MARK + name):
             yield
 

@@ -1,4 +1,4 @@
-"""Runs whose state is large and whose steps are small, for what is measured on checkpoints."""
+"""Runs with a large state and small steps, to measure checkpoints."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def config(folder: Path, strategy: str, hidden: int, layers: int) -> RunConfig:
 
 
 def step(run: Prepared, engine: Engine, number: int = 0) -> None:
-    """One optimizer step, after which the optimizer has its state."""
+    """Take one optimizer step, so that the optimizer has its state."""
     batches = iter(train_loader(run, number * run.plan.global_batch_size))
     train_step(
         run.backend,

@@ -1,10 +1,10 @@
-"""A run that is killed a hundred times, and moves between engines as it goes on.
+"""Kill a run a hundred times, and resume it on another engine each time.
 
-``python -m benchmarks.chaos --docs docs/moving.md`` trains a tiny model. Every leg of the run is ended
-by a blow: a SIGKILL of the launcher or of one rank, in the middle of a save or around the rename that
-completes it, a SIGTERM, two of them at once, or a full disk. The next leg goes on with another engine. In the
-end the run is held to one that nothing disturbed; a shorter run on each engine alone has to equal its
-undisturbed twin byte for byte. Exits with 1 where a promise was broken.
+``python -m benchmarks.chaos --docs docs/moving.md`` trains a tiny model. Each launch is ended by a blow:
+SIGKILL of the launcher or of one rank (also during a save, or around the rename that publishes it),
+SIGTERM, two of them at once, or a full disk. The next launch uses another engine. At the end the run is
+compared with an undisturbed one; a shorter run on each single engine must equal its undisturbed twin byte
+for byte. Exits with 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ RANKS = 2
 EVERY, KEEP = 2, 2
 STEPS_A_KILL = 5
 MOST_LOST = 2 * EVERY
-"""Steps that a kill may cost: one save may not be over when the next is due."""
+"""Steps that a kill may cost: one save may be under way when the next is due."""
 LOSSES, WEIGHTS = 1e-5, 1e-4
-"""Relative differences that a run on several engines may have from one that nothing disturbed."""
+"""Largest relative differences between a run on several engines and an undisturbed one."""
 BEGIN, END = "<!-- benchmarks.chaos: begin -->", "<!-- benchmarks.chaos: end -->"
 EXIT_STOPPED = 75
-PATIENCE = 180.0  # seconds for whatever is waited for
+PATIENCE = 180.0  # seconds, for every wait
 
 KINDS = {
-    "starting": "SIGKILL of the launcher as the leg starts",
+    "starting": "SIGKILL of the launcher as the launch starts",
     "launcher": "SIGKILL of the launcher",
     "rank": "SIGKILL of one rank",
     "saving": "SIGKILL while shards are written",
@@ -69,14 +69,14 @@ KINDS = {
     "full": "full disk, and a start on it",
     "full for a moment": "full disk that is freed as the run ends",
 }
-"""Every way to end a leg. What is aimed at a moment is counted under ``aimed`` and, where it hit, ``hit``."""
+"""Every way to end a launch. Blows aimed at a moment count under ``aimed`` and, if they hit it, ``hit``."""
 WITH_DISK = ("full", "full for a moment")
 MOMENTS = ("saving", "before rename", "after rename", "removing")
 
 
 @dataclass
-class Leg:
-    """What one leg was to go through, and what came of it."""
+class Launch:
+    """One launch: the blow, and the result."""
 
     engine: str
     kind: str
@@ -84,19 +84,19 @@ class Leg:
     reached: int = 0
     """The last step in its metrics."""
     kept: int = 0
-    """The newest complete checkpoint when it was over."""
+    """The newest complete checkpoint afterwards."""
     moment: str = "between saves"
-    """What the folder looked like when a SIGKILL came."""
+    """The state of the folder at the SIGKILL."""
     code: int | None = None
     seconds: float = 0.0
 
 
 @dataclass
 class Outcome:
-    """A run's legs, and what was wrong with them."""
+    """A run's launches, and the promises that they broke."""
 
     name: str
-    legs: list[Leg] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     loss_difference: float = math.nan
     weight_difference: float = math.nan
@@ -105,20 +105,20 @@ class Outcome:
 
     @property
     def lost(self) -> int:
-        """The most steps that a leg had to do again."""
-        return max((leg.reached - leg.kept for leg in self.legs), default=0)
+        """The most steps that a launch repeated."""
+        return max((launch.reached - launch.kept for launch in self.launches), default=0)
 
 
 class Run:
-    """One run's folder, and legs in it.
+    """One run's folder, and the launches in it.
 
     Args:
         scratch: for the launchers' notes, the text and the token cache.
         folder: of the run.
         steps: of its schedule.
-        ranks: of each leg, or devices; by default what this module says.
-        temporary: for the temporary files of all legs; by default each leg has a folder of its own.
-        changes: settings that differ from what this module says.
+        ranks: ranks or devices of each launch; this module's default otherwise.
+        temporary: folder for temporary files of all launches; by default each has its own.
+        changes: settings that differ from this module's.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Run:
         self._notes = scratch / "notes"
 
     def start(self, engine: str, until: int | None = None) -> None:
-        """Start a leg that ends at step ``until`` if nothing ends it before."""
+        """Start a launch that ends at step ``until`` unless it is killed."""
         text = self._scratch / "text.txt"
         if not text.exists():
             text.write_text("\n".join(f"line {i} of a text with {i * i} words" for i in range(3000)))
@@ -187,44 +187,44 @@ class Run:
 
     @property
     def pid(self) -> int:
-        """The leg's first process."""
+        """The launch's first process."""
         assert self._process is not None
         return self._process.pid
 
     def wait(self) -> tuple[int, str]:
-        """The leg's exit code and what it said; its processes have then gone."""
+        """Wait until all processes have ended; return exit code and output."""
         assert self._process is not None
         pids = self.ranks()
         code = self._process.wait(PATIENCE)
         until(lambda: not any(map(_alive, pids)))
-        return code, self.said()
+        return code, self.output()
 
-    def said(self) -> str:
+    def output(self) -> str:
         return (self._notes / "stderr").read_text()
 
     def processes(self) -> list[int]:
-        """Every process of the leg that lives: all of them say what they say to the same file."""
-        said = str(self._notes / "stderr")
+        """The live processes of the launch: those that write to its output file."""
+        output = str(self._notes / "stderr")
         found = []
         for process in Path("/proc").iterdir():
             with suppress(OSError):  # no process, or one that has ended
-                if process.name.isdigit() and str((process / "fd" / "2").readlink()) == said:
+                if process.name.isdigit() and str((process / "fd" / "2").readlink()) == output:
                     found.append(int(process.name))
         return found
 
     def begun(self) -> bool:
-        """Whether the leg has said where it goes on from, and is about to train."""
-        return any(line.startswith(("resuming at step ", "starting")) for line in self.said().splitlines())
+        """Whether the launch has reported its start and is about to train."""
+        return any(line.startswith(("resuming at step ", "starting")) for line in self.output().splitlines())
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def ranks(self) -> list[int]:
-        """The process of each rank that has come up; that of XLA is the one that was started."""
+        """The process of each rank that is running; for XLA the started process."""
         assert self._process is not None
         folder = self._temporary or self._notes
         names = [path.name.split(".") for path in folder.glob("portable-launch-*/rank*.*.pid")]
-        names = [name for name in names if _alive(int(name[1]))]  # others are of a leg before
+        names = [name for name in names if _alive(int(name[1]))]  # others belong to an earlier launch
         return [int(pid) for _, pid, _ in sorted(names)] or [self._process.pid]
 
     def signal(self, number: int) -> None:
@@ -234,7 +234,7 @@ class Run:
             os.kill(self._process.pid, number)
 
     def kill_everything(self) -> None:
-        """SIGKILL for rank 0, which names the folders, and then for the launcher, with which all ranks go."""
+        """SIGKILL rank 0, which renames the folders, then the launcher, which takes all ranks with it."""
         with suppress(ProcessLookupError):
             os.kill(self.ranks()[0], signal.SIGKILL)
         self.signal(signal.SIGKILL)
@@ -252,10 +252,10 @@ class Run:
 
 
 def until(condition: Callable[[], bool], seconds: float = PATIENCE, poll: float = 0.002) -> None:
-    """Wait for ``condition``, looking often.
+    """Poll ``condition`` until it is true.
 
     Raises:
-        TimeoutError: if it does not come true.
+        TimeoutError: it does not become true.
     """
     end = time.monotonic() + seconds
     while not condition():
@@ -272,7 +272,7 @@ def _alive(pid: int) -> bool:
 
 
 class Chaos:
-    """Legs of one run, each with its blow, and what they leave looked at in between."""
+    """Launches of one run, each with its blow and a check of the folder after it."""
 
     def __init__(self, run: Run, disk: SmallDisk | None, dice: random.Random) -> None:
         self._run = run
@@ -280,44 +280,44 @@ class Chaos:
         self._dice = dice
         self._complete: list[int] = []
 
-    def leg(self, engine: str, kind: str, outcome: Outcome) -> bool:
-        """Have a leg go on with ``engine`` until it is struck; False where it came to its end before that."""
-        run, leg = self._run, Leg(engine, kind)
+    def launch(self, engine: str, kind: str, outcome: Outcome) -> bool:
+        """Resume with ``engine`` until the blow; False if the launch ended before it."""
+        run, launch = self._run, Launch(engine, kind)
         begun = time.monotonic()
         at = self._newest()
         target = at + self._dice.randint(1, STEPS_A_KILL - 1)
         run.start(engine, until=at + 4 * STEPS_A_KILL)
         struck = self._strike(kind, at, target)
-        leg.code, said = run.wait()
-        # The leg drops rows beyond the step that it starts from, so only what it says itself tells where.
-        leg.resumed = _resumed(said)
-        leg.reached = run.step()
-        self._look(leg, said, outcome)
+        launch.code, output = run.wait()
+        # The launch drops rows after its first step, so only its own output says where it started.
+        launch.resumed = _resumed(output)
+        launch.reached = run.step()
+        self._look(launch, output, outcome)
         if kind == "full" and self._disk is not None:
             self._start_on_full_disk(engine, outcome)
         if self._disk is not None:
             self._disk.free()
-        leg.seconds = time.monotonic() - begun
-        if leg.resumed != at and kind != "starting":
+        launch.seconds = time.monotonic() - begun
+        if launch.resumed != at and kind != "starting":
             outcome.broken.append(
-                f"{engine}: went on from step {leg.resumed}, and {at} was there\n{said[-2000:]}"
+                f"{engine}: went on from step {launch.resumed}, and {at} was there\n{output[-2000:]}"
             )
         if struck:
-            outcome.legs.append(leg)
+            outcome.launches.append(launch)
         return struck
 
     # -- blows -------------------------------------------------------------------------------------------
 
     def _strike(self, kind: str, at: int, target: int) -> bool:
-        """End the leg that runs; False where it ended by itself."""
+        """End the running launch; False if it ended by itself."""
         run = self._run
         if kind == "starting":
-            # Once it trains it is no longer starting, and on a fast machine might come to the run's very end.
+            # Strike before training: a fast machine may otherwise reach the run's end.
             end = time.monotonic() + self._dice.uniform(0, 10)
             until(lambda: time.monotonic() > end or run.begun() or not run.running())
             run.signal(signal.SIGKILL)
             return True
-        # It has dropped what the leg before had logged beyond its last checkpoint.
+        # It has dropped rows that the earlier launch logged after its last checkpoint.
         until(lambda: not run.running() or run.begun())
         until(lambda: not run.running() or run.step() > at)
         if kind in MOMENTS:
@@ -340,7 +340,7 @@ class Chaos:
         return True
 
     def _at_moment(self, kind: str) -> bool:
-        """SIGKILL at a moment of the next save, as the kernel tells of it."""
+        """SIGKILL at a moment of the next save, which inotify reports."""
         run, folder = self._run, self._run.checkpoints.path
         with Watch() as watch:
             until(lambda: not run.running() or folder.exists())
@@ -360,16 +360,16 @@ class Chaos:
         return struck
 
     def _start_on_full_disk(self, engine: str, outcome: Outcome) -> None:
-        """A start where nothing can be written ends with one line, and leaves what is there alone."""
+        """A start on a full disk must end with one line and change nothing."""
         assert self._disk is not None
         before = self._newest()
         self._disk.fill(leave=0)
         self._run.start(engine)
-        code, said = self._run.wait()
+        code, output = self._run.wait()
         outcome.refused_starts += 1
-        if code not in (1, 2) or not _one_error(said):
+        if code not in (1, 2) or not _one_error(output):
             outcome.broken.append(
-                f"{engine}: a start on a full disk ended with {code} and said\n{said[-3000:]}"
+                f"{engine}: a start on a full disk ended with {code} and output\n{output[-3000:]}"
             )
         if self._newest() != before:
             outcome.broken.append(f"{engine}: a start on a full disk cost the checkpoint of step {before}")
@@ -379,13 +379,13 @@ class Chaos:
     def _newest(self) -> int:
         return max((step for step, _ in self._run.checkpoints.complete()), default=0)
 
-    def _look(self, leg: Leg, said: str, outcome: Outcome) -> None:
-        """Hold what a leg left to what was promised."""
+    def _look(self, launch: Launch, output: str, outcome: Outcome) -> None:
+        """Check the promises on what a launch left."""
         broken = outcome.broken
-        where = f"{leg.engine}, {KINDS[leg.kind]}, step {leg.reached}"
+        where = f"{launch.engine}, {KINDS[launch.kind]}, step {launch.reached}"
         complete = self._run.checkpoints.complete()
         steps = [step for step, _ in complete]
-        leg.kept = max(steps, default=0)
+        launch.kept = max(steps, default=0)
         if lost := self._lost(steps):
             broken.append(f"{where}: the checkpoints of steps {lost} are gone")
         self._complete = steps
@@ -395,10 +395,10 @@ class Chaos:
                 _read_through(folder)
             except (UserError, DamagedError, CheckpointError) as error:
                 broken.append(f"{where}: the checkpoint of step {step} is not whole: {error}")
-        if leg.reached - leg.kept > MOST_LOST:
-            broken.append(f"{where}: lost the steps since {leg.kept}")
-        if leg.code == EXIT_STOPPED and leg.kept != leg.reached:
-            broken.append(f"{where}: exit code 75, and the last checkpoint is of step {leg.kept}")
+        if launch.reached - launch.kept > MOST_LOST:
+            broken.append(f"{where}: lost the steps since {launch.kept}")
+        if launch.code == EXIT_STOPPED and launch.kept != launch.reached:
+            broken.append(f"{where}: exit code 75, and the last checkpoint is of step {launch.kept}")
         allowed: dict[str, tuple[int, ...]] = {
             "starting": (-signal.SIGKILL,),
             "launcher": (-signal.SIGKILL,),
@@ -407,17 +407,17 @@ class Chaos:
             "term": (EXIT_STOPPED,),
             "two terms": (EXIT_STOPPED, 1, -signal.SIGTERM),
             **dict.fromkeys(WITH_DISK, (1, 2)),
-            # Rank 0 is killed first: its launcher may be quicker to say so than to be killed.
+            # Rank 0 is killed first, so its launcher may report that before it is killed itself.
             **dict.fromkeys(MOMENTS, (1, -signal.SIGKILL)),
         }
-        if leg.code not in (*allowed[leg.kind], 0):
-            broken.append(f"{where}: exit code {leg.code}\n{said[-3000:]}")
-        if leg.code in (1, 2) and not _one_error(said):
-            broken.append(f"{where}: no one line about it\n{said[-3000:]}")
-        leg.moment = self._moment(complete)
+        if launch.code not in (*allowed[launch.kind], 0):
+            broken.append(f"{where}: exit code {launch.code}\n{output[-3000:]}")
+        if launch.code in (1, 2) and not _one_error(output):
+            broken.append(f"{where}: no one line about it\n{output[-3000:]}")
+        launch.moment = self._moment(complete)
 
     def _lost(self, steps: list[int]) -> list[int]:
-        """Complete checkpoints that are gone though fewer than ``KEEP`` newer ones are there."""
+        """Complete checkpoints that are missing although fewer than ``KEEP`` newer ones exist."""
         gone = [step for step in self._complete if step not in steps]
         return [step for step in gone if sum(other > step for other in steps) < KEEP]
 
@@ -435,7 +435,7 @@ class Chaos:
 
 
 def _renamed(path: Path) -> str:
-    """The moment at which ``path`` gets its name."""
+    """Time at which ``path`` was renamed."""
     if path.name == STATE_FILE:
         return "before rename"
     return "removing" if path.name.endswith(".old.partial") else "after rename"
@@ -453,17 +453,17 @@ def _read_through(folder: Path) -> None:
                 value.read()
 
 
-def _resumed(said: str) -> int:
-    marks = [line.split()[3] for line in said.splitlines() if line.startswith("resuming at step ")]
+def _resumed(output: str) -> int:
+    marks = [line.split()[3] for line in output.splitlines() if line.startswith("resuming at step ")]
     return int(marks[0]) if marks else 0
 
 
-def _one_error(said: str) -> bool:
-    return sum(line.startswith("error: ") for line in said.splitlines()) == 1 and "Traceback" not in said
+def _one_error(output: str) -> bool:
+    return sum(line.startswith("error: ") for line in output.splitlines()) == 1 and "Traceback" not in output
 
 
 def plan(dice: random.Random, engines: Sequence[str], kills: int, *, disk: bool) -> Iterator[tuple[str, str]]:
-    """Engine and blow of every leg; each blow meets each engine before one meets it again."""
+    """Engine and blow of each launch; every blow meets every engine before a pair repeats."""
     decks: dict[str, list[str]] = {engine: [] for engine in engines}
     for number in range(kills):
         engine = engines[number % len(engines)]
@@ -482,35 +482,37 @@ def chaos(
     dice: random.Random,
     bar: tqdm[Any],
 ) -> Outcome:
-    """A run that is struck ``kills`` times and then goes on to its end, beside one that nothing disturbs."""
+    """Strike a run ``kills`` times, let it finish, and compare it with an undisturbed one."""
     steps = (kills + 1) * STEPS_A_KILL
     outcome = Outcome(name)
     whole = Run(scratch, scratch / f"{name}-whole", steps)
     whole.start(engines[0])
-    code, said = whole.wait()
+    code, output = whole.wait()
     if code:
-        raise RuntimeError(f"the undisturbed run ended with {code}\n{said}")
+        raise RuntimeError(f"the undisturbed run ended with {code}\n{output}")
     run = Run(scratch, (disk.path if disk is not None else scratch) / name, steps)
     struck = Chaos(run, disk, dice)
     for engine, kind in plan(dice, engines, kills, disk=disk is not None):
         for _ in range(3):
-            if struck.leg(engine, kind, outcome):
+            if struck.launch(engine, kind, outcome):
                 break
         else:
-            outcome.broken.append(f"{engine}, {KINDS[kind]}: the leg ended three times before it was struck")
+            outcome.broken.append(
+                f"{engine}, {KINDS[kind]}: the launch ended three times before it was struck"
+            )
         bar.set_postfix_str(f"{engine}, {kind}, step {run.step()}, broken {len(outcome.broken)}")
         bar.update()
     run.start(engines[0])
-    code, said = run.wait()
+    code, output = run.wait()
     if code:
-        outcome.broken.append(f"the last leg ended with {code}\n{said[-3000:]}")
+        outcome.broken.append(f"the last launch ended with {code}\n{output[-3000:]}")
         return outcome
     compare(outcome, run, whole, exact=len(engines) == 1)
     return outcome
 
 
 def compare(outcome: Outcome, run: Run, whole: Run, *, exact: bool) -> None:
-    """Hold a run to the one that nothing disturbed."""
+    """Compare a run with the undisturbed one."""
     ours, theirs = run.losses(), whole.losses()
     if list(ours) != list(theirs):
         outcome.broken.append(f"the metrics have steps {list(ours)[:5]}... and not each once")
@@ -535,10 +537,10 @@ def _weights(run: Run) -> Mapping[str, Any]:
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """Two Markdown tables: blows by kind, and what became of each run."""
-    legs = [leg for outcome in outcomes for leg in outcome.legs]
-    aimed = Counter(leg.kind for leg in legs)
-    hit = Counter(leg.moment for leg in legs if leg.kind in MOMENTS)
+    """Two Markdown tables: blows by kind, and the result of each run."""
+    launches = [launch for outcome in outcomes for launch in outcome.launches]
+    aimed = Counter(launch.kind for launch in launches)
+    hit = Counter(launch.moment for launch in launches if launch.kind in MOMENTS)
     lines = [
         "| blow | times | of these in that very moment | steps lost, at most |",
         "| --- | ---: | ---: | ---: |",
@@ -546,27 +548,31 @@ def tables(outcomes: Sequence[Outcome]) -> str:
     for kind, words in KINDS.items():
         if not aimed[kind]:
             continue
-        lost = max(leg.reached - leg.kept for leg in legs if leg.kind == kind)
-        exactly = sum(leg.moment == kind for leg in legs if leg.kind == kind) if kind in MOMENTS else ""
+        lost = max(launch.reached - launch.kept for launch in launches if launch.kind == kind)
+        exactly = (
+            sum(launch.moment == kind for launch in launches if launch.kind == kind)
+            if kind in MOMENTS
+            else ""
+        )
         lines.append(f"| {words} | {aimed[kind]} | {exactly} | {lost} |")
-    lines.append(f"| **together** | **{len(legs)}** | | **{max(o.lost for o in outcomes)}** |")
+    lines.append(f"| **together** | **{len(launches)}** | | **{max(o.lost for o in outcomes)}** |")
     found = ", ".join(f"{moment}: {times}" for moment, times in sorted(hit.items()))
     lines += ["", f"What the kills aimed at a moment found the folder doing: {found}.", ""]
     lines += [
-        "| run | legs ended by a blow | resumed | starts on a full disk | steps lost, at most "
+        "| run | launches ended by a blow | resumed | starts on a full disk | steps lost, at most "
         "| losses differ by | weights differ by |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for outcome in outcomes:
-        resumed = sum(leg.resumed > 0 for leg in outcome.legs) + 1
+        resumed = sum(launch.resumed > 0 for launch in outcome.launches) + 1
         figures = (
             "0, byte for byte | 0, byte for byte"
             if outcome.equal
             else f"{outcome.loss_difference:.1e} | {outcome.weight_difference:.1e}"
         )
         lines.append(
-            f"| {outcome.name} | {len(outcome.legs)} | {resumed} | {outcome.refused_starts} | {outcome.lost} "
-            f"| {figures} |"
+            f"| {outcome.name} | {len(outcome.launches)} | {resumed} | {outcome.refused_starts} "
+            f"| {outcome.lost} | {figures} |"
         )
     return "\n".join(lines)
 

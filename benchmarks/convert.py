@@ -1,8 +1,8 @@
-"""`portable-convert` beside `cp` and the scripts that the frameworks bring along.
+"""`portable-convert` beside `cp` and the frameworks' own scripts.
 
 ``python -m benchmarks.convert`` has each framework write a checkpoint, then times whole processes, in turns,
 with a warm page cache. Every result is compared, tensor by tensor. ``--memory`` measures what
-`portable-convert` alone keeps in memory as checkpoints grow.
+`portable-convert` alone uses as checkpoints grow.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SOURCES = {
     "zero3": "DeepSpeed ZeRO-3, bf16",
     "xla": "PyTorch/XLA FSDP",
 }
-# What a person would have installed; no tool may use an accelerator that only one machine has.
+# Only packages that a user would have; no accelerator.
 ENVIRONMENT = {
     "USE_TORCH_XLA": "0",
     "DS_ACCELERATOR": "cpu",
@@ -67,11 +67,11 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Run:
-    """One whole process. `cpu` is its user and system time, which other work on the machine disturbs least.
+    """One whole process. `cpu` is user and system time, which other load disturbs least.
 
     Attributes:
         rss: peak resident MiB, with the pages of mapped files.
-        anonymous: peak MiB of memory of its own, as sampled.
+        anonymous: peak MiB of anonymous memory, sampled.
     """
 
     wall: float
@@ -82,7 +82,7 @@ class Run:
 
 @dataclass
 class Result:
-    """All runs of one contestant on one checkpoint; `failed` is the last line it said, if it could not."""
+    """All runs of one contestant on one checkpoint; `failed` is its last output line if it failed."""
 
     name: str
     runs: list[Run] = field(default_factory=list)
@@ -101,7 +101,7 @@ def portable(source: Path, out: Path, *more: str) -> list[str]:
 
 
 def contestants(kind: str, result: Path) -> list[Contestant]:
-    """Everyone who can turn a checkpoint of `kind` into weights; `result` is a finished one, for `cp`."""
+    """All contestants for a checkpoint of `kind`; `cp` copies the finished `result`."""
     copied, flushed = shlex.quote(str(result)), 'sync "$0"/*'
     everyone = [
         Contestant(COPY, lambda _, out: ["cp", str(result), str(out)], makes_folder=False, writes=False),
@@ -159,9 +159,9 @@ def contestants(kind: str, result: Path) -> list[Contestant]:
 
 
 def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
-    """Run to the end; what it took, and the exit code. What it says goes to `log`.
+    """Run to the end; return its cost and exit code. Output goes to `log`.
 
-    Python's compiled modules are kept beside `log`: nobody's installation compiles itself at every start.
+    Compiled Python modules are cached beside `log`, as in a real installation.
     """
     compiled = {"PYTHONPYCACHEPREFIX": str(log.with_name("pycache").absolute())}
     peaks = {"VmHWM": 0, "RssAnon": 0}
@@ -204,9 +204,9 @@ def compete(kind: str, source: Path, work: Path, rounds: int) -> list[Result]:
     expected = digest(reference)
     everyone = contestants(kind, reference / "model.safetensors")
     results = {contestant.name: Result(contestant.name) for contestant in everyone}
-    # The turn before the first compiles everyone's modules, compares the results, and is not measured.
+    # The warm-up turn compiles modules and compares the results; it is not measured.
     for turn in range(-1, rounds):
-        # Each starts where another did the turn before, and with the disk at rest.
+        # The order rotates, and each starts with an idle disk.
         for contestant in everyone[turn % len(everyone) :] + everyone[: turn % len(everyone)]:
             result = results[contestant.name]
             if result.failed:
@@ -229,7 +229,7 @@ def compete(kind: str, source: Path, work: Path, rounds: int) -> list[Result]:
 
 
 def digest(folder: Path) -> object:
-    """What a result holds, read by a process of its own with other people's libraries."""
+    """The content of a result, read by another process with other libraries."""
     command = python("-m", "benchmarks.convert_digest", str(folder))
     return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
@@ -240,7 +240,7 @@ def last_line(log: Path) -> str:
 
 
 def provide(kind: str, work: Path, gigabytes: float) -> tuple[Path | None, str]:
-    """A checkpoint of `kind`, made unless it is there; None and the reason where it cannot be."""
+    """A checkpoint of `kind`, made if missing; None and the reason if it cannot be made."""
     if find_spec(NEEDS[kind]) is None:
         return None, f"{NEEDS[kind]} is not installed"
     folder, log = work / f"{kind}-{gigabytes:g}", work / "log"
@@ -279,7 +279,7 @@ def table(kind: str, results: Sequence[Result]) -> str:
 
 
 def sparse_checkpoint(folder: Path, gigabytes: float) -> None:
-    """A safetensors file of zeros that takes no room: 32 MB tensors, whatever the size."""
+    """A sparse safetensors file of zeros, in tensors of 32 MB."""
     count = max(1, round(gigabytes * 1e9 / (8_000_000 * 4)))
     header = {
         f"layers.{i}.weight": {
@@ -297,7 +297,7 @@ def sparse_checkpoint(folder: Path, gigabytes: float) -> None:
 
 
 def memory(work: Path, sizes: Sequence[float]) -> str:
-    """Our own peak memory as the checkpoint grows, for every way that bytes take through the program."""
+    """Peak memory of `portable-convert` as the checkpoint grows, for each code path."""
     lines = [
         "| GB | conversion | wall s | peak MiB | anonymous MiB |",
         "| ---: | --- | ---: | ---: | ---: |",

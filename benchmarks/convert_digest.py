@@ -1,4 +1,4 @@
-"""What a converted checkpoint holds, read with safetensors and torch themselves: a digest of every tensor.
+"""Digest every tensor of a converted checkpoint, read with safetensors and torch.
 
 ``python -m benchmarks.convert_digest FOLDER`` prints JSON: name -> [dtype, shape, digest].
 """

@@ -1,7 +1,7 @@
-"""Checkpoints for `benchmarks.convert`, written by the libraries that people train with.
+"""Write checkpoints for `benchmarks.convert` with each framework.
 
 ``python -m benchmarks.convert_make KIND FOLDER`` trains one step of a Llama of about the given size on two
-ranks of this machine's processor and saves it. One kind a process: the libraries do not share one well.
+ranks of this machine's processor and saves it. One kind a process: the libraries conflict.
 """
 
 from __future__ import annotations

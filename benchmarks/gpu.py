@@ -1,9 +1,9 @@
-"""What one GPU does: the training step beside its peers, Hugging Face's single-GPU guide, and a roofline.
+"""One GPU: the training step beside its peers, Hugging Face's single-GPU guide, and a roofline.
 
 ``python -m benchmarks.gpu`` trains a Llama of 1.2 billion parameters with this project, the Trainer,
-Accelerate and a bare compiled loop, by turns, each in a process of its own; then BERT-large under each saving
-of the guide; then holds the step against what the card can do. Without a GPU, or with ``--small``, everything
-is tiny and runs in this process: that shows that the program works, and nothing else.
+Accelerate and a bare compiled loop, by turns, each in a process of its own; then BERT-large under each
+saving of the guide; then compares the step with the card's limits. Without a GPU, or with ``--small``,
+everything is tiny and runs in this process, which only shows that the program works.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PARTS = ("step", "guide", "roofline")
 SAME_LOSS = {"fp32": 1e-5, "bf16": 2e-2}
-"""Relative difference that the last loss may have from the bare loop's."""
+"""Largest relative difference of the last loss from the bare loop's."""
 
 
 def run_piece(piece: str, index: int, scale: str, device: str, folder: Path) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def run_piece(piece: str, index: int, scale: str, device: str, folder: Path) -> 
 
 
 def in_process_of_its_own(piece: str, index: int, scale: str, device: str, folder: Path) -> dict[str, Any]:
-    """The same with the card to itself; of a piece that fails, as one that does not fit, its last line."""
+    """The same with the card to itself; for a piece that fails, its last output line."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--piece", f"{piece}:{index}:{scale}:{device}"]
     done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -104,7 +104,7 @@ def _check_losses(results: dict[str, dict[str, Any]], tolerance: float) -> None:
 
 
 def guide_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Ours beside the guide's, whose GPU is a V100 with 16 GB."""
+    """Our numbers beside the guide's, from a V100 with 16 GB."""
     lines = [
         f"{'':<30}{'ours: s':>10}{'samples/s':>11}{'driver MB':>11}{'guide: s':>11}{'samples/s':>11}{'MB':>8}"
     ]
@@ -121,7 +121,7 @@ def guide_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def roofline_table(found: dict[str, Any]) -> str:
-    """The least that each part takes beside what it took; a part without a bound is what is left."""
+    """The lower bound of each part beside its measured time."""
     if "failed" in found:
         return str(found["failed"])
     bounds, spent = found["bounds_seconds"], found["spent_seconds"]

@@ -1,4 +1,4 @@
-"""What :mod:`benchmarks.gpu` measures, a piece at a time: a loop, a row of the guide's table, a roofline."""
+"""The pieces that :mod:`benchmarks.gpu` measures: a loop, a row of the guide's table, the roofline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONTESTANTS = ("bare PyTorch", "portable-train", "Accelerate", "Trainer")
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is."""
+    """Sizes of models and data."""
 
     llama: dict[str, Any]
     seq_len: int
@@ -253,7 +253,7 @@ ROWS = (
 
 
 def measure_row(row: Row, scale: Scale, device: str, folder: Path) -> dict[str, Any]:
-    """An epoch of BERT's classification: seconds, samples a second, and memory as the driver counts it.
+    """An epoch of BERT classification: seconds, samples a second, and memory reported by the driver.
 
     Two steps before it are not counted.
     """
@@ -280,7 +280,7 @@ def measure_row(row: Row, scale: Scale, device: str, folder: Path) -> dict[str, 
         seconds = sum(loop.turn(steps).seconds)
         loop.close()
         counted = backend.diagnostics.driver_memory()
-    except UserError as error:  # a precision that this device has not
+    except UserError as error:  # a precision that this device lacks
         return {"name": row.name, "guide": row.guide, "refused": str(error)}
     finally:
         backend.stop()
@@ -306,7 +306,7 @@ KINDS = {
 
 
 def measure_roofline(scale: Scale, device: str, folder: Path) -> dict[str, Any]:
-    """What a step would take at the speeds that the device reaches, and where the measured time went."""
+    """The time of a step at the measured ceilings, and where the real time went."""
     backend = create_backend(device)
     prepared = _llama(scale, folder, backend)
     loop = PortableLoop(prepared, _fresh(folder / "roofline"), time.perf_counter)
@@ -404,7 +404,7 @@ def _kind(kernel: str) -> str:
 
 
 def _start_counting(device: str) -> None:
-    """Forget what came before."""
+    """Free memory and reset statistics."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -412,7 +412,7 @@ def _start_counting(device: str) -> None:
 
 
 def _fresh(folder: Path) -> Path:
-    """A name in ``folder``'s parent that is not taken."""
+    """An unused name beside ``folder``."""
     number = 0
     while (path := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Being told by the kernel, at once, when a file or folder appears or gets its name (Linux; inotify(7))."""
+"""Watch folders for created and renamed files (Linux, inotify(7))."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Watch:
         os.close(self._fd)
 
     def add(self, folder: Path) -> None:
-        """Look at ``folder`` as well; nothing happens where it has gone by now."""
+        """Watch ``folder`` too; a no-op if it no longer exists."""
         number = _libc.inotify_add_watch(self._fd, os.fsencode(folder), CREATED | RENAMED)
         if number >= 0:
             self._folders[number] = folder
 
     def events(self, going_on: Callable[[], bool], seconds: float) -> Iterator[tuple[int, Path]]:
-        """What happens to which path, until ``going_on`` says no or the time is over."""
+        """Yield events with their paths until ``going_on`` returns False or the time is over."""
         end = time.monotonic() + seconds
         poll = select.poll()  # which, unlike select, takes any number of a file
         poll.register(self._fd, select.POLLIN)

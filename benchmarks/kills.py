@@ -1,14 +1,14 @@
-"""A thousand kills at random moments: of runs from their start to their export, and of conversions.
+"""Kill runs and conversions at random moments, a thousand times.
 
 ``python -m benchmarks.kills --forks --minutes 20`` has each engine train a tiny model, from an empty cache
-to ``final/``, again and again. Each leg is ended by a SIGKILL, of the launcher or of one rank, at a random
-moment of the leg or of one of its phases, and the next one goes on. What ends undisturbed at last has to
-equal a run that nothing disturbed byte for byte, and to leave the same names and not one more: in its
-folder, in the cache and among temporary files. Between these, ``portable-convert --overwrite`` replaces the
-model of one step by that of another, and is killed as often. ``--forks`` takes commands as forks of one
-process that has everything loaded, without the seconds of imports. ``--saves`` has the runs save after each
-step, more than a disk takes at once, and strikes nothing but saves: when a folder of shards appears, or a
-random time after, of about as long as the saves before took. Exits with 1 where a promise was broken.
+to ``final/``, again and again. Each launch is ended by a SIGKILL of the launcher or of one rank, at a
+random moment of the launch or of one of its phases, and the next one resumes. The launch that may finish
+must equal an undisturbed run byte for byte, and leave the same names and no others: in its folder, in the
+cache and among temporary files. Between these, ``portable-convert --overwrite`` replaces the model of one
+step by that of another, and is killed as often. ``--forks`` runs commands as forks of one process that has
+imported everything. ``--saves`` has the runs save after each step, more than a disk takes at once, and
+strikes nothing but saves: when a folder of shards appears, or a random time after, of about as long as the
+saves before took. Exits with 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import chaos
-from benchmarks.chaos import Chaos, Leg, Outcome, Run, _alive
+from benchmarks.chaos import Chaos, Launch, Outcome, Run, _alive
 from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.train_overhead import SMALL_MODEL
@@ -53,10 +53,10 @@ ENGINES: dict[str, tuple[int, ...]] = {
 }
 """Each with the numbers of ranks, or devices, that take turns."""
 STEPS = 10
-LEGS = 6
-"""Kills until the run is left alone."""
+LAUNCHES = 6
+"""Kills before the run may finish."""
 AFTER = 3
-"""Kills of the same command once the run is complete: it exports again."""
+"""Kills of the same command on the complete run, which exports again."""
 CONVERTED = 60
 """Kills of conversions after each run."""
 PHASES = ("start", "tokenizing", "resume", "training", "save", "export")
@@ -70,7 +70,7 @@ SAVING: dict[str, Any] = {
 }
 """Of runs whose saves are struck: two million parameters that cost little to train, 25 MB a checkpoint."""
 GONE = 10.0
-"""Seconds in which every process of a leg has to be gone."""
+"""Seconds within which every process of a launch must end."""
 IN_A_PHASE = {"start": 0.3, "tokenizing": 0.15, "resume": 0.4, "training": 0.15, "save": 0.04, "export": 0.1}
 """Seconds that each about takes: a kill comes at a random moment of them, after the phase begins."""
 
@@ -80,7 +80,7 @@ until = functools.partial(chaos.until, poll=POLL)
 
 @dataclass
 class Tally:
-    """Kills by what they hit, and what was found wrong."""
+    """Kills by phase, and broken promises."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By engine and phase."""
@@ -92,7 +92,7 @@ class Tally:
     finished: int = 0
     """Runs and conversions that were left alone in the end, and looked through."""
     slowest: float = 0.0
-    """Seconds until the last process of a leg had gone."""
+    """Seconds until the last process of a launch ended."""
 
     @property
     def broken(self) -> list[str]:
@@ -101,7 +101,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Whole:
-    """What a run that nothing disturbed came to."""
+    """The result of an undisturbed run."""
 
     losses: dict[int, float]
     names: frozenset[str]
@@ -156,7 +156,7 @@ class Cycle:
         return names_below(self.folder, self.cache, self.temporary)
 
     def state(self) -> dict[str, tuple[int, int]]:
-        """What in the folders tells where a leg is; each with what changes when it is written anew."""
+        """What in the folders tells where a launch is; each with what changes when it is written anew."""
         found = {}
         for path in (
             *self.folder.glob(".*"),
@@ -185,8 +185,8 @@ class Killing:
         self._exported = False
         self._save_seconds = IN_A_PHASE["save"]
 
-    def leg(self, aim: str) -> None:
-        """One leg that a kill ends, or that ends before it comes."""
+    def launch(self, aim: str) -> None:
+        """One launch that a kill ends, or that ends before it comes."""
         cycle, run = self._cycle, self._cycle.run
         before = cycle.state()
         run.start(cycle.engine)
@@ -201,21 +201,21 @@ class Killing:
                 os.kill(self._dice.choice(victims), signal.SIGKILL)
         else:
             run.signal(signal.SIGKILL)
-        code, said = self._ended()
+        code, output = self._ended()
         if struck:
             self._tally.kills[cycle.engine, phase] += 1
             self._tally.halves += any(cycle.folder.glob("checkpoints/.step-*"))
-        self._look(Leg(cycle.engine, kind, code=code), phase, said)
+        self._look(Launch(cycle.engine, kind, code=code), phase, output)
 
     def finish(self) -> None:
-        """A leg that is left alone, and everything compared."""
+        """A launch that is left alone, and everything compared."""
         name, whole, tally = self._cycle.name, self._whole, self._tally
-        code, said = self._cycle.alone()
+        code, output = self._cycle.alone()
         self._gone()
         if code:
-            tally.lost.append(f"{name}: the undisturbed leg ended with {code}\n{said[-3000:]}")
+            tally.lost.append(f"{name}: the undisturbed launch ended with {code}\n{output[-3000:]}")
             return
-        self._resumed_right(said)
+        self._resumed_right(output)
         tally.finished += 1
         ours = self._cycle.whole()
         if ours.losses != whole.losses:
@@ -263,7 +263,7 @@ class Killing:
         time.sleep(self._dice.uniform(0, self._save_seconds))
 
     def _phase(self, before: dict[str, tuple[int, int]]) -> str:
-        """What the leg that began with ``before`` does."""
+        """What the launch that began with ``before`` does."""
         now = self._cycle.state()
         new = {path for path, values in now.items() if before.get(path) != values}
         names = [path.rsplit("/", 1)[-1] for path in new]
@@ -283,12 +283,12 @@ class Killing:
     # -- looking -----------------------------------------------------------------------------------------
 
     def _ended(self) -> tuple[int, str]:
-        code, said = self._cycle.run.wait()
+        code, output = self._cycle.run.wait()
         self._gone()
-        return code, said
+        return code, output
 
     def _gone(self) -> None:
-        """Wait until no process of the leg is left."""
+        """Wait until no process of the launch is left."""
         begun, run = time.monotonic(), self._cycle.run
         try:
             until(lambda: not run.processes(), GONE)
@@ -300,17 +300,17 @@ class Killing:
                     os.kill(pid, signal.SIGKILL)
         self._tally.slowest = max(self._tally.slowest, time.monotonic() - begun)
 
-    def _look(self, leg: Leg, phase: str, said: str) -> None:
-        """Hold what a leg left to what is promised."""
+    def _look(self, launch: Launch, phase: str, output: str) -> None:
+        """Hold what a launch left to what is promised."""
         name, tally, outcome = f"{self._cycle.name}, {phase}", self._tally, Outcome(self._cycle.name)
-        self._resumed_right(said)
-        leg.reached = self._cycle.run.step() if self._cycle.folder.exists() else 0
-        self._looking._look(leg, said, outcome)
+        self._resumed_right(output)
+        launch.reached = self._cycle.run.step() if self._cycle.folder.exists() else 0
+        self._looking._look(launch, output, outcome)
         for line in outcome.broken:
             (tally.other if "exit code" in line or "no one line" in line else tally.lost).append(
                 f"{name}: {line}"
             )
-        self._kept = leg.kept
+        self._kept = launch.kept
         final = self._cycle.folder / "final"
         if not final.exists():
             if self._exported:
@@ -320,9 +320,9 @@ class Killing:
         if files_of(final) != self._whole.files:
             tally.lost.append(f"{name}: final is not whole")
 
-    def _resumed_right(self, said: str) -> None:
-        marks = [line.split()[3] for line in said.splitlines() if line.startswith("resuming at step ")]
-        begun = bool(marks) or any(line.startswith("starting") for line in said.splitlines())
+    def _resumed_right(self, output: str) -> None:
+        marks = [line.split()[3] for line in output.splitlines() if line.startswith("resuming at step ")]
+        begun = bool(marks) or any(line.startswith("starting") for line in output.splitlines())
         if begun and int(marks[0] if marks else 0) != self._kept:
             self._tally.lost.append(f"{self._cycle.name}: went on from {marks}, and {self._kept} was there")
 
@@ -332,14 +332,14 @@ def undisturbed(
 ) -> tuple[Cycle, Whole]:
     """A cycle that nothing disturbs.
 
-    Its command is given twice: the second leg exports again, as those do that are killed.
+    Its command is given twice: the second launch exports again, as those do that are killed.
     """
     cycle = Cycle(scratch, engine, ranks, changes)
     begun = time.monotonic()
-    code, said = cycle.alone()
+    code, output = cycle.alone()
     seconds = time.monotonic() - begun
     if code:
-        raise RuntimeError(f"{engine}: the undisturbed run ended with {code}\n{said}")
+        raise RuntimeError(f"{engine}: the undisturbed run ended with {code}\n{output}")
     whole = cycle.whole()
     return cycle, Whole(whole.losses, whole.names, whole.files, seconds)
 
@@ -501,13 +501,13 @@ def kill_for(
         aims = [*PHASES, "any", "any"]
         dice.shuffle(aims)
         aims.sort(key=lambda aim: (aim != "tokenizing", aim == "export"))  # as a run goes through them
-        for aim in ["save"] * LEGS if saves else aims[:LEGS]:
-            killing.leg(aim)
+        for aim in ["save"] * LAUNCHES if saves else aims[:LAUNCHES]:
+            killing.launch(aim)
             bar.update()
         killing.finish()
         if not saves:
             for aim in ["resume", *["export"] * AFTER]:
-                killing.leg(aim)
+                killing.launch(aim)
                 bar.update()
             killing.finish()
             for _ in range(CONVERTED):

@@ -213,7 +213,7 @@ class ShiftedRows(Rows):
 class PortableLoop:
     """``portable.loop.train`` with the backend, engine, loader and reporter of ``portable-train``.
 
-    A turn is a leg of the run without the checkpoint at its end.
+    A turn is a launch of the run without the checkpoint at its end.
     """
 
     name = "portable-train"
@@ -243,7 +243,7 @@ class PortableLoop:
                 self._batches,
                 None,
                 progress=self._progress,
-                # The last step of a leg is always logged.
+                # The last step of a launch is always logged.
                 cadence=Cadence(until=self._progress.step + steps, log_every=0, eval_every=0, save_every=0),
                 schedule=prepared.schedule,
                 plan=prepared.plan,
@@ -259,7 +259,7 @@ class PortableLoop:
 
 
 class _Timed(Events):
-    """The reporter of a real run, less the checkpoints, and a clock that ticks when a step is wholly done."""
+    """The reporter of a real run without checkpoints, with a clock that stops when a step is complete."""
 
     def __init__(self, reporter: Reporter, clock: StepClock) -> None:
         self._reporter = reporter
@@ -280,7 +280,7 @@ class _Timed(Events):
 
 
 class BareLoop:
-    """What one writes by hand: nothing but the model, the loss and the optimizer; batches wait in a list."""
+    """A loop written by hand: model, loss, optimizer; batches wait in a list."""
 
     def __init__(self, setting: Setting, name: str) -> None:
         self.name = name
@@ -503,6 +503,6 @@ def take_turns(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Progress lines are made, as in real use, and not shown."""
+    """Progress lines are formatted, as in real use, but not shown."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -1,4 +1,4 @@
-"""What a measurement was taken on and with."""
+"""Describe the machine and libraries of a measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 
 
 def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
-    """Processor, threads, and the versions of the libraries that take part, of ``more`` besides."""
+    """Processor, threads and versions of libraries, those of ``more`` included."""
     described = {
         "cpu": f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes, at the start)",
@@ -32,17 +32,17 @@ def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
 
 
 def machine_in_words(machine: Mapping[str, str]) -> str:
-    """What :func:`describe_machine` says, in a line."""
+    """The result of :func:`describe_machine` as one line."""
     return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 
 def command_line(module: str, argv: Sequence[str] | None) -> str:
-    """How a benchmark was called, to be called so again: with ``argv``, or this process's arguments."""
+    """The command line that repeats a benchmark: ``argv``, or this process's arguments."""
     return shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)])
 
 
 def cpu_model() -> str:
-    """The processor's name as Linux tells it, or what Python knows."""
+    """The processor's name from Linux, or else from Python."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
         if line.startswith("model name"):

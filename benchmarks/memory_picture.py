@@ -1,7 +1,4 @@
-"""What lies in a device's memory under each strategy, as a picture: ``python -m benchmarks.memory_picture``.
-
-It draws what ``portable-plan --json`` prints, for one model on one kind of device.
-"""
+"""Draw docs/memory.svg: the memory of a device under each strategy, from ``portable-plan --json``."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.errors import RunError
 from portable.planner.cli import main as plan
+from portable.reporting.svg import Picture, ticks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +39,7 @@ GIBIBYTE = 1 << 30
 
 
 def planned(device: str, devices: int) -> dict[str, Any]:
-    """What ``portable-plan`` says of :data:`MODEL` with recomputation."""
+    """The plan of :data:`MODEL` with recomputation, as JSON."""
     settings = [
         "--model.config",
         json.dumps(MODEL),
@@ -61,29 +59,35 @@ def planned(device: str, devices: int) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], path: Path, title: str) -> None:
-    """A bar for each option, made of its parts, with the device's memory as a line."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
+    """A bar for each option, made of its parts, with the device's memory as a dashed line."""
     options = [option for option in result["options"] if "nvme" not in option.values()]
     options.sort(key=lambda option: -option["device_bytes"]["total"])
-    figure = Figure(figsize=(9, 0.42 * len(options) + 1.4), layout="constrained")
-    FigureCanvasSVG(figure)
-    axes = figure.subplots()
-    names = []
-    for option in options:
-        away = [what for what in ("optimizer", "params") if option[f"offload_{what}"] != "none"]
-        names.append(option["strategy"] + (f", {' and '.join(away)} on the host" if away else ""))
-    left = [0.0] * len(options)
-    for part, colour in PARTS.items():
-        sizes = [option["device_bytes"][part] / GIBIBYTE for option in options]
-        axes.barh(names, sizes, left=left, color=colour, label=part, height=0.72)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    axes.axvline(result["device_memory"] / GIBIBYTE, color="#57606a", linestyle="--", linewidth=1.2)
-    axes.set(xlabel="GiB on a device; dashed: what it has", title=title)
-    axes.grid(axis="x", alpha=0.25)
-    axes.legend(loc="upper right", framealpha=0.95)
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    left, right, top, row = 250, 850, 64, 30
+    bottom = top + row * len(options)
+    most = max(result["device_memory"], options[0]["device_bytes"]["total"]) / GIBIBYTE * 1.04
+    picture = Picture(880, bottom + 48)
+    picture.text(16, 25, title, more='font-size="15" font-weight="bold"')
+    for place, (part, colour) in enumerate(PARTS.items()):
+        picture.box(left + 120 * place, 40, 12, 12, colour)
+        picture.text(left + 120 * place + 18, 50, part)
+    for size in ticks(0, most, 8):
+        x = left + size / most * (right - left)
+        picture.line([(x, top), (x, bottom)], "#e5e9ee")
+        picture.text(x, bottom + 18, f"{size:g}", anchor="middle")
+    for place, option in enumerate(options):
+        y = top + row * place
+        offloaded = [what for what in ("optimizer", "params") if option[f"offload_{what}"] != "none"]
+        name = option["strategy"] + (f", {' and '.join(offloaded)} on the host" if offloaded else "")
+        picture.text(left - 8, y + row / 2 + 4, name, anchor="end")
+        x = float(left)
+        for part, colour in PARTS.items():
+            width = option["device_bytes"][part] / GIBIBYTE / most * (right - left)
+            picture.box(x, y + 4, width, row - 8, colour)
+            x += width
+    x = left + result["device_memory"] / GIBIBYTE / most * (right - left)
+    picture.line([(x, top), (x, bottom)], "#57606a", width=1.5, dash="5 4")
+    picture.text((left + right) / 2, bottom + 40, "GiB on a device; dashed: what it has", anchor="middle")
+    path.write_text(str(picture), "utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

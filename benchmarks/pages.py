@@ -1,4 +1,4 @@
-"""Tables that a benchmark writes into the documentation."""
+"""Write tables into the documentation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def put_into(page: Path, text: str, begin: str, end: str) -> None:
-    """Replace what stands between the marks ``begin`` and ``end`` of ``page``.
+    """Replace the text between the marks ``begin`` and ``end`` of ``page``.
 
     Raises:
-        ValueError: if it has no such marks.
+        ValueError: the page lacks the marks.
     """
     whole = page.read_text("utf-8")
     start, stop = whole.index(begin) + len(begin), whole.index(end)

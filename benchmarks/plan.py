@@ -1,13 +1,12 @@
 """Planned memory beside measured, by model family and strategy.
 
 ``python -m benchmarks.plan --docs docs/planning.md --by-strategy docs/choosing.md`` builds each model with
-its live engine, as the first of several CPU ranks of which the others are not there (all buffers of
-collectives are), takes two steps of two micro-batches, and records what torch's allocator hands out. Beside
-it stands what the planner said. With two micro-batches the gradients are complete when activations are at
-their peak, as the planner counts them.
+its live engine as rank 0 of several CPU ranks, of which the others do not exist (all buffers of collectives
+do), takes two steps of two micro-batches, and records the peak of torch's allocator beside the plan. With
+two micro-batches the gradients are complete when activations are at their peak, as the planner assumes.
 
-With ``--backend xla`` it compiles the graphs of a step instead, on virtual devices of the CPU, and asks XLA's
-compiler what they take; see :mod:`benchmarks.plan_xla`.
+With ``--backend xla`` it compiles the graphs of a step instead, on virtual devices of the CPU, and reads
+their memory from XLA's compiler; see :mod:`benchmarks.plan_xla`.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from portable.model import build as models
 from portable.model.initialize import Blueprint
 from portable.planner.activations import fake_batch
 from portable.planner.memory_model import Cluster, Setting
+from portable.planner.meta_model import MetaModel
 from portable.planner.passes import Request
 from portable.planner.plan import DeviceBytes, Planner, Target
-from portable.planner.subject import LiveSubject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -127,7 +126,7 @@ def settings_of(family: str, setting: Setting, recompute: str, ranks: int, folde
 
 
 def measure(config: RunConfig, ranks: int) -> int:
-    """The most bytes there were in the last step on the first of ``ranks`` ranks."""
+    """Peak bytes in the last step on rank 0 of ``ranks`` ranks."""
     machine = Machine(torch.device("cpu"), 0, ranks, ranks)
     room = engine_room(config.strategy)
     room.check(config, "cpu")
@@ -154,7 +153,7 @@ def measure(config: RunConfig, ranks: int) -> int:
 def planned(config: RunConfig, ranks: int) -> DeviceBytes:
     model = models.build_model(models.model_config(config.model), config.model)
     target = Target(config.backend, Cluster(ranks, ranks), None, None)
-    subject = LiveSubject(model, config)
+    subject = MetaModel(model, config)
     return Planner(config, subject, target).option(Setting.of(config)).device_bytes
 
 
@@ -209,7 +208,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def table_by_strategy(rows: Sequence[Row]) -> str:
-    """What was measured alone, a column for each strategy."""
+    """The measured values only, a column for each strategy."""
     names = [f"`{setting.strategy}`" for setting in SETTINGS]
     lines = [
         f"| measured, MiB | recomputed | {' | '.join(names)} |",

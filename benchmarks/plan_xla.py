@@ -1,4 +1,4 @@
-"""What XLA's compiler says that a step needs: the measurement behind the plan for backend xla.
+"""Memory of a step reported by XLA's compiler, to compare with the plan for backend xla.
 
 ``python -m benchmarks.plan --backend xla`` starts this module once for each number of devices, with the cases
 as JSON on stdin, and reads their bytes from stdout. When it has compiled a graph, torch_xla writes what the
@@ -36,7 +36,7 @@ GIB = 1 << 30
 
 
 def told_in(file: Path) -> dict[str, str]:
-    """What a process's environment must say before its first graph, for the compiler to tell of each."""
+    """Environment variables that make the compiler report every graph; set before the first one."""
     # The compiler for CPUs drops barriers, and then merges what is recomputed with what was there before.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_disable_hlo_passes=cse_barrier_expander"
     return {
@@ -55,7 +55,7 @@ class Graph:
     arguments: int
     results: int
     aliased: int
-    """Of the results, those that lie where an argument lay."""
+    """Results that reuse the buffer of an argument."""
     temporary: int
 
     @property
@@ -78,9 +78,9 @@ class Step:
     """Bytes on a device."""
 
     resident: int
-    """What stays between graphs: all of it is an argument of the update."""
+    """Bytes that stay between graphs: the arguments of the update."""
     in_passes: int
-    """What the graph of a micro-batch takes beside."""
+    """Further bytes of the graph of a micro-batch."""
     in_update: int
 
     @property
@@ -89,7 +89,7 @@ class Step:
 
 
 def measured(cases: Sequence[Mapping[str, Any]], devices: int, folder: Path | str) -> Iterator[Step]:
-    """What a step of each of ``cases`` (settings of a run) takes on each of so many devices.
+    """Bytes on each of ``devices`` devices of a step of each of ``cases`` (settings of a run).
 
     Raises:
         subprocess.CalledProcessError: if a case fails.

@@ -1,4 +1,4 @@
-"""How long a checkpoint takes to load, and in what memory, beside torch's and DeepSpeed's own loading.
+"""Time and memory to load a checkpoint, beside torch's and DeepSpeed's own loading.
 
 ``python -m benchmarks.resume --docs docs/moving.md`` saves a run of more than a gigabyte of state and loads
 it again and again, by turns with torch's DCP and DeepSpeed's own loading into the same engine.
@@ -83,7 +83,7 @@ def read(
     """Load a checkpoint ``rounds`` times with each contestant, on this rank; all ranks call it together.
 
     Returns:
-        figures with the files in the page cache, and without: of the slowest rank, and of the one that takes
+        numbers with the files in the page cache, and without: of the slowest rank, and of the one that takes
         most memory.
     """
     folder = next(path for path in Path(place).iterdir())
@@ -104,7 +104,7 @@ def _take_turns(
     run: Prepared, contestants: dict[str, Callable[[], object]], folder: Path, rounds: int, state: str
 ) -> Figures:
     backend = run.backend
-    figures: Figures = {name: [] for name in contestants}
+    measured: Figures = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         for name, function in contestants.items():
             trim()
@@ -122,8 +122,8 @@ def _take_turns(
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             if turn:  # the first is to warm up
                 slowest, memory, files = worst.tolist()
-                figures[name].append((slowest, int(memory), int(files)))
-    return figures
+                measured[name].append((slowest, int(memory), int(files)))
+    return measured
 
 
 def _set_cache(folder: Path, state: str) -> None:
@@ -141,7 +141,7 @@ def _set_cache(folder: Path, state: str) -> None:
 def _peers(
     engine: Any, strategy: str, folder: Path, writer: str, *, same_ranks: bool
 ) -> dict[str, Callable[[], object]]:
-    """What can load this checkpoint into this engine besides."""
+    """Other loaders of this checkpoint into this engine."""
     if writer == strategy == "full_shard":
         from torch.distributed.checkpoint.state_dict_loader import load
 

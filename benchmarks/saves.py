@@ -1,4 +1,4 @@
-"""How long a save holds up the training: behind it, in the foreground, and beside the plain bytes.
+"""How long a save blocks the training, in the background and in the foreground, beside plain copies.
 
 ``python -m benchmarks.saves --docs docs/moving.md`` saves one state again and again, by turns with a copy
 of as many bytes in memory, with writing and syncing them, and with what torch and DeepSpeed offer.
@@ -127,7 +127,7 @@ def _take_turns(
 
 
 def _peers(engine: Any, strategy: str, folder: Path) -> dict[str, Callable[[], object]]:
-    """What torch and DeepSpeed offer to save the same state with."""
+    """torch's and DeepSpeed's own saves of the same state."""
     if strategy == "full_shard":
         from torch.distributed.checkpoint.state_dict_saver import async_save
         from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -165,7 +165,7 @@ def _peers(engine: Any, strategy: str, folder: Path) -> dict[str, Callable[[], o
 
 
 def _together(backend: Backend) -> float:
-    """The time, when all ranks are here and nothing waits to be written to the disk."""
+    """The time after a barrier and a sync of the disk."""
     if backend.rank == 0:
         os.sync()
     backend.barrier()

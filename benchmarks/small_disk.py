@@ -1,4 +1,4 @@
-"""A disk of some megabytes that can be filled and freed: an ext4 in a file, on a loop device."""
+"""A small disk that can be filled and freed: ext4 in a file, on a loop device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SmallDisk:
                         break
 
     def free(self) -> None:
-        """Give back what :meth:`fill` took."""
+        """Free the bytes that :meth:`fill` took."""
         self._ballast.unlink(missing_ok=True)
 
 

@@ -1,7 +1,8 @@
 """The optimizer step of this project's loop beside a bare PyTorch loop, Accelerate and the Trainer.
 
-``python -m benchmarks.train_overhead`` trains the quickstart model with all of them, in turns of a few steps,
-from the same weights on the same data. It fails if, in fp32, this project's losses are not the bare loop's.
+``python -m benchmarks.train_overhead`` trains the quickstart model with all of them, in turns of a few
+steps, from the same weights on the same data. It fails if, in fp32, this project's losses differ from the
+bare loop's.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SAME_LOSS = 1e-6
-"""Relative difference that this project's fp32 losses may have from the bare loop's."""
+"""Largest relative difference of this project's fp32 losses from the bare loop's."""
 
 BASELINE = "bare PyTorch"
 GLOBAL_BATCH_SIZE = 8
@@ -105,20 +106,20 @@ class TurnOptions:
 
 
 def turn_values(given: argparse.Namespace) -> dict[str, Any]:
-    """What was given for the fields of :class:`TurnOptions`, by name."""
+    """The given fields of :class:`TurnOptions`, by name."""
     return {field.name: getattr(given, field.name) for field in fields(TurnOptions)}
 
 
 @dataclass(frozen=True)
 class Options(TurnOptions):
-    """Those of this benchmark."""
+    """Options of this benchmark."""
 
     micro_batch_sizes: tuple[int, ...] = (8, 4)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one loop did.
+    """Results of one loop.
 
     Attributes:
         step_seconds: of every measured step, by turn.
@@ -156,7 +157,7 @@ def measure(options: Options, micro_batch_size: int) -> list[Result]:
     """All loops with one micro-batch size; the bare loop comes first.
 
     Raises:
-        AssertionError: in fp32, if this project's losses are not those of the bare loop.
+        AssertionError: in fp32, this project's losses differ from the bare loop's.
     """
     with tempfile.TemporaryDirectory(prefix="train-overhead-") as scratch:
         folder = Path(scratch)

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.xla`` trains one Llama with both, in turns of a few steps, from the same weights on the
 same data. Without a TPU it runs on virtual devices that share the CPU: what is measured there is what the
-host does and what graph comes out, not the speed of a TPU. It fails if, in fp32, the losses differ.
+host does and which graph results, not the speed of a TPU. It fails if, in fp32, the losses differ.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MODEL = {
 
 
 class Ours:
-    """What ``portable-train`` runs, step by step, with the same read of the loss at the end of a turn."""
+    """The loop of ``portable-train``, with a read of the loss at the end of a turn."""
 
     name = "portable-train"
 
@@ -90,7 +90,7 @@ class Ours:
 
 
 class Bare:
-    """What one writes by hand after the torch_xla guide: mark every tensor, step, sync."""
+    """A loop written by hand after the torch_xla guide: mark every tensor, step, sync."""
 
     name = BARE
 

@@ -1,8 +1,8 @@
 """The optimizer step under DeepSpeed ZeRO beside a bare ``deepspeed.initialize`` loop and the Trainer.
 
 ``python -m benchmarks.zero`` trains one model with all three, from the same weights, on the same data and
-with the same DeepSpeed JSON, in turns of a few steps. It fails if, in fp32, this project's losses are not
-those of the bare loop.
+with the same DeepSpeed JSON, in turns of a few steps. It fails if, in fp32, this project's losses
+differ from the bare loop's.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 SAME_LOSS = 1e-5
-"""Relative difference that this project's fp32 losses may have from the bare loop's."""
+"""Largest relative difference of this project's fp32 losses from the bare loop's."""
 
 BASELINE = "bare DeepSpeed"
 
@@ -210,7 +210,7 @@ def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Pat
 
 
 def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
-    """What the run starts from: it has each rank initialise its share only."""
+    """The weights that the run starts from; each rank initialises only its share."""
     weights: dict[str, Tensor] = {}
     blueprint = Blueprint.of(prepared.model)
     for part in blueprint.initial_weights(prepared.config.seed):

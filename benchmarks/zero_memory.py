@@ -1,9 +1,9 @@
-"""Peak host memory of each rank under ZeRO, in bytes a parameter, beside what the arithmetic says.
+"""Peak host memory of each rank under ZeRO, in bytes a parameter, beside the theoretical values.
 
-``python -m benchmarks.zero_memory --docs docs/zero.md`` trains a model of which the state is far larger than
+``python -m benchmarks.zero_memory --docs docs/zero.md`` trains a model whose state is far larger than
 activations and buffers, on CPU ranks, each setting in fresh processes, and puts the table into the page. A
 rank's memory is what is resident and its own (not shared with files), beyond what it took after the same
-steps with a tiny model under zero3: so libraries do not count. On a GPU, what is not offloaded lies there.
+steps with a tiny model under zero3, so that libraries do not count. On a GPU, what is not offloaded is there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ END = "<!-- benchmarks.zero_memory: end -->"
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: a strategy, with or without all that it can offload in host memory."""
+    """One case: a strategy, with or without everything it can offload to host memory."""
 
     strategy: str
     offload: bool
@@ -83,7 +83,7 @@ class Usage:
 
 
 class Sampler:
-    """The most memory of one kind that this process has, looked at every few milliseconds."""
+    """Peak memory of one kind of this process, polled every few milliseconds."""
 
     def __init__(self, memory: Callable[[], int] | None = None) -> None:
         self._memory = memory or anonymous
@@ -108,18 +108,18 @@ class Sampler:
 
 
 def anonymous() -> int:
-    """Resident bytes of this process that no file stands behind."""
+    """Anonymous resident bytes of this process."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * resource.getpagesize()
 
 
 def file_backed() -> int:
-    """Resident bytes of this process that lie in files, or are shared."""
+    """File-backed and shared resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[2]) * resource.getpagesize()
 
 
 def trim() -> None:
-    """Give back to the system what is free."""
+    """Return free memory to the system."""
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

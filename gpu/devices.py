@@ -35,37 +35,32 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
 )
 
 MIB = 1 << 20
-# As PEAKS, with memory in MiB as the driver shows it, and rates each way in GB/s: NVLink or PCIe to the other
-# GPUs of a node, the node's network by GPU as cloud machines of the kind have it, and PCIe to the host; then
-# the GPUs of a node. From NVIDIA's data sheets and the clouds' pages on machine types. The sheets give both
-# ways together: PCIe x16 of generation 3, 4 and 5 as 32, 64 and 128 GB/s; NVLink-C2C to the host of GH200 as
-# 900 GB/s, which two GPUs share in GB200. The bridges of H100 NVL join two cards: a node's collectives go
-# over PCIe.
-_MACHINES: tuple[tuple[str, str, int, float, float, float, int], ...] = (
-    ("gb200", "GB200", 189_471, 900, 50, 225, 4),
-    ("b200", "B200", 183_359, 900, 50, 64, 8),
-    ("gh200", "GH200", 97_871, 450, 50, 450, 1),
-    ("h200", "H200", 143_771, 450, 50, 64, 8),
-    ("h100", "H100", 81_559, 450, 50, 64, 8),
-    ("h100-pcie", "H100 PCIe", 81_559, 64, 25, 64, 8),
-    ("h100-nvl", "H100 NVL", 95_830, 64, 25, 64, 8),
-    ("h800", "H800", 81_559, 200, 50, 64, 8),
-    ("h20", "H20", 97_871, 450, 50, 64, 8),
-    ("a100-80", "A100", 81_920, 300, 25, 32, 8),
-    ("a100-40", "A100", 40_960, 300, 12.5, 32, 8),
-    ("a800", "A800", 81_920, 200, 25, 32, 8),
-    ("a40", "A40", 46_068, 32, 6, 32, 8),
-    ("a10g", "A10G", 23_028, 32, 6, 32, 8),
-    ("a10", "A10", 23_028, 32, 6, 32, 4),
-    ("l40s", "L40S", 46_068, 32, 12.5, 32, 8),
-    ("l40", "L40", 46_068, 32, 6, 32, 8),
-    ("l4", "L4", 23_034, 32, 6, 32, 8),
-    ("v100-32", "V100", 32_768, 150, 12.5, 16, 8),
-    ("v100-16", "V100", 16_384, 150, 6, 16, 8),
-    ("t4", "T4", 15_360, 16, 6, 16, 4),
+# Name, memory in MiB as the driver reports it, and GPUs of a node.
+_MACHINES: tuple[tuple[str, int, int], ...] = (
+    ("gb200", 189_471, 4),
+    ("b200", 183_359, 8),
+    ("gh200", 97_871, 1),
+    ("h200", 143_771, 8),
+    ("h100", 81_559, 8),
+    ("h100-pcie", 81_559, 8),
+    ("h100-nvl", 95_830, 8),
+    ("h800", 81_559, 8),
+    ("h20", 97_871, 8),
+    ("a100-80", 81_920, 8),
+    ("a100-40", 40_960, 8),
+    ("a800", 81_920, 8),
+    ("a40", 46_068, 8),
+    ("a10g", 23_028, 8),
+    ("a10", 23_028, 4),
+    ("l40s", 46_068, 8),
+    ("l40", 46_068, 8),
+    ("l4", 23_034, 8),
+    ("v100-32", 32_768, 8),
+    ("v100-16", 16_384, 8),
+    ("t4", 15_360, 4),
 )
 _ALSO = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "v100": "v100-16"}
-_FP16_ONLY = ("V100", "T4")
+_FP16_ONLY = ("v100-32", "v100-16", "t4")
 
 # Set by srun where each task is shown its own GPUs only, so that all of them count from 0.
 BOUND_BY_SRUN = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
@@ -89,16 +84,10 @@ def index(local_rank: int, visible: int) -> int:
 
 def accelerators() -> list[Device]:
     """GPUs that can be named before there is one."""
-    peaks = {name: (half * 1e12, None if tf32 is None else tf32 * 1e12) for name, half, tf32 in PEAKS}
-    found = {}
-    for name, model, mebibytes, link, network, host, per_node in _MACHINES:
-        half, tf32 = peaks[model]
-        # Without tensor cores: from one GPU to the next about an eighth of what they do in tf32.
-        flops = {"fp16": half, "fp32": (tf32 or half) / 8}
-        flops |= {} if model in _FP16_ONLY else {"bf16": half, "tf32": tf32 or half / 2}
-        found[name] = Device(
-            name, "cuda", mebibytes * MIB, flops, link * 1e9, network * 1e9, host * 1e9, per_node
-        )
+    found = {
+        name: Device(name, "cuda", mebibytes * MIB, name not in _FP16_ONLY, per_node)
+        for name, mebibytes, per_node in _MACHINES
+    }
     return [*found.values(), *(replace(found[real], name=name) for name, real in _ALSO.items())]
 
 

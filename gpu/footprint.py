@@ -37,7 +37,7 @@ _KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
 
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """See :class:`portable.planner.memory_model.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
     if config.deepspeed.config is None:
         return config
     from gpu.zero import engine as zero  # only here: DeepSpeed takes seconds to import
@@ -46,7 +46,7 @@ def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
-    """See :class:`portable.planner.memory_model.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
     yield Setting("no_shard")
     if config.train.optimizer in _ZERO_OPTIMIZERS:
         for strategy in ("zero1", "zero2", "zero3"):
@@ -66,14 +66,14 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
 
 
 def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """See :class:`portable.planner.memory_model.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
     from gpu.fsdp.units import units  # only here: it needs torch
 
     return units(model, config)
 
 
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """See :class:`portable.planner.memory_model.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
     if config.strategy.startswith("zero"):
         return _Zero(model, config, cluster).footprint()
     alone = cluster.devices == 1 and config.memory.offload_params != "cpu"
@@ -101,8 +101,6 @@ def _replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footpr
         host=2 * gradients + moments if on_host else 0,
         links=Traffic(per_step=2 * gradients * share),
         network=Traffic(per_step=_across(2 * gradients, cluster)),
-        host_link=Traffic(per_step=2 * gradients) if on_host else Traffic(),
-        host_update=4 * gradients + 2 * moments if on_host else 0,
     )
 
 
@@ -139,14 +137,11 @@ def _fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foo
     before, layers, end = _gathered(model, config, group, compute)
     offload_params = config.memory.offload_params == "cpu"
     offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
-    host, moved, update = 0, Traffic(), 0
+    host = 0
     if offload_params:
-        host, moved = parameters + gradients + moments, Traffic(per_pass=2 * parameters + gradients)
-        # Shards pass through the device on their way to be gathered, and gradients on their way back.
+        host = parameters + gradients + moments
     elif offload_optimizer:
-        host, moved = 2 * gradients + moments, Traffic(per_step=2 * gradients)
-    if offload_params or offload_optimizer:
-        update = 4 * gradients + 2 * moments
+        host = 2 * gradients + moments
     gathers = 1 if config.strategy in _KEPT_AFTER_FORWARD else 2
     share = (group - 1) / group
     copies = cluster.devices // group
@@ -164,8 +159,6 @@ def _fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foo
         host=host,
         links=Traffic(per_pass=per_pass),
         network=Traffic(per_pass=network),
-        host_link=moved,
-        host_update=update,
     )
 
 
@@ -230,16 +223,6 @@ class _Zero:
             traffic = Traffic(per_pass=summed, per_step=compute * whole * links)
         else:
             traffic = Traffic(per_step=summed + compute * whole * links)
-        moved = Traffic()
-        if on_host:
-            moved = Traffic(per_pass=MASTER * share, per_step=compute * share)
-        if self._parameters_on_host:
-            moved = Traffic(moved.per_pass + 2 * compute * share, moved.per_step)
-        swapped = Traffic()
-        if self._optimizer_on_disk:  # the state is read and written, gradients written and read
-            swapped = Traffic(per_step=2 * (master + moments + MASTER * share))
-        if self._parameters_on_disk:
-            swapped = Traffic(2 * compute * share, swapped.per_step + compute * share)
         passes, layers, at_end = self._in_passes()
         network = Traffic(_across(traffic.per_pass, self._cluster), _across(traffic.per_step, self._cluster))
         return Footprint(
@@ -257,9 +240,6 @@ class _Zero:
             disk=self._disk(),
             links=traffic,
             network=network,
-            host_link=moved,
-            host_update=2 * (master + moments) + MASTER * share if on_host else 0,
-            disk_link=swapped,
         )
 
     # -- what stays ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend
     from portable.config import RunConfig
     from portable.planner.device_catalog import Device
-    from portable.planner.memory_model import FootprintRoom
+    from portable.planner.memory_model import FootprintModule
 
 _RANKS_PER_CORE = 4
 
@@ -101,7 +101,7 @@ class TorchPackage:
     def host_memory_advice(self, config: RunConfig) -> str:
         return memory_advice.advice(config)
 
-    def footprint(self) -> FootprintRoom:
+    def footprint(self) -> FootprintModule:
         from gpu import footprint
 
         return footprint

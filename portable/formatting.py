@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def human_bytes(count: float) -> str:
-    """A byte count as people read it, in binary units."""
+    """Format a byte count in binary units: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -18,7 +18,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_count(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``: ``noun`` is one that takes an s."""
+    """``1 rank``, ``2 ranks``. The plural of ``noun`` must end in s."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.config.rules import ConflictError
     from portable.planner.device_catalog import Device
-    from portable.planner.memory_model import FootprintRoom
+    from portable.planner.memory_model import FootprintModule
 
 BACKENDS: dict[str, tuple[str, str]] = {
     "cpu": ("gpu.package", "CPU"),
@@ -95,7 +95,7 @@ class BackendPackage(Protocol):
     def host_memory_advice(self, config: RunConfig) -> str:
         """Which settings to change where host memory runs out, in one sentence."""
 
-    def footprint(self) -> FootprintRoom:
+    def footprint(self) -> FootprintModule:
         """What the planner asks; its module imports no accelerator library."""
 
     def devices(self) -> tuple[Device, ...]:

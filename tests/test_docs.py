@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from tests.zygote import Zygote
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.stem != "config")]
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*GUIDES, *sorted(path for path in (ROOT / "docs").glob("*.md") if path.stem != "config")]
 FIRST_PAGE = ROOT / "docs" / "start.md"
 COMMANDS = ("sh", "bash", "console")
 PROGRAMS = ("portable-train", "portable.cli")
@@ -132,7 +133,7 @@ def test_every_block_of_commands_says_whether_it_runs() -> None:
 
 
 def test_every_block_has_a_language_that_is_known() -> None:
-    known = {*COMMANDS, "python", "yaml", "json", "", "{toctree}", "{include} ../SECURITY.md"}
+    known = {*COMMANDS, "python", "yaml", "json", "mermaid", "", "{toctree}", "{include} ../SECURITY.md"}
     assert [str(block) for page in PAGES for block in blocks(page) if block.language not in known] == []
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 LOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "matplotlib.backends.backend_svg",
-    "matplotlib.figure",
     "portable.commands.dry_run",
     "portable.checkpoint.matching",
     "tensorboard.plugins.hparams.api",

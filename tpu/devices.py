@@ -23,43 +23,28 @@ class Generation:
     """Bytes of high-bandwidth memory of a chip."""
     devices_per_chip: int
     """Devices that the runtime makes of a chip: its cores, or one of both where they work as a megacore."""
-    chips_per_host: int
-    """Chips of a whole machine. A VM of a v5e or v6e slice may have 1 or 4 of the machine's 8."""
-    interconnect: float
-    """Bytes a second between chips of a slice, each way, all links of a chip together. Google's pages give
-    both ways together; where they give none, what they say of a pod's all-reduce, over its chips, which is
-    the rate of one way for v5e and v6e, too."""
     chips_per_slice: int
     """Chips of the largest slice."""
-    network: float = 3e9
-    """Bytes a second of a chip's share of the network between slices; where no page says, that of four chips
-    on a host with 100 Gbit/s."""
 
 
 # Devices of a chip: two where it has two TensorCores and no megacore (torch_xla._internal.tpu, and
 # https://docs.jax.dev/en/latest/_autosummary/jax.experimental.pallas.tpu.ChipVersion.html).
 GENERATIONS: dict[str, Generation] = {
-    # Google's page gives no figures; these are of
-    # https://github.com/jax-ml/jax/blob/main/jax/_src/pallas/mosaic/tpu_info.py, and the interconnect of
-    # Jouppi et al. (2020), "A Domain-Specific Supercomputer for Training Deep Neural Networks": four links of
-    # 496 Gbit/s each way.
-    "v2": Generation(46.0, 16 * 10**9, 2, 4, 248e9, 512),
+    # https://github.com/jax-ml/jax/blob/main/jax/_src/pallas/mosaic/tpu_info.py (Google gives no numbers)
+    "v2": Generation(46.0, 16 * 10**9, 2, 512),
     # https://docs.cloud.google.com/tpu/docs/v3
-    "v3": Generation(123.0, 32 * GIB, 2, 4, 332e9, 1024),
+    "v3": Generation(123.0, 32 * GIB, 2, 1024),
     # https://docs.cloud.google.com/tpu/docs/v4
-    "v4": Generation(275.0, 32 * GIB, 1, 4, 268e9, 4096),
+    "v4": Generation(275.0, 32 * GIB, 1, 4096),
     # https://docs.cloud.google.com/tpu/docs/v5e
-    "v5e": Generation(197.0, 16 * GIB, 1, 8, 200e9, 256, 3.125e9),
+    "v5e": Generation(197.0, 16 * GIB, 1, 256),
     # https://docs.cloud.google.com/tpu/docs/v5p
-    "v5p": Generation(459.0, 95 * GIB, 1, 4, 600e9, 6144, 6.25e9),
-    # https://docs.cloud.google.com/tpu/docs/v6e; its network, and v5p's, are on the page of tpu7x
-    "v6e": Generation(918.0, 32 * GIB, 1, 8, 400e9, 256, 12.5e9),
+    "v5p": Generation(459.0, 95 * GIB, 1, 6144),
+    # https://docs.cloud.google.com/tpu/docs/v6e
+    "v6e": Generation(918.0, 32 * GIB, 1, 256),
     # https://docs.cloud.google.com/tpu/docs/tpu7x
-    "tpu7x": Generation(2307.0, 192 * GIB, 2, 4, 600e9, 9216, 12.5e9),
+    "tpu7x": Generation(2307.0, 192 * GIB, 2, 9216),
 }
-
-# To the host, by chip: PCIe of generation 3. Nothing that trains on XLA goes there.
-_HOST_LINK = 16e9
 
 # bf16 passes of an fp32 product at the highest precision: https://github.com/jax-ml/jax/issues/2161
 FP32_PASSES = 6
@@ -79,19 +64,7 @@ def accelerators() -> list[Device]:
     found = []
     for name, kind in GENERATIONS.items():
         cores = kind.devices_per_chip
-        half = kind.teraflops * 1e12 / cores
-        found.append(
-            Device(
-                name=name,
-                backend="xla",
-                memory=kind.hbm // cores,
-                flops={"bf16": half, "fp32": half / FP32_PASSES},
-                link=kind.interconnect / cores,
-                network=kind.network / cores,
-                host_link=_HOST_LINK / cores,
-                per_node=kind.chips_per_slice * cores,
-            )
-        )
+        found.append(Device(name, "xla", kind.hbm // cores, bf16=True, per_node=kind.chips_per_slice * cores))
     return found
 
 

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """See :class:`portable.planner.memory_model.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
     unsupported(unusable(config))
     return config
 
 
 def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
-    """See :class:`portable.planner.memory_model.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
     strategies = ["no_shard", "shard_grad_op", "full_shard"]
     if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
         strategies += ["hybrid_shard_zero2", "hybrid_shard"]
@@ -46,12 +46,12 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
 
 
 def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """See :class:`portable.planner.memory_model.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
     return []
 
 
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """See :class:`portable.planner.memory_model.FootprintRoom`."""
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
     group = cluster.devices
     if config.strategy in HYBRID:
         group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)

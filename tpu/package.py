@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend
     from portable.config import RunConfig
     from portable.planner.device_catalog import Device
-    from portable.planner.memory_model import FootprintRoom
+    from portable.planner.memory_model import FootprintModule
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """``xla.compute_dtype`` -> ``precision``."""
@@ -117,7 +117,7 @@ class XlaPackage:
     def host_memory_advice(self, config: RunConfig) -> str:
         return "to take less, set data.num_workers or train.micro_batch_size lower"
 
-    def footprint(self) -> FootprintRoom:
+    def footprint(self) -> FootprintModule:
         from tpu import footprint
 
         return footprint

@@ -31,7 +31,7 @@ from portable.model.tensors import fill
 from portable.optim.build import set_rates
 from portable.optim.non_finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
 from portable.planner.memory_model import Cluster
-from portable.planner.subject import inspect
+from portable.planner.meta_model import inspect
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:

@@ -1,9 +1,8 @@
-"""What forward and backward of one micro-batch take beside parameters and gradients.
+"""Memory of one micro-batch's forward and backward pass, besides parameters and gradients.
 
-The model itself is run, on fake tensors: they have shapes, types and storages, and no memory. Whatever the
-architecture, the attention kernel, autocast, recomputation and the loss allocate is therefore counted, and so
-is what the backward pass needs while it works. Of equal layers a few are run, and the rest is proportion: two
-depths tell what one layer more adds.
+The model runs on fake tensors, which have shapes, dtypes and storages but no memory. So whatever the
+architecture, the attention kernel, autocast, recomputation and the loss allocate is counted. Of equal layers
+one and then two are run; the difference is what each further layer adds.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _MODEL, _GRADIENT, _COPY, _WORK = range(4)
 
 
 def activations(model: nn.Module, request: Request) -> Activations:
-    """Run ``model`` (on the meta device, left as it is) at two depths, and tell what it takes at its own.
+    """Run ``model`` (on the meta device; not changed) at two depths and extrapolate to its own.
 
     Raises:
-        Exception: whatever the model raises where its code looks at values, which nobody has computed.
+        Exception: whatever the model raises if its control flow depends on values.
     """
     kinds = layer_kinds(model)
     base = dict.fromkeys(kinds, 1)
@@ -62,17 +61,17 @@ def activations(model: nn.Module, request: Request) -> Activations:
 def _passes(
     model: nn.Module, request: Request, kinds: LayerKinds, counts: dict[Any, int]
 ) -> list[tuple[int, int]]:
-    """Peaks as (work, copies): forward, then backward until a layer has gradients, and from there on."""
+    """Peaks as (work, copies): forward, backward until a layer has gradients, and backward from there on."""
     kept = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
     small = shortened(model, kept)
     dtype = DTYPES[request.precision]
-    # Ahead of the fake tensors: it tries the model out on the meta device.
+    # Before the fake tensors: it tests the model on the meta device.
     chunked = chunked_head(small, request.loss_chunk_tokens)
     if chunked is not None:
-        chunked.most_parts = 2  # each takes as much as the last, and a large vocabulary makes for hundreds
+        chunked.most_parts = 2  # further parts have the same peak, and a large vocabulary has hundreds
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of what is fake about the tensors
+        warnings.simplefilter("ignore")  # about fake tensors
         _fake(small, dtype if request.compute == "cast" else torch.float32)
         checkpoint_activations(small, request.recompute)
         small.train()
@@ -109,7 +108,7 @@ def _passes(
 
 
 def _keep_logits(model: nn.Module, kept: list[torch.Tensor]) -> None:
-    """As XLA does, which takes the gradient of the loss from them and not from their logarithms alone."""
+    """As XLA does: it computes the gradient of the loss from the logits."""
     whole: Any = model
     head = whole.get_output_embeddings()
     if head is not None:
@@ -125,7 +124,7 @@ def _fake(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def fake_batch(model: nn.Module, request: Request) -> Batch:
-    """A micro-batch of the shapes that the data will have; see :data:`portable.backend.Batch`."""
+    """A micro-batch with the shapes of the real data; see :data:`portable.backend.Batch`."""
     shape = (request.micro_batch, request.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": torch.zeros(shape, dtype=torch.int64)}
@@ -139,10 +138,10 @@ def fake_batch(model: nn.Module, request: Request) -> Batch:
 
 
 class Watch(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive, and remembers the most there were.
+    """Counts the bytes of all live storages and records the peak.
 
     Args:
-        model: whose parameters, and gradients once they are complete, are not counted.
+        model: its parameters, buffers and complete gradients are not counted.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -158,7 +157,7 @@ class Watch(TorchDispatchMode):
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def take_peak(self) -> tuple[int, int]:
-        """The peak (work, copies) since the last time."""
+        """The peak (work, copies) since the last call, in bytes."""
         peak, self._peak = self._peak, (self._live[_WORK], self._live[_COPY])
         return peak
 
@@ -210,7 +209,7 @@ _GROUPED = (torch.ops.aten._grouped_mm.default,)
 
 
 def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The products of experts in other types than bf16, which torch has shapes for in bf16 alone."""
+    """Grouped matrix products in other dtypes than bf16, the only one with a fake implementation in torch."""
     found = func(
         *(a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args),
         **kwargs,
@@ -219,7 +218,7 @@ def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """What autocast on CUDA computes in fp32 and on a CPU does not, of what transformers are made of."""
+    """Computes in fp32 what autocast on CUDA does, but on a CPU does not."""
 
     _IN_FP32 = ("layer_norm", "softmax", "log_softmax", "group_norm", "softplus", "cumsum", "norm")
 

@@ -14,8 +14,7 @@ from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
 from portable.errors import UserError, one_line
 from portable.planner import device_catalog as devices
-from portable.planner.kept import KeptSubject
-from portable.planner.memory_model import Cluster, footprint_room
+from portable.planner.memory_model import Cluster, footprint_module
 from portable.planner.plan import Planner, Target
 from portable.planner.tables import as_json, as_text
 from portable.terminal import loading
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config import RunConfig
-    from portable.planner.subject import Subject
+    from portable.planner.meta_model import MetaModel
 
 USAGE = f"""\
 usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--json] [--SECTION.KEY VALUE ...]
 
-Say what a config needs before any machine is rented: memory of devices and hosts under each strategy, the
-size of a checkpoint, what is sent in a step, and the fastest setting that fits. Loads no weights.
+Show what a config needs before a machine is rented: memory of devices and hosts under each strategy, the size
+of a checkpoint, bytes sent in a step, and the recommended setting. Loads no weights.
 
 examples:
   portable-plan --config run.yaml --device h100 --devices 8
@@ -46,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-plan`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
     if argv is None:
         argv = sys.argv[1:]
-        # This process computes nothing: without this, transformers takes seconds to import torch_xla.
+        # transformers would import torch_xla, which takes seconds and is not needed here.
         os.environ.setdefault("USE_TORCH_XLA", "0")
-        gc.disable()  # nothing that it makes in its few seconds is worth looking for garbage
+        gc.disable()  # the process lives for seconds
     try:
         return run(argv)
     except UserError as error:
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Plan, and print."""
+    """Plan and print."""
     options = (
         CONFIG_OPTIONS[0],
         Option(
@@ -66,22 +65,19 @@ def run(argv: Sequence[str]) -> int:
         Option(
             "device-memory",
             "text",
-            "Memory of a device, in place of its name or to correct it: 80GB.",
+            "Memory of a device, instead of its name or to override it: 80GB.",
             "SIZE",
         ),
-        Option("devices", "count", "Devices in all; 1 by default.", "N"),
-        Option("host-memory", "text", "Memory of a node's host, which offloading must fit: 512GB.", "SIZE"),
+        Option("devices", "count", "Number of devices; default 1.", "N"),
+        Option("host-memory", "text", "Host memory of a node, a limit for offloading: 512GB.", "SIZE"),
         Option("json", "switch", "Print the plan as JSON."),
         CONFIG_OPTIONS[1],
     )
     config, given = read_command(argv, options, USAGE)
     config, target = _target(config, given)
-    subject = KeptSubject(config, lambda: _built(config))
-    planner = Planner(config, subject, target)
-
+    planner = Planner(config, _meta_model(config), target)
     found = planner.options()
     best = planner.best(found)
-    subject.keep()
     if given.get("json"):
         say(json.dumps(as_json(planner, found, best), indent=1))
     else:
@@ -90,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target]:
-    """The config as it would be run there, and where that is."""
+    """The config as the target would run it, and the target."""
     memory = given.get("device_memory")
     memory = None if memory is None else devices.parse_bytes(memory, "--device-memory")
     host = given.get("host_memory")
@@ -106,30 +102,30 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
     backend = device.backend if device is not None else config.backend
     if config.backend not in ("auto", "cpu", backend):
         raise UserError(
-            f"--device: {given.get('device')} is driven by backend {backend}, and backend is "
-            f"{config.backend}; leave one of them out"
+            f"--device: {given.get('device')} needs backend {backend}, but backend is {config.backend}; "
+            "remove one of the two"
         )
     backend = "cuda" if backend == "auto" else backend
     target = Target(backend, Cluster(count, device.per_node if device is not None else 8), device, host)
     if config.train.global_batch_size % count:
         raise UserError(
-            f"train.global_batch_size: {config.train.global_batch_size} sequences cannot be divided among "
-            f"{count} devices; set it to {-(-config.train.global_batch_size // count) * count}"
+            f"train.global_batch_size: {config.train.global_batch_size} sequences do not divide evenly "
+            f"among {count} devices; set it to {-(-config.train.global_batch_size // count) * count}"
         )
-    config = footprint_room(backend).adopt(config.replaced({"backend": backend}), target.cluster)
+    config = footprint_module(backend).adopt(config.replaced({"backend": backend}), target.cluster)
     if config.precision == "auto":
-        config = config.replaced({"precision": "fp32" if device and "bf16" not in device.flops else "bf16"})
+        config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
     return config, target
 
 
-def _built(config: RunConfig) -> Subject:
+def _meta_model(config: RunConfig) -> MetaModel:
     with loading():
         from portable.model import build as models
-        from portable.planner.subject import LiveSubject
+        from portable.planner.meta_model import MetaModel
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
     model = models.build_model(model_config, config.model)
-    return LiveSubject(model, config)
+    return MetaModel(model, config)
 
 
 if __name__ == "__main__":

@@ -1,73 +1,64 @@
-"""Devices by name: their memory, and the rates that the speed of a step is reckoned with."""
+"""Devices by name, with the memory that a plan may fill."""
 
 from __future__ import annotations
 
 import importlib
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 SHARE_KEPT_FREE = 0.1
-"""By a plan: activations are planned to about a tenth."""
+"""Share of memory that a plan leaves free: planned activations are within about a tenth of the truth."""
 SHARE_NOT_SEARCHED = 0.03
-"""By the search for a micro-batch, which measures."""
+"""Share that the search for a micro-batch leaves free. It measures, so less will do."""
 KEPT_FOR_COLLECTIVES = 1 << 30
-"""Left to what an allocator has no part in, or cannot use: its own fragments; the buffers of collectives."""
+"""Bytes left free for the buffers of collectives, which the allocator does not see, and for fragmentation."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. Rates are a data sheet's, in bytes or floating-point operations a second."""
+    """One kind of accelerator."""
 
     name: str
     backend: str
     """The backend that drives it."""
     memory: int
     """Bytes."""
-    flops: Mapping[str, float]
-    """Dense peak by precision."""
-    link: float
-    """To other devices of its node or slice, each way."""
-    network: float
-    """To other nodes, each way: its share of the node's."""
-    host_link: float
-    """To host memory, each way."""
+    bf16: bool
+    """Whether it multiplies in bf16."""
     per_node: int
-    """Devices of a node, or of the largest slice."""
+    """Devices in a node, or in the largest slice."""
 
     def usable(self, devices: int) -> int:
-        """Bytes that a run on so many devices can fill."""
-        kept = int(self.memory * SHARE_KEPT_FREE)
-        return self.memory - kept - (KEPT_FOR_COLLECTIVES if devices > 1 and self.backend == "cuda" else 0)
+        """Bytes on each device that a run on ``devices`` devices can fill."""
+        free = int(self.memory * SHARE_KEPT_FREE)
+        return self.memory - free - (KEPT_FOR_COLLECTIVES if devices > 1 and self.backend == "cuda" else 0)
 
     def with_memory(self, memory: int) -> Device:
-        """The same with so many bytes."""
+        """This device with ``memory`` bytes."""
         return replace(self, memory=memory)
 
 
 def unnamed(backend: str) -> Device:
-    """A device of which nothing but the memory is known; its rates are those of a common one."""
+    """A device of which only the memory is known. Everything else is that of a common one."""
     common = named("v5e" if backend == "xla" else "h100")
     return replace(common, name="device")
 
 
 def known_devices() -> dict[str, Device]:
-    """All devices that the rooms know, by name."""
-    rooms: list[Any] = [importlib.import_module(room) for room in ("gpu.devices", "tpu.devices")]
-    return {device.name: device for room in rooms for device in room.accelerators()}
+    """All devices that the backend packages list, by name."""
+    packages: list[Any] = [importlib.import_module(name) for name in ("gpu.devices", "tpu.devices")]
+    return {device.name: device for package in packages for device in package.accelerators()}
 
 
 def named(name: str) -> Device:
     """The device called ``name``.
 
     Raises:
-        UserError: for one that is not known, with those that are.
+        UserError: no device has that name. The message suggests one or lists all.
     """
     known = known_devices()
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
@@ -86,12 +77,12 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """Bytes of a size such as ``80GB``, ``79.6GiB`` or a plain number.
+    """Parse a size such as ``80GB``, ``79.6GiB`` or a plain number of bytes.
 
     Raises:
-        UserError: for anything else, naming ``flag``.
+        UserError: ``text`` is none of these. The message names ``flag``.
     """
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", text)
     if found is None or found[2].upper() not in _UNITS or not float(found[1]):
-        raise UserError(f"{flag}: {text!r} is no memory size; write it as 80GB, 79.6GiB or a number of bytes")
+        raise UserError(f"{flag}: {text!r} is not a memory size; write 80GB, 79.6GiB or a number of bytes")
     return int(float(found[1]) * _UNITS[found[2].upper()])

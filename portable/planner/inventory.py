@@ -1,7 +1,7 @@
-"""What there is to place of a model: its parameters, and the few numbers that a plan needs besides.
+"""The parameters of a model and the few other numbers that a plan needs, as plain data.
 
-Taken from the model on the meta device by :func:`portable.planner.subject.inspect`. It is plain data, so that
-it can be kept, and a plan be reckoned from it without torch.
+:func:`portable.planner.meta_model.inspect` reads them from the model on the meta device. This
+module needs no torch.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, once however many names it has."""
+    """A parameter. A tied parameter is listed once."""
 
     name: str
-    """The first of them."""
+    """The first name, if it has several."""
     shape: tuple[int, ...]
     trained: bool
     decays: bool
-    """Whether weight decay is for it."""
+    """Whether weight decay applies."""
     table: bool
-    """Whether tokens are looked up in it."""
+    """Whether it is an embedding table."""
     head: bool
     """Whether it is the output head's matrix."""
     layer: int | None
-    """Which of the transformer layers has it; None: it lies outside them."""
+    """Index of its transformer layer; None outside the layers."""
     unit: int | None
-    """Which unit of FSDP gathers it, the innermost; None: it lies outside them."""
+    """Index of its innermost FSDP unit; None outside the units."""
 
     @cached_property
     def elements(self) -> int:
@@ -44,30 +44,26 @@ class Weight:
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model as far as a plan needs it."""
+    """What a plan needs to know of a model."""
 
     architecture: str
     weights: tuple[Weight, ...]
     state_bytes: int
-    """Of its weights and persistent buffers in a checkpoint."""
+    """Bytes of its weights and persistent buffers in a checkpoint."""
     hidden_size: int
     num_layers: int
-    """That a token goes through: more than there are where layers share their parameters."""
+    """Layers that a token passes through. Layers that share parameters count each time."""
     vocab_size: int
-    products: float
-    """Floating-point operations of matrix products, per trained token, forward and backward."""
-    scores: float
-    """Those of attention scores, per trained token and token of the sequence."""
     no_units: str | None = None
-    """What keeps FSDP from making units of it, in a sentence for whoever set that."""
+    """Why FSDP cannot make units of this model, as a message for the user; None if it can."""
 
     @cached_property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Elements of all parameters."""
         return sum(w.elements for w in self.weights)
 
     def sizes(self, part: Literal["layer", "unit"]) -> list[int]:
-        """Elements of each transformer layer, or unit of FSDP."""
+        """Elements of each transformer layer, or of each FSDP unit."""
         found: Counter[int] = Counter()
         for weight in self.weights:
             index = weight.layer if part == "layer" else weight.unit
@@ -75,16 +71,12 @@ class Inventory:
                 found[index] += weight.elements
         return list(found.values())
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """See :func:`portable.batch_plan.flops_per_token`."""
-        return self.products + self.scores * seq_len
-
     def checkpoint_bytes(self, train: TrainConfig) -> int:
-        """Bytes of one checkpoint's tensors: fp32 weights, and the optimizer's state of what is trained."""
+        """Bytes of the tensors of one checkpoint: fp32 weights and optimizer state."""
         return self.state_bytes + self.moment_bytes(train)
 
     def moment_bytes(self, train: TrainConfig) -> int:
-        """Bytes of the optimizer's state, all of it."""
+        """Bytes of the whole optimizer state."""
         return sum(
             moment_bytes(train, w.shape, w.shape[0] if w.shape else 1, exact=w.table)
             for w in self.weights

@@ -1,7 +1,7 @@
-"""What an engine keeps and moves for a model, reckoned before there is one: the contract of the rooms.
+"""What an engine keeps and sends for a model, computed without the engine.
 
-Each room has a light module ``footprint`` (it imports none of the accelerator's libraries) that knows its
-engines' ways: see :class:`FootprintRoom`.
+Each backend package has a light module ``footprint`` that knows its engines. It imports no accelerator
+library; see :class:`FootprintModule`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from portable.planner.passes import Compute
 
 MASTER = 4
-"""Bytes of a master weight, a gradient of it and a moment: all fp32."""
+"""Bytes of a master weight, of its gradient, and of a moment: all fp32."""
 SOME_DISK = "/a/folder/on/a/local/disk"
-"""Where a config that names no disk would swap to."""
+"""Placeholder for ``memory.nvme_path`` if the config sets none."""
 COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -34,9 +34,9 @@ class Cluster:
     """The devices of a run."""
 
     devices: int
-    """All of them; the state is cut into as many parts."""
+    """All devices."""
     per_node: int
-    """Devices of one machine, or of a slice that a fast interconnect joins."""
+    """Devices of one machine, or of a TPU slice."""
 
     @property
     def nodes(self) -> int:
@@ -45,7 +45,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to spread a run's state."""
+    """A strategy with its offloading."""
 
     strategy: str
     offload_optimizer: str = "none"
@@ -53,22 +53,22 @@ class Setting:
 
     @classmethod
     def of(cls, config: RunConfig) -> Setting:
-        """That of ``config``."""
+        """The setting of ``config``."""
         return cls(config.strategy, config.memory.offload_optimizer, config.memory.offload_params)
 
     @property
     def offloaded(self) -> dict[str, str]:
-        """Where each part goes that does not stay on the device."""
+        """Where each offloaded part goes."""
         places = {"optimizer": self.offload_optimizer, "params": self.offload_params}
         return {part: place for part, place in places.items() if place != "none"}
 
     @property
     def swaps(self) -> bool:
-        """Whether anything goes to a disk."""
+        """Whether anything is swapped to a disk."""
         return "nvme" in self.offloaded.values()
 
     def into(self, config: RunConfig) -> RunConfig:
-        """``config`` with this setting. Raises ``UserError`` where a rule is broken."""
+        """``config`` with this setting. Raises ``UserError`` if that breaks a rule."""
         return config.replaced(
             {
                 "strategy": self.strategy,
@@ -81,15 +81,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one device sends, or a rank moves between host and device."""
+    """Bytes that one device sends."""
 
     per_pass: float = 0.0
-    """With each micro-batch."""
+    """In each micro-batch."""
     per_step: float = 0.0
-    """With each update."""
+    """In each update."""
 
     def of(self, micro_batches: int) -> float:
-        """In a step of so many micro-batches."""
+        """In a step of ``micro_batches`` micro-batches."""
         return self.per_pass * micro_batches + self.per_step
 
 
@@ -98,82 +98,77 @@ class Footprint:
     """Bytes on the device of the rank that holds the most, and on its host."""
 
     parameters: int
-    """Resident: the shard in the type that is kept; under ZeRO the compute copy."""
+    """Resident shard; under ZeRO the copy in the compute dtype."""
     gradients: int
-    """Once they are complete, before the update."""
+    """Complete gradients, before the update."""
     optimizer: int
-    """Moments; under ZeRO with the fp32 master weights, as its authors count them."""
+    """Moments; under ZeRO also the fp32 master weights, as its paper counts them."""
     compute: Compute
-    """How parameters come to the compute type."""
+    """How parameters reach the compute dtype."""
     compiled: bool = False
     """Whether XLA compiles the step; see :class:`portable.planner.passes.Request`."""
     gathered: int = 0
-    """Gathered parameters and communication buffers, until the backward pass has come to a layer."""
+    """Gathered parameters and communication buffers, until the backward pass reaches a layer."""
     in_layers: int = 0
-    """The same from there on, with whole gradients on their way."""
+    """The same from there on, with unsharded gradients in flight."""
     at_end: int = 0
-    """The same at the end of the backward pass, when no activation is left."""
+    """The same at the end of the backward pass, when activations are freed."""
     in_update: int = 0
-    """What the update takes on top, when neither is there."""
+    """Extra bytes during the update, when nothing is gathered and activations are freed."""
     host: int = 0
-    """Of a rank."""
+    """Host memory of a rank."""
     disk: int = 0
-    """Of a rank, where it swaps to a local disk."""
+    """Disk space of a rank that swaps."""
     also_saved: int = 0
-    """Of a checkpoint, by all ranks, beside fp32 weights and the optimizer's state."""
+    """Bytes in a checkpoint, of all ranks, besides fp32 weights and optimizer state."""
     links: Traffic = Traffic()
-    """Between the devices of a node."""
+    """Between devices of a node."""
     network: Traffic = Traffic()
     """Between nodes."""
-    host_link: Traffic = Traffic()
-    host_update: int = 0
-    """Bytes that an update on the host reads and writes there."""
-    disk_link: Traffic = Traffic()
-    """Read from and written to the local disk."""
 
 
-class FootprintRoom(Protocol):
-    """What the light module of a room offers the planner."""
+class FootprintModule(Protocol):
+    """What the module ``footprint`` of a backend package offers the planner."""
 
     def adopt(self, config: RunConfig, cluster: Cluster) -> RunConfig:
-        """Put what a file in an engine's own format says in place of defaults, and check the config.
+        """Replace defaults by what an engine's own file says (a DeepSpeed JSON), and check the config.
 
         Raises:
-            UserError: where that file contradicts the config, or a setting has no use in this room.
+            UserError: the file contradicts the config, or a setting has no effect on this backend.
         """
 
     def settings(self, config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
-        """The ways that this room has to spread the run's state."""
+        """The settings that this backend supports for the run."""
 
     def units(self, model: nn.Module, config: RunConfig) -> list[nn.Module]:
-        """The modules of ``model`` that are gathered as one, the outer before the inner; none where that is
-        nothing to the footprint.
+        """The modules of ``model`` that are gathered as one, outer before inner; none if the footprint does
+        not depend on them.
 
         Raises:
-            UserError: where there are none as they are set.
+            UserError: the model has no such modules as configured.
         """
 
     def footprint(self, model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
-        """What ``config`` comes to for ``model``."""
+        """The footprint of ``model`` under ``config``."""
 
 
-_ROOMS = {"cpu": "gpu.footprint", "cuda": "gpu.footprint", "xla": "tpu.footprint"}
+_MODULES = {"cpu": "gpu.footprint", "cuda": "gpu.footprint", "xla": "tpu.footprint"}
 
 
-def footprint_room(backend: str) -> FootprintRoom:
-    """The light module behind a backend's name."""
-    room: Any = importlib.import_module(_ROOMS[backend])
-    return room  # type: ignore[no-any-return]
+def footprint_module(backend: str) -> FootprintModule:
+    """The module ``footprint`` of ``backend``."""
+    module: Any = importlib.import_module(_MODULES[backend])
+    return module  # type: ignore[no-any-return]
 
 
 def moment_bytes(train: TrainConfig, shape: Sequence[int], rows: int, *, exact: bool) -> int:
-    """Bytes of the optimizer's state of one parameter, or of the part of it with ``rows`` of its rows.
+    """Bytes of the optimizer state of a parameter, or of ``rows`` of its rows.
 
     Args:
-        train: which optimizer.
+        train: names the optimizer.
         shape: of the whole parameter.
-        rows: along its first dim.
-        exact: whether its moments stay in 32 bits where others are in 8.
+        rows: rows along the first dim.
+        exact: whether 8-bit AdamW keeps its moments in fp32.
     """
     row = math.prod(shape[1:])
     elements = rows * row if shape else 1

@@ -1,7 +1,6 @@
-"""What a forward and backward pass is asked for, and what it takes: the terms of the plan.
+"""What the planner asks about one forward and backward pass, and the answer.
 
-The passes themselves are in :mod:`portable.planner.activations`, which needs torch; a plan whose passes are
-known does not.
+:mod:`portable.planner.activations` runs the passes and needs torch. This module does not.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 Compute = Literal["plain", "autocast", "cast"]
-"""How a compute type comes about: none but fp32; by autocast, which keeps a copy of each weight; or by
-parameters that are in that type themselves, as FSDP2 and DeepSpeed have them."""
+"""How the compute dtype is reached. ``plain``: it is fp32. ``autocast``: autocast keeps a copy of each
+weight. ``cast``: the parameters have the dtype themselves, as in FSDP2 and DeepSpeed."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes on one device when they are the most."""
+    """Peak bytes on one device."""
 
     work: int
-    """Kept for the backward pass, and what it works with; logits and loss included."""
+    """Saved activations and temporary tensors of the backward pass, logits and loss included."""
     copies: int
-    """Of weights, in the compute type of autocast."""
+    """Copies of weights that autocast makes."""
 
     @property
     def total(self) -> int:
@@ -33,14 +32,14 @@ class Peak:
 
 @dataclass(frozen=True)
 class Activations:
-    """The peaks of the parts of a pass."""
+    """The peaks of a pass."""
 
     before: Peak
-    """In the forward pass, and in the backward pass until the first layer has gradients."""
+    """Forward pass, and backward pass until the first layer has gradients."""
     in_layers: Peak
-    """From there on."""
+    """Backward pass from the first layer with gradients on."""
     failure: str | None = None
-    """Why the model could not be run, where these are a guess."""
+    """Why the model could not be run. The peaks are then an estimate by formula."""
 
     @property
     def total(self) -> int:
@@ -49,7 +48,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be run: all that decides over a model's peaks."""
+    """A pass to run: everything that the peaks of a model depend on."""
 
     micro_batch: int
     seq_len: int
@@ -60,11 +59,11 @@ class Request:
     """fp32, bf16 or fp16."""
     recompute: str
     on_gpu: bool
-    """Whether autocast chooses types as on CUDA, which takes fp32 for more operations than on a CPU."""
+    """Whether autocast follows CUDA's rules, which keep more operations in fp32 than the CPU's."""
     loss_chunk_tokens: int | Literal["auto"]
-    """The loss of how many tokens is computed at a time; 0: of all. See ``memory.loss_chunk_tokens``."""
+    """Tokens whose loss is computed at a time; 0 for all. See ``memory.loss_chunk_tokens``."""
     compiled: bool = False
-    """Whether XLA compiles it: without kernels of their own for attention, whose scores are there in full."""
+    """Whether XLA compiles it. There is no fused attention kernel then: the scores exist in full."""
 
     @classmethod
     def of(
@@ -76,7 +75,7 @@ class Request:
         on_gpu: bool,
         compiled: bool = False,
     ) -> Request:
-        """For a run of ``config``."""
+        """The pass that a run of ``config`` makes."""
         precision = "fp32" if config.precision == "tf32" else config.precision
         in_parts = not (compiled or config.strategy.startswith("zero"))
         return cls(

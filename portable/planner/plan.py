@@ -1,8 +1,6 @@
-"""What a config needs, under each strategy, before any machine is rented.
+"""Plan the memory of a run under each strategy, before a machine is rented.
 
-The order is that of docs/choosing.md: DDP, what shares optimizer state and gradients, what shares parameters,
-too, and then offloading, to the host and to a disk. FSDP2's strategies stand beside DeepSpeed's that do the
-same: each next one saves more and does more for it.
+The order of strategies is fixed: what sends the fewest bytes in a step comes first, as in docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ import yaml
 
 from portable.config.rules import largest_divisor
 from portable.errors import UserError
-from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting, footprint_room
+from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting, footprint_module
 from portable.planner.passes import Activations, Request
-from portable.planner.speed import StepTime, step_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,10 +21,13 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.planner.device_catalog import Device
     from portable.planner.inventory import Inventory
-    from portable.planner.subject import Subject
+    from portable.planner.meta_model import MetaModel
 
-# Fastest first, as docs/choosing.md has it. The numbers say what is held to be alike; within a number the
-# family of the config's own strategy comes first, which is FSDP2 unless somebody has chosen otherwise.
+# Cheapest in communication first. DDP and ZeRO-1 sum gradients once a step, ZeRO-2 with each micro-batch;
+# keeping gathered parameters (shard_grad_op) adds one gather of them, sharding them (full_shard, zero3) two.
+# Inside a node links are fast, so hybrid_shard comes before full_shard. Offloading comes last: copies to the
+# host are slower than collectives, and a disk is slower than the host. Equal numbers cost about the same;
+# among them the family of the configured strategy comes first, which is FSDP2 by default.
 _ORDER: dict[Setting, int] = {
     Setting("no_shard"): 0,
     Setting("shard_grad_op"): 1,
@@ -53,20 +53,20 @@ _LAST = 11
 
 @dataclass(frozen=True)
 class Target:
-    """Where it is to run."""
+    """Where the run will be."""
 
     backend: str
     """cpu, cuda or xla."""
     cluster: Cluster
     device: Device | None
-    """None: nothing to fit is known, and no rates."""
+    """None if unknown: then no option is said to fit."""
     host_memory: int | None
-    """Bytes of a node; None: not known."""
+    """Bytes of a node; None if unknown."""
 
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes on the device of the rank that holds the most."""
+    """Peak bytes on the device of the rank that holds the most."""
 
     parameters: int
     gathered: int
@@ -76,7 +76,7 @@ class DeviceBytes:
 
     @property
     def resident(self) -> int:
-        """What stays from step to step, whatever the micro-batch."""
+        """Bytes that stay from step to step. They do not depend on the micro-batch."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
@@ -86,29 +86,23 @@ class DeviceBytes:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a config, and what it needs."""
+    """One way to run a config, with what it needs."""
 
     setting: Setting
     micro_batch: int
     recompute: str
     device_bytes: DeviceBytes
     host_bytes: int
-    """On a node, of all its ranks."""
+    """Host memory of a node, for all its ranks."""
     disk_bytes: int
-    """The same of what they swap to a local disk."""
+    """Local disk of a node to which its ranks swap."""
     checkpoint_bytes: int
     communication_bytes: int
-    """That a device sends in a step."""
-    time: StepTime | None
+    """Bytes that a device sends in a step."""
     fits: bool | None
 
-    @property
-    def seconds(self) -> float | None:
-        """Of a step, roughly."""
-        return None if self.time is None else self.time.total
-
     def yaml(self, config: RunConfig) -> str:
-        """The lines to put into the run's file, which has the rest of ``config``."""
+        """The YAML lines to add to the run's file."""
         memory = {
             "activation_checkpointing": self.recompute,
             "offload_optimizer": self.setting.offload_optimizer,
@@ -126,19 +120,19 @@ class Option:
 
 
 class Planner:
-    """Reckons what a run's settings come to; what was reckoned once is kept.
+    """Computes what a run needs under each setting. Results are cached in memory.
 
     Args:
-        config: of the run, with a precision that is not ``auto``.
-        subject: the model.
-        target: where it is to run.
+        config: of the run, with a precision other than ``auto``.
+        model: the model on the meta device.
+        target: where it will run.
     """
 
-    def __init__(self, config: RunConfig, subject: Subject, target: Target) -> None:
+    def __init__(self, config: RunConfig, model: MetaModel, target: Target) -> None:
         self.target = target
-        self.model: Inventory = subject.inventory
-        self._subject = subject
-        self._room = footprint_room(target.backend)
+        self.model: Inventory = model.inventory
+        self._meta_model = model
+        self._footprint_module = footprint_module(target.backend)
         share = max(1, config.train.global_batch_size // target.cluster.devices)
         wanted = config.train.micro_batch_size
         self.searching = wanted == "auto"
@@ -147,8 +141,7 @@ class Planner:
         self.share = share
         self._footprints: dict[tuple[Setting, int, str], Footprint] = {}
         self.failure: str | None = None
-        """Why activations could not be run, where they are a guess."""
-        self._flops = self.model.flops_per_token(config.data.seq_len)
+        """Why activations are estimated by formula; None if they were run."""
         self._checkpoint = self.model.checkpoint_bytes(config.train)
 
     # -- one option ----------------------------------------------------------------------------------------
@@ -156,10 +149,10 @@ class Planner:
     def option(
         self, setting: Setting, *, micro_batch: int | None = None, recompute: str | None = None
     ) -> Option:
-        """What ``setting`` comes to.
+        """What the run needs under ``setting``.
 
         Raises:
-            UserError: where it does not go with the rest of the config.
+            UserError: ``setting`` contradicts the rest of the config.
         """
         micro_batch = micro_batch or self.micro_batch
         config = setting.into(self.config).replaced({"train.micro_batch_size": micro_batch})
@@ -169,7 +162,7 @@ class Planner:
         cluster = self.target.cluster
         key = setting, micro_batch, recompute
         if key not in self._footprints:
-            self._footprints[key] = self._room.footprint(self.model, config, cluster)
+            self._footprints[key] = self._footprint_module.footprint(self.model, config, cluster)
         footprint = self._footprints[key]
         working = self._activations(config, footprint, micro_batch)
         found = _device_bytes(footprint, working)
@@ -182,22 +175,10 @@ class Planner:
             fits = found.total <= device.usable(cluster.devices)
             if self.target.host_memory is not None:
                 fits = fits and host <= self.target.host_memory
-        time = None
-        if device is not None:
-            tokens = self.share * config.data.seq_len
-            time = step_time(
-                footprint,
-                device,
-                precision=config.precision,
-                flops=tokens * self._flops,
-                micro_batches=micro_batches,
-                recompute=recompute,
-                ranks_per_node=ranks,
-            )
         sent = max(footprint.links.of(micro_batches), footprint.network.of(micro_batches))
         saved = self._checkpoint + footprint.also_saved
         disk = footprint.disk * ranks
-        return Option(setting, micro_batch, recompute, found, host, disk, saved, int(sent), time, fits)
+        return Option(setting, micro_batch, recompute, found, host, disk, saved, int(sent), fits)
 
     def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
         request = Request.of(
@@ -207,17 +188,16 @@ class Planner:
             on_gpu=self.target.backend == "cuda",
             compiled=footprint.compiled,
         )
-        found = self._subject.activations(request)
+        found = self._meta_model.activations(request)
         self.failure = found.failure or self.failure
         return found
 
     # -- all of them ---------------------------------------------------------------------------------------
 
     def options(self) -> list[Option]:
-        """Every way, with the config's own micro-batch and recomputation: what fits, fastest first, then the
-        rest in the same order."""
+        """Every setting as configured otherwise: those that fit, then the rest, both in order."""
         own = Setting.of(self.config)
-        settings = list(self._room.settings(self.config, self.target.cluster))
+        settings = list(self._footprint_module.settings(self.config, self.target.cluster))
         if own not in settings:
             settings.append(own)
         found = []
@@ -231,7 +211,7 @@ class Planner:
 
     @staticmethod
     def place(setting: Setting) -> int:
-        """Of ``setting`` in the order, from 0; the same for those that are held to be alike."""
+        """Position of ``setting`` in the order, from 0; equal for those that cost about the same."""
         return _ORDER.get(setting, _LAST)
 
     def _rank(self, setting: Setting) -> tuple[int, bool, int]:
@@ -239,14 +219,14 @@ class Planner:
         return self.place(setting), family, _NAMED.index(setting) if setting in _ORDER else len(_NAMED)
 
     def comes_before(self, one: Option, other: Option) -> bool:
-        """Whether the order has ``one`` before ``other``."""
+        """Whether ``one`` comes before ``other`` in the order."""
         return self._rank(one.setting) < self._rank(other.setting)
 
     def following(self, setting: Setting) -> str | None:
-        """The next way in the order, in the words of the config; None after the last."""
+        """The next setting in the order, as settings of the config; None after the last."""
         later = [
             s
-            for s in self._room.settings(self.config, self.target.cluster)
+            for s in self._footprint_module.settings(self.config, self.target.cluster)
             if self._rank(s) > self._rank(setting) and self._rank(s)[1] == self._rank(setting)[1]
         ]
         if not later:
@@ -256,10 +236,10 @@ class Planner:
         return f"strategy {found.strategy}" + (f" with {' and '.join(moved)}" if moved else "")
 
     def best(self, options: list[Option]) -> Option | None:
-        """The fastest way that fits, giving up one thing after another; None if none does, or nobody knows.
+        """The first option that fits; None if none does or the memory is unknown.
 
-        First comes the micro-batch (more accumulation costs next to nothing), then activations (a third more
-        work), then offloading; and of each, sharding in the guide's order. As it is configured, if that fits.
+        Strategies without offloading are tried in order: as configured, then with smaller micro-batches (more
+        accumulation, little cost), then with full recomputation (a third more work). Offloading comes last.
         """
         if self.target.device is None:
             return None
@@ -285,7 +265,7 @@ class Planner:
             yield from self._largest_that_fits(option.setting, [self.micro_batch, *sizes], "full")
 
     def _may_fit(self, option: Option) -> bool:
-        """Whether there is room for what no smaller micro-batch and no recomputation makes less."""
+        """Whether the part fits that neither a smaller micro-batch nor recomputation reduces."""
         assert self.target.device is not None
         host = self.target.host_memory
         usable = self.target.device.usable(self.target.cluster.devices)
@@ -294,13 +274,13 @@ class Planner:
     def _largest_that_fits(
         self, setting: Setting, sizes: list[int], recompute: str | None
     ) -> Iterator[Option]:
-        """The largest of ``sizes`` (descending) that fits; the smallest, tried first, tells if any does."""
+        """The largest of ``sizes`` (descending) that fits. If the smallest does not, none does."""
         if sizes and self.option(setting, micro_batch=sizes[-1], recompute=recompute).fits:
             found = (self.option(setting, micro_batch=size, recompute=recompute) for size in sizes)
             yield next(option for option in found if option.fits)
 
     def _smaller(self) -> list[int]:
-        """Smaller micro-batches, the largest first; at most two, the last of which is 1."""
+        """At most two smaller micro-batches, descending; the last is 1."""
         if self.micro_batch == 1:
             return []
         half = largest_divisor(self.share, max(1, self.micro_batch // 2))
@@ -309,7 +289,7 @@ class Planner:
     # -- micro-batches -------------------------------------------------------------------------------------
 
     def largest_micro_batch(self, sizes: list[int]) -> int | None:
-        """The largest of ``sizes`` (ascending) that fits under the config's own setting, or None."""
+        """The largest of ``sizes`` (ascending) that fits under the configured setting, or None."""
         if self.target.device is None:
             return None
         own = Setting.of(self.config)
@@ -324,10 +304,10 @@ class Planner:
 
 
 def _device_bytes(footprint: Footprint, working: Activations) -> DeviceBytes:
-    """At the peak: before the backward pass comes to the layers, in them, at their end, or in the update.
+    """The peak: before the backward pass reaches the layers, in them, at their end, or in the update.
 
-    Gradients count as complete, as they are from the second micro-batch of a step on; with a single one they
-    come as activations go.
+    Gradients count as complete, which holds from the second micro-batch of a step on. With one micro-batch
+    they appear while activations are freed, and the real peak is lower.
     """
     before, layers = working.before, working.in_layers
     moments = [

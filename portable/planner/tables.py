@@ -1,4 +1,4 @@
-"""A plan in words, as a table and as JSON."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ _COLUMNS = (
     "host",
     "disk",
     "sends/step",
-    "step",
     "fits",
 )
 
 
 def as_json(planner: Planner, options: Sequence[Option], best: Option | None) -> dict[str, Any]:
-    """The plan for programs; sizes in bytes, times in seconds."""
+    """The plan for programs; sizes in bytes."""
     target = planner.target
     device = target.device
     return {
@@ -43,7 +42,7 @@ def as_json(planner: Planner, options: Sequence[Option], best: Option | None) ->
         "usable_memory": None if device is None else device.usable(target.cluster.devices),
         "devices": target.cluster.devices,
         "host_memory": target.host_memory,
-        "activations_guessed": planner.failure,
+        "activations_estimated": planner.failure,
         "best": None if best is None else {**_option(best), "reason": reason(planner, options, best)},
         "options": [_option(option) for option in options],
     }
@@ -61,7 +60,6 @@ def _option(option: Option) -> dict[str, Any]:
         "disk_bytes": option.disk_bytes,
         "checkpoint_bytes": option.checkpoint_bytes,
         "communication_bytes": option.communication_bytes,
-        "seconds_per_step": option.seconds,
         "fits": option.fits,
     }
 
@@ -83,29 +81,21 @@ def as_text(planner: Planner, options: Sequence[Option], best: Option | None) ->
     ]
     parts = [table(rows)]
     if planner.failure is not None:
-        parts.append(f"note: activations are guessed by formula: {planner.failure}")
+        parts.append(f"note: activations are estimated by formula: {planner.failure}")
     if device is not None:
         parts.append(f"{reason(planner, options, best)}")
     if best is not None:
         parts.append(best.yaml(planner.config))
     parts.append(columns(options, planner, best))
     if best is not None:
-        parts.append("* is what is recommended, as it would run")
+        parts.append("* is recommended; the row shows it as it would run")
     if device is None:
         parts.append("name a device to see what fits: --device h100, --device v5e, or --device-memory 80GB")
     return "\n\n".join(parts)
 
 
-def short_time(seconds: float) -> str:
-    """``89 µs``, ``12 ms``, ``1.5 s``: two digits."""
-    for unit, scale in (("µs", 1e-6), ("ms", 1e-3)):
-        if seconds < 999.5 * scale:
-            return f"{float(f'{seconds / scale:.2g}'):g} {unit}"
-    return f"{float(f'{seconds:.2g}'):g} s"
-
-
 def columns(options: Sequence[Option], planner: Planner, best: Option | None) -> str:
-    """The options as aligned columns, one line each; ``best`` first and starred, as it would run."""
+    """One line for each option; ``best`` first, with a star."""
     shown = [*options]
     if best is not None:
         shown = [best, *(option for option in options if option.setting != best.setting)]
@@ -116,7 +106,7 @@ def columns(options: Sequence[Option], planner: Planner, best: Option | None) ->
         name, *cells = _cells(option)
         lines.append((star + name, *cells))
     if any(changes):
-        lines = [(*line, told) for line, told in zip(lines, ["with", *changes], strict=True)]
+        lines = [(*line, change) for line, change in zip(lines, ["with", *changes], strict=True)]
     if not any(option.disk_bytes for option in options):
         disk = _COLUMNS.index("disk")
         lines = [(*line[:disk], *line[disk + 1 :]) for line in lines]
@@ -151,13 +141,12 @@ def _cells(option: Option) -> tuple[str, ...]:
                 option.communication_bytes,
             )
         ),
-        "" if option.seconds is None else f"~{short_time(option.seconds)}",
         fits,
     )
 
 
 def offloading(option: Option) -> str:
-    """What is offloaded, in a word or two."""
+    """What is offloaded, for a cell."""
     moved = option.setting.offloaded
     if set(moved.values()) == {"nvme"}:
         return "+".join(moved) + " (nvme)"
@@ -165,14 +154,14 @@ def offloading(option: Option) -> str:
 
 
 def in_words(option: Option) -> str:
-    """An option's name in a sentence."""
+    """The name of an option, for a sentence."""
     moved = "+".join(option.setting.offloaded)
     where = "on a disk" if option.setting.swaps else "on the host"
     return option.setting.strategy + (f" with {moved} {where}" if moved else "")
 
 
 def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> str:
-    """Why ``best`` is the best, and what gives way next."""
+    """Why ``best`` is recommended, and what to reduce next."""
     device = planner.target.device
     assert device is not None
     usable = device.usable(planner.target.cluster.devices)
@@ -183,40 +172,29 @@ def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> 
             f"{human_bytes(usable)} usable, most of it {largest_part(least)}, also with one sequence at a "
             f"time and recomputation; {_last_resorts(planner)}"
         )
-    told = (
-        f"best: {in_words(best)}, the fastest in the order that fits: "
+    text = (
+        f"best: {in_words(best)}, the first in the order that fits: "
         f"{human_bytes(best.device_bytes.total)} of {human_bytes(usable)} usable"
     )
     if best.host_bytes:
-        told += f", and {human_bytes(best.host_bytes)} of a node's host memory"
+        text += f", and {human_bytes(best.host_bytes)} of a node's host memory"
     if best.disk_bytes:
-        told += f", and {human_bytes(best.disk_bytes)} of its disk"
+        text += f", and {human_bytes(best.disk_bytes)} of its disk"
     before = [option for option in options if option.fits is False and planner.comes_before(option, best)]
     if before:
         last = before[-1]
-        told += (
+        text += (
             f"; {in_words(last)} before it takes {human_bytes(last.device_bytes.total)}, most of it "
             f"{largest_part(last)}"
         )
     if changes := changed(planner, best):
-        told += "; it takes " + " and ".join(changes)
-    told += f".\nShould memory run out: {gives_way(planner, best)}"
-    quicker = min(
-        (option for option in options if option.fits and option.seconds is not None),
-        key=lambda option: option.seconds or 0.0,
-        default=None,
-    )
-    if quicker is not None and best.seconds is not None and (quicker.seconds or 0.0) < 0.9 * best.seconds:
-        told += (
-            f".\nBy the rates of this device {in_words(quicker)} may be quicker "
-            f"(about {short_time(quicker.seconds or 0.0)} a step against {short_time(best.seconds)}): "
-            "measure both"
-        )
-    return told
+        text += "; it takes " + " and ".join(changes)
+    text += f".\nIf memory runs out: {next_reductions(planner, best)}"
+    return text
 
 
 def changed(planner: Planner, option: Option) -> list[str]:
-    """What ``option`` gives up of what is configured, beside its strategy."""
+    """Settings of ``option`` that differ from the config, except its strategy."""
     changes = []
     if option.micro_batch != planner.micro_batch:
         changes.append(f"train.micro_batch_size {option.micro_batch} in place of {planner.micro_batch}")
@@ -226,14 +204,14 @@ def changed(planner: Planner, option: Option) -> list[str]:
 
 
 def largest_part(option: Option) -> str:
-    """The part of an option's device memory that takes the most, with its size."""
+    """The largest part of an option's device memory, with its size."""
     parts = asdict(option.device_bytes)
     name = max(parts, key=lambda part: parts[part])
     return f"{name} ({human_bytes(parts[name])})"
 
 
-def gives_way(planner: Planner, option: Option) -> str:
-    """What to give up next, after ``option``."""
+def next_reductions(planner: Planner, option: Option) -> str:
+    """The next two settings to change if ``option`` does not fit."""
     steps = []
     if option.micro_batch > 1:
         steps.append(f"train.micro_batch_size {max(1, option.micro_batch // 2)}")

@@ -1,4 +1,4 @@
-"""Plans of a run on the machine that it is on."""
+"""Plan a run for the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from portable.formatting import human_bytes
 from portable.planner import device_catalog as devices
 from portable.planner.memory_model import Cluster, Setting
+from portable.planner.meta_model import MetaModel
 from portable.planner.plan import Planner, Target
-from portable.planner.subject import LiveSubject
 from portable.planner.tables import in_words
 
 if TYPE_CHECKING:
@@ -21,38 +21,31 @@ if TYPE_CHECKING:
 
 
 def planner_here(config: RunConfig, model: PreTrainedModel, backend: Backend, ranks: int = 1) -> Planner:
-    """A planner for ``config``, resolved, on the devices of ``backend``.
+    """Return a planner for the devices of ``backend``.
 
     Args:
-        config: of the run.
-        model: on the meta device.
-        backend: whose driver, where there is one, tells the memory of a device.
-        ranks: that this process will start; 1 where it is a rank itself.
+        config: the resolved config of the run.
+        model: the model on the meta device.
+        backend: its driver, if any, reports the memory of a device.
+        ranks: ranks that this process will start; 1 if it is a rank itself.
     """
     count = max(ranks, backend.world_size) * backend.devices_per_rank
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) * backend.devices_per_rank
     memory = backend.diagnostics.driver_memory()
     device = None
     if memory is not None:
-        common = devices.unnamed(backend.name)
-        peak = backend.peak_flops(config.precision)
-        device = replace(
-            common,
-            memory=memory[1],
-            per_node=per_node,
-            flops=common.flops if peak is None else {config.precision: peak},
-        )
-    subject = LiveSubject(model, config)
-    return Planner(config, subject, Target(backend.name, Cluster(count, per_node), device, None))
+        device = replace(devices.unnamed(backend.name), memory=memory[1], per_node=per_node)
+    target = Target(backend.name, Cluster(count, per_node), device, None)
+    return Planner(config, MetaModel(model, config), target)
 
 
 def memory_rows(planner: Planner) -> list[tuple[str, str]]:
-    """What the config at hand needs, in words, for a table of two columns."""
+    """What this config needs, as rows of a table with two columns."""
     option = planner.option(Setting.of(planner.config))
     size = option.device_bytes
     parts = ("parameters", "gathered", "gradients", "optimizer", "activations")
-    told = ", ".join(f"{name} {human_bytes(getattr(size, name))}" for name in parts)
-    rows = [("memory, planned", f"{human_bytes(size.total)} on each device: {told}")]
+    sizes = ", ".join(f"{name} {human_bytes(getattr(size, name))}" for name in parts)
+    rows = [("memory, planned", f"{human_bytes(size.total)} on each device: {sizes}")]
     if option.fits is not None:
         assert planner.target.device is not None
         usable = planner.target.device.usable(planner.target.cluster.devices)
@@ -65,7 +58,7 @@ def memory_rows(planner: Planner) -> list[tuple[str, str]]:
 
 
 def what_fits(planner: Planner) -> str | None:
-    """The fastest setting that fits by plan, in the config's words; None if none does, or nobody knows."""
+    """The first setting in the planner's order that fits; None if none does, or the memory is unknown."""
     best = planner.best(planner.options())
     own = Setting.of(planner.config), planner.micro_batch, planner.config.memory.activation_checkpointing
     if best is None or (best.setting, best.micro_batch, best.recompute) == own:

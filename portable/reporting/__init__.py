@@ -1,1 +1,1 @@
-"""What people see of a run: progress, metrics, pictures, the report."""
+"""Progress, metrics, events, pictures and the HTML report of a run."""

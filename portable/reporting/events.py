@@ -1,4 +1,4 @@
-"""What happened to a run beside its steps: ``events.jsonl``, one JSON object an event, never rewritten."""
+"""``events.jsonl``: starts, saves, stops and other events of a run, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ Kind = Literal["start", "resume", "save", "skip", "stop", "end"]
 
 
 class History:
-    """Adds to ``events.jsonl`` of a run's folder.
+    """Appends to ``events.jsonl`` in a run's folder.
 
-    Unlike the rows of ``metrics.jsonl``, events of a leg that was killed stay: that it happened is what they
-    tell.
+    Unlike rows of ``metrics.jsonl``, the events of a killed launch stay: they record that it happened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,12 +31,12 @@ class History:
         self._file = os.fdopen(appended, "a", encoding="utf-8")
 
     def record(self, kind: Kind, step: int, **facts: Any) -> None:
-        """Add an event.
+        """Append an event.
 
         Args:
-            kind: of event.
-            step: optimizer steps done when it happened.
-            facts: what else is to be known of it.
+            kind: of the event.
+            step: optimizer steps done so far.
+            facts: further fields of the JSON object.
         """
         row = {"event": kind, "step": step, "time": round(time.time(), 3), **facts}
         self._file.write(json.dumps(row) + "\n")
@@ -48,7 +47,7 @@ class History:
 
 
 def read_events(folder: Place) -> list[dict[str, Any]]:
-    """The events of a run, oldest first; none where it kept no record of them."""
+    """The events of a run, oldest first; empty if there is no file."""
     try:
         rows, _ = read_rows(folder / EVENTS_FILE)
     except OSError:

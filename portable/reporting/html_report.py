@@ -1,6 +1,6 @@
-"""``portable-report``: what became of one run, or of several beside each other, as one page of HTML.
+"""``portable-report``: one run, or several side by side, as one page of HTML.
 
-The page holds its data and its script: it opens from a disk or a mail, and asks the network for nothing.
+The page contains its data and its script. It opens from a disk or a mail and makes no network request.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from portable.paths import place_of, storage_errors
 from portable.reporting.events import EVENTS_FILE
 from portable.reporting.json_lines import MOST, count, number, read_rows
 from portable.reporting.metrics import METRICS_FILE
+from portable.reporting.svg import thinned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
     from portable.paths import Place
 
 REPORT_FILE = "report.html"
-POINTS = 2000
-"""About as many points of a curve go into the page: a curve is a few hundred pixels wide."""
-
 Point = tuple[int, "int | None", "float | None", float]
 """step, tokens, hours, value."""
 
@@ -55,8 +53,8 @@ class Metric:
         title: of the chart.
         series: the keys of ``metrics.jsonl`` drawn in it.
         unit: bytes, fraction, or a plain number.
-        hint: what the numbers are, for the corner.
-        wide: over the page's whole width.
+        hint: what the numbers are, shown in the corner.
+        wide: whether it takes the whole width.
         smooth: whether the page's smoothing applies.
         log: whether the page's logarithmic scale applies.
         zero: whether the axis begins at 0.
@@ -87,7 +85,7 @@ METRICS = (
     Metric("Memory", ("memory",), unit="bytes", hint="of a rank", zero=True),
     Metric("MFU", ("mfu",), unit="fraction", hint="of the devices' peak FLOP/s", smooth=True, zero=True),
 )
-# What a page can bear of a file that nobody vouches for; a run's own stays far below.
+# Limits for untrusted files; a run's own stay far below.
 _MOST_CHARTS, _MOST_NAME, _MOST_PATH, _MOST_TEXT = 60, 100, 500, 10_000
 _MOST_CONFIG, _MOST_SETTINGS = 512 << 10, 20_000
 _NOT_DRAWN = {"step", "samples", "time", "samples_per_second"}
@@ -95,28 +93,28 @@ _NOT_DRAWN = {"step", "samples", "time", "samples_per_second"}
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder tells.
+    """What a run's folder contains.
 
     Attributes:
         folder: of the run.
         rows: of ``metrics.jsonl``.
         events: of ``events.jsonl``.
-        settings: by dotted key, as ``config.yaml`` has them; empty where there is none.
-        passed_over: what could not be read, in words; empty where everything could.
+        settings: ``config.yaml`` by dotted key; empty if there is no file.
+        unreadable: what could not be read, for a message; empty if everything could.
     """
 
     folder: Place
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
     settings: dict[str, Any]
-    passed_over: str = ""
+    unreadable: str = ""
 
     @classmethod
     def read(cls, folder: Place) -> Run:
         """Read the run in ``folder``.
 
         Raises:
-            UserError: if it holds none.
+            UserError: the folder holds no run.
         """
         try:
             if not folder.is_dir():
@@ -128,36 +126,36 @@ class Run:
             events, bad_events = _events(folder)
             settings, bad_settings = _settings(folder / CONFIG_FILE)
         except FileNotFoundError:
-            raise UserError(f"{folder}: holds no {METRICS_FILE}; give the output_dir of a run") from None
+            raise UserError(f"{folder}: has no {METRICS_FILE}; give the output_dir of a run") from None
         except OSError as error:
             reason = one_line(error.strerror or error)
             raise UserError(f"{folder / METRICS_FILE}: cannot be read ({reason})") from error
         except LinkError as error:
             raise UserError(one_line(error)) from error
         if not rows:
-            raise UserError(f"{folder / METRICS_FILE}: holds no step yet; wait until the run has logged one")
-        told = [
+            raise UserError(f"{folder / METRICS_FILE}: has no logged step yet; wait for the first one")
+        unreadable = [
             f"{human_count(number, 'line')} of {name}"
             for number, name in ((bad_rows, METRICS_FILE), (bad_events, EVENTS_FILE))
             if number
         ] + ([f"{CONFIG_FILE} ({bad_settings})"] if bad_settings else [])
-        return cls(folder, rows, events, settings, ", ".join(told))
+        return cls(folder, rows, events, settings, ", ".join(unreadable))
 
-    # -- what the points of a curve lie over -------------------------------------------------------------
+    # -- x axes ---------------------------------------------------------------------------------------------
 
     def tokens(self, samples: Any) -> int | None:
-        """Tokens seen after so many samples."""
+        """Tokens seen after ``samples`` samples; None if unknown."""
         length = self.settings.get("data.seq_len")
         return samples * length if count(samples) and count(length) and samples * length < MOST else None
 
-    def legs(self) -> list[dict[str, Any]]:
-        """The events that began a leg of the run."""
+    def launches(self) -> list[dict[str, Any]]:
+        """The events that started a launch of the run."""
         return [event for event in self.events if event["event"] in ("start", "resume")]
 
     @cached_property
     def _clock(self) -> list[tuple[float, float]]:
-        """Of each leg its beginning in seconds since 1970, and the seconds that the legs before it worked."""
-        starts = sorted(float(leg["time"]) for leg in self.legs() if "time" in leg)
+        """For each launch its start in seconds since 1970, and the seconds that earlier launches worked."""
+        starts = sorted(float(launch["time"]) for launch in self.launches() if "time" in launch)
         known = sorted(row["time"] for row in (*self.rows, *self.events) if "time" in row)
         clock: list[tuple[float, float]] = []
         worked = 0.0
@@ -168,15 +166,15 @@ class Run:
         return clock
 
     def hours(self, moment: Any) -> float | None:
-        """Hours of work done at ``moment`` (seconds since 1970): the time between two legs does not count."""
+        """Hours worked until ``moment`` (seconds since 1970), without the time between launches."""
         if not number(moment) or not self._clock:
             return None
-        leg = max(0, bisect_right(self._clock, (moment, float("inf"))) - 1)
-        start, worked = self._clock[leg]
+        launch = max(0, bisect_right(self._clock, (moment, float("inf"))) - 1)
+        start, worked = self._clock[launch]
         return round((worked + max(0.0, float(moment) - start)) / 3600, 5)
 
     def series(self, name: str) -> list[Point]:
-        """The values of ``name``, thinned where a curve could not show them all."""
+        """The values of ``name``, thinned to what a curve can show."""
         points = [
             (row["step"], self.tokens(row.get("samples")), self.hours(row.get("time")), float(row[name]))
             for row in self.rows
@@ -184,11 +182,11 @@ class Run:
         ]
         return thinned(points)
 
-    # -- what the page says ------------------------------------------------------------------------------
+    # -- text of the page -----------------------------------------------------------------------------------
 
     def described(self) -> list[dict[str, Any]]:
-        """The events with what to call them, and where they lie on each axis."""
-        told: list[dict[str, Any]] = []
+        """The events with their text and their place on each axis."""
+        described: list[dict[str, Any]] = []
         machine: str | None = None
         for event in self.events:
             kind, text = str(event["event"]), str(event["event"])
@@ -202,31 +200,31 @@ class Run:
             elif kind == "save":
                 text = f"saved {event.get('checkpoint', 'a checkpoint')}"
             elif kind == "skip":
-                text = f"{event.get('count')} updates left out, as they were not finite"
+                text = f"{event.get('count')} non-finite updates skipped"
             elif kind == "stop":
-                text = "stopped by a signal, checkpoint saved"
+                text = "stopped by a signal; checkpoint saved"
             elif kind == "end":
-                text = "ended" if event.get("complete") else "stopped where train.stop_after says"
+                text = "ended" if event.get("complete") else "stopped at train.stop_after"
             moment = event.get("time")
             when = "" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment))
             at = [event["step"], self.tokens(event.get("samples")), self.hours(moment)]
-            told.append({"kind": kind, "step": event["step"], "when": when, "text": text, "at": at})
-        return told
+            described.append({"kind": kind, "step": event["step"], "when": when, "text": text, "at": at})
+        return described
 
     def facts(self) -> dict[str, str]:
-        """The run in a few numbers."""
+        """Key numbers of the run."""
         last = self.rows[-1]
         losses, evaluations = self._numbers("loss"), self._numbers("eval_loss")
         rates = sorted(rate for rate in self._numbers("tokens_per_second") if rate)
         memory = [used for used in self._numbers("memory") if used]
-        legs = self.legs()
+        launches = self.launches()
         facts = {"folder": str(self.folder), "step": f"{last['step']:,}"}
         if count(self.settings.get("train.steps")):
             facts["step"] += f" of {self.settings['train.steps']:,}"
-        if legs and count(legs[-1].get("parameters")):
-            facts["model"] = f"{legs[-1].get('model', '')}, {legs[-1]['parameters']:,} parameters"
+        if launches and count(launches[-1].get("parameters")):
+            facts["model"] = f"{launches[-1].get('model', '')}, {launches[-1]['parameters']:,} parameters"
         if losses:
-            facts["training loss"] = f"{losses[-1]:.4f} (began at {losses[0]:.4f})"
+            facts["training loss"] = f"{losses[-1]:.4f} (first {losses[0]:.4f})"
         if evaluations:
             facts["evaluation loss"] = f"{evaluations[-1]:.4f} (best {min(evaluations):.4f})"
         if (tokens := self.tokens(last.get("samples"))) is not None:
@@ -237,13 +235,13 @@ class Run:
             facts["memory of a rank"] = human_bytes(max(memory))
         if (hours := self.hours(last.get("time"))) is not None:
             facts["time"] = human_time(hours * 3600)
-        if legs:
-            machines = Counter(_machine(leg) for leg in legs)
+        if launches:
+            machines = Counter(_machine(launch) for launch in launches)
             facts["ran on"] = "; ".join(
                 name + (f" ({times} times)" if times > 1 else "") for name, times in machines.items()
             )
-        if self.passed_over:
-            facts["passed over"] = self.passed_over
+        if self.unreadable:
+            facts["unreadable"] = self.unreadable
         return facts
 
     def _numbers(self, name: str) -> list[float]:
@@ -255,7 +253,7 @@ def page(runs: Sequence[Run]) -> str:
     names = _short_names([run.folder for run in runs])
     all_rows = [row for run in runs for row in run.rows]
     known = {name for metric in METRICS for name in metric.series}
-    # What no METRICS names is drawn too, in the order in which it comes; a page of a thousand charts is none.
+    # Other numbers are drawn too, in the order of the file, up to a limit.
     numbers = dict.fromkeys(key for row in all_rows for key in row if number(row[key]))
     more = [key for key in numbers if key not in known | _NOT_DRAWN and len(key) <= _MOST_NAME][:_MOST_CHARTS]
     keys = [key for key in numbers if key in known or key in more]
@@ -283,7 +281,7 @@ def page(runs: Sequence[Run]) -> str:
     # Inside a script element only "</" and "<!" could end the data; JSON may write "<" as an escape.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = Path(__file__).with_name("html_report.html").read_text("utf-8")
-    # Cut before anything is put in: a run's folder may be called like a mark of the template.
+    # Split before inserting: the name of a folder may equal a mark of the template.
     head, rest = template.split("__TITLE__", 1)
     middle, tail = rest.split("__DATA__", 1)
     shown = html.escape(title).encode("utf-8", "replace").decode("utf-8")
@@ -291,13 +289,13 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def write_report(folders: Sequence[Place], out: Path) -> list[str]:
-    """Write the page on the runs in ``folders``; it replaces ``out`` as a whole.
+    """Write the page about the runs in ``folders``, replacing ``out`` atomically.
 
     Returns:
-        A line on each run of which not everything could be read.
+        One line for each run with unreadable parts.
 
     Raises:
-        UserError: if one of them holds no run, or ``out`` cannot be written.
+        UserError: a folder holds no run, or ``out`` cannot be written.
     """
     runs = [Run.read(folder) for folder in folders]
     text = page(runs)
@@ -305,20 +303,7 @@ def write_report(folders: Sequence[Place], out: Path) -> list[str]:
         write_durably(out, text)
     except OSError as error:
         raise UserError(f"--out: {out} cannot be written ({error.strerror}); give another path") from error
-    return [f"{run.folder}: passed over: {run.passed_over}" for run in runs if run.passed_over]
-
-
-def thinned(points: list[Point]) -> list[Point]:
-    """About ``POINTS`` of ``points``: the lowest and highest of each stretch, so that no spike is lost."""
-    if len(points) <= POINTS:
-        return points
-    size = -(-2 * len(points) // POINTS)
-    kept = []
-    for start in range(0, len(points), size):
-        stretch = range(start, min(start + size, len(points)))
-        extremes = {min(stretch, key=lambda i: points[i][3]), max(stretch, key=lambda i: points[i][3])}
-        kept += [points[i] for i in sorted(extremes | ({len(points) - 1} & set(stretch)))]
-    return kept
+    return [f"{run.folder}: unreadable: {run.unreadable}" for run in runs if run.unreadable]
 
 
 @command
@@ -326,17 +311,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-report``; the exit code is as :data:`converters.commands.EXIT_CODES` has it."""
     parser = argparse.ArgumentParser(
         prog="portable-report",
-        description="Write one self-contained HTML page on a run, or on several beside each other: loss, "
+        description="Write one self-contained HTML page about a run, or several side by side: loss, "
         "learning rate, gradient norm, throughput, memory, MFU, events, settings.",
         epilog=exit_codes(DONE, FAILED, REFUSED),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=ShowVersion, help="print the version and stop")
+    parser.add_argument("--version", action=ShowVersion, help="print the version and exit")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, or its URL")
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help=f"the page (default: {REPORT_FILE} in the run's folder; of several runs, or of one in an object "
+        help=f"the page (default: {REPORT_FILE} in the run's folder; for several runs, or one in an object "
         "store, in the current folder)",
     )
     arguments = parser.parse_args(argv)
@@ -345,8 +330,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         beside = folders[0] if len(folders) == 1 and isinstance(folders[0], Path) else Path()
         out = Path(path_given("--out", arguments.out)) if arguments.out else beside / REPORT_FILE
         with storage_errors("RUN"):
-            told = write_report(folders, out)
-        for line in told:
+            warnings = write_report(folders, out)
+        for line in warnings:
             complain(f"warning: {printable(line)}")
         say(printable(out))
     except (UserError, RunError) as error:
@@ -356,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _events(folder: Place) -> tuple[list[dict[str, Any]], int]:
-    """The events of a run, none where it kept no record of them, and how many lines were none."""
+    """The events of a run, empty without a file, and the number of invalid lines."""
     try:
         return read_rows(folder / EVENTS_FILE, "event")
     except OSError:
@@ -364,14 +349,14 @@ def _events(folder: Place) -> tuple[list[dict[str, Any]], int]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads what YAML can say in few words only where it comes to few values."""
+    """Refuses YAML whose aliases expand to too many values."""
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
         sizes: dict[int, int] = {}
 
         def size(node: Any) -> int:
-            # Aliases are one node in many places: each place counts, and a node within itself has no end.
+            # An alias counts at each place. A node that contains itself counts as too large.
             if id(node) not in sizes:
                 if isinstance(node, yaml.ScalarNode) and len(node.value) > _MOST_NAME:
                     # No number or date; YAML's 1:1:1:... grows with each part, and JSON shows no long one.
@@ -388,7 +373,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _settings(path: Place) -> tuple[dict[str, Any], str]:
-    """The settings of a run by dotted key, and why there are none, if it is not that there is no file."""
+    """The settings of a run by dotted key, and why they cannot be read, if so. Empty without a file."""
     try:
         tree = yaml.load(read_small(path, limit=_MOST_CONFIG), _Loader)
         return dict(_flat("", tree)) if isinstance(tree, dict) else {}, ""
@@ -398,7 +383,7 @@ def _settings(path: Place) -> tuple[dict[str, Any], str]:
         return {}, "nested too deeply"
     except OSError as error:
         return {}, one_line(error.strerror or error)
-    # What PyYAML raises for a bad `!!int`, `!!bool` or `!!timestamp` is whatever Python did.
+    # For a bad `!!int`, `!!bool` or `!!timestamp` PyYAML lets Python's errors through.
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         return {}, "not readable"
 
@@ -419,23 +404,23 @@ def _plain(value: Any) -> str:
     return json.dumps(plain(value), default=str)[:_MOST_TEXT]
 
 
-def _machine(leg: dict[str, Any]) -> str:
-    ranks = leg.get("world_size")
-    told = f"{leg.get('backend')}, {leg.get('strategy')}, {ranks} rank{'' if ranks == 1 else 's'}"
-    devices = leg.get("devices_per_rank")
-    return told if devices in (None, 1) else f"{told} of {devices} devices"
+def _machine(launch: dict[str, Any]) -> str:
+    ranks = launch.get("world_size")
+    text = f"{launch.get('backend')}, {launch.get('strategy')}, {ranks} rank{'' if ranks == 1 else 's'}"
+    devices = launch.get("devices_per_rank")
+    return text if devices in (None, 1) else f"{text} of {devices} devices"
 
 
-def _in_words(leg: dict[str, Any]) -> str:
-    text = f"{'started' if leg['event'] == 'start' else 'resumed'} on {_machine(leg)}"
+def _in_words(launch: dict[str, Any]) -> str:
+    text = f"{'started' if launch['event'] == 'start' else 'resumed'} on {_machine(launch)}"
     for name in ("device", "precision"):
-        if leg.get(name) not in (None, leg.get("backend")):
-            text += f", {leg[name]}"
-    return text + (f", from {leg['source']}" if leg.get("source") else "")
+        if launch.get(name) not in (None, launch.get("backend")):
+            text += f", {launch[name]}"
+    return text + (f", from {launch['source']}" if launch.get("source") else "")
 
 
 def _short_names(folders: Sequence[Place]) -> list[str]:
-    """The folders' own names, or the whole paths where two are called the same."""
+    """The folders' names, or whole paths if two names are equal."""
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]

@@ -1,8 +1,7 @@
-"""Rows of a run's logs, one JSON object a line, as a page may show them: whatever the file holds.
+"""Read a run's logs, one JSON object a line. The files are untrusted: crashes cut lines, disks flip bits.
 
-A crash cuts a line short, a disk flips a bit, and the folder may be somebody else's. A row that is none is
-left out and counted; a value that no writer of ours gives (NaN, a number of a thousand digits, a table) is
-left out of its row.
+Invalid lines are skipped and counted. A value that this program never writes (NaN, a number of a thousand
+digits, a nested object) is dropped from its row.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 
     from portable.paths import Place
 
-# JavaScript's integers, which draw the page.
+# The largest exact integer in JavaScript, which draws the page.
 MOST = 1 << 53
-# A log of a million steps is smaller.
+# More than the log of a million steps.
 _MOST_BYTES = 1 << 30
 # Seconds since 1970, up to the year 9999.
 _LATEST = 253_402_300_799
@@ -28,15 +27,15 @@ _MOST_TEXT = 1000
 
 
 def read_rows(path: Place, *needed: str) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a file, and how many lines were none.
+    """Return the rows of a file, and the number of invalid lines.
 
     Args:
         path: of the file.
-        needed: keys that a row must have; ``step`` is one anyway.
+        needed: keys that a row must have besides ``step``.
 
     Raises:
-        OSError: not there, or no regular file.
-        CheckpointError: it lies behind a link that leads out of its folder.
+        OSError: the file does not exist or is not a regular file.
+        CheckpointError: a link leads out of its folder.
     """
     rows, skipped = [], 0
     for row, _ in json_lines(read_small(path, limit=_MOST_BYTES)):
@@ -52,9 +51,9 @@ def read_rows(path: Place, *needed: str) -> tuple[list[dict[str, Any]], int]:
 
 
 def json_lines(content: bytes) -> Iterator[tuple[dict[str, Any] | None, bool]]:
-    """The object in each line that is not empty, None where it is none; and whether the line has an end.
+    """Yield each non-empty line's object, or None if it is not one, and whether the line ends in a newline.
 
-    A number that is not finite reads as null, which stands for it in what this program writes.
+    Non-finite numbers read as null, as this program writes them.
     """
     lines = content.split(b"\n")
     for place, line in enumerate(lines, start=1):
@@ -68,17 +67,17 @@ def json_lines(content: bytes) -> Iterator[tuple[dict[str, Any] | None, bool]]:
 
 
 def number(value: Any) -> bool:
-    """Whether ``value`` is a number that can be drawn."""
+    """Whether ``value`` is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def count(value: Any) -> bool:
-    """Whether ``value`` is one of a count of steps, samples or tokens."""
+    """Whether ``value`` is a valid count of steps, samples or tokens."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
 
 
 def _kept(value: Any) -> Any:
-    """``value`` if a page can show it, else None."""
+    """``value``, shortened if it is text; None if a page cannot show it."""
     if isinstance(value, str):
         return value[:_MOST_TEXT]
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What a run reports: one JSON line a logged step, a progress bar, trackers, a closing summary."""
+"""``metrics.jsonl``, trackers, throughput, and numbers formatted for people."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Tracker(Protocol):
-    """Where metrics go besides ``metrics.jsonl``."""
+    """A destination of metrics besides ``metrics.jsonl``."""
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -37,10 +37,10 @@ class Tracker(Protocol):
 
 
 class MetricsFile:
-    """``metrics.jsonl``: the legs of a run append to one file.
+    """``metrics.jsonl``, to which every launch of a run appends.
 
-    Rows beyond the step that a leg starts from are dropped: the leg before was killed after it had logged
-    them, and they will be logged again.
+    Rows after ``from_step`` are dropped: the earlier launch was killed after logging them, and they will be
+    logged again.
     """
 
     def __init__(self, folder: Path, *, from_step: int) -> None:
@@ -48,8 +48,8 @@ class MetricsFile:
         if path.exists():
             rows, unreadable = read_rows(folder / METRICS_FILE)
             if unreadable:
-                told = human_count(unreadable, "row")
-                print(f"warning: {path}: {told} cannot be read and will not be shown", file=sys.stderr)
+                lost = human_count(unreadable, "row")
+                print(f"warning: {path}: {lost} cannot be read and will not be shown", file=sys.stderr)
             kept = [row for row in rows if row["step"] <= from_step]
             if len(kept) < len(rows) or not path.read_bytes().endswith(b"\n"):
                 write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -64,14 +64,14 @@ class MetricsFile:
 
 
 def read_metrics(folder: Place) -> list[dict[str, Any]]:
-    """The rows of a run's ``metrics.jsonl``; what is none is left out."""
+    """The rows of a run's ``metrics.jsonl``; invalid lines are skipped."""
     return read_rows(folder / METRICS_FILE)[0]
 
 
 def read_rows(path: Place) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a file of JSON lines that tell a step, and how many lines are no such rows.
+    """Return the rows that have a step, and the number of other lines.
 
-    A last line that a crash cut short is not counted among those.
+    A last line that a crash cut short is not counted.
     """
     rows: list[dict[str, Any]] = []
     unreadable = 0
@@ -105,7 +105,7 @@ class _TensorBoard:
 
 
 class _WandbLike:
-    """wandb, and the libraries that took over its calls (trackio, swanlab)."""
+    """wandb, and libraries with the same functions (trackio, swanlab)."""
 
     def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
         self._module: Any = importlib.import_module(name)
@@ -115,7 +115,7 @@ class _WandbLike:
         self._module.log(dict(values), step=step)
 
     def flush(self) -> None:
-        """They send by themselves."""
+        """A no-op: they send in the background."""
 
     def close(self) -> None:
         self._module.finish()
@@ -134,14 +134,14 @@ def open_trackers(
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker whose package is not installed."""
+    """Raise UserError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"log.trackers: {name} is not installed; run: pip install {name}")
 
 
 class Throughput:
-    """Tokens and samples a second since the last log, and over the whole leg."""
+    """Samples a second since the last log, and over the whole launch."""
 
     def __init__(self) -> None:
         now = time.perf_counter()
@@ -158,7 +158,7 @@ class Throughput:
         self._steps += 1
 
     def seconds_per_step(self) -> float:
-        """Over the whole leg, evaluations and saves included."""
+        """Mean over the launch, evaluations and saves included."""
         return (time.perf_counter() - self.started) / max(self._steps, 1)
 
     def window(self) -> float:
@@ -169,5 +169,5 @@ class Throughput:
         return rate
 
     def pause(self, seconds: float) -> None:
-        """Leave ``seconds`` (of an evaluation or a save) out of the window's rate."""
+        """Exclude ``seconds`` of an evaluation or a save from the window."""
         self._window_start += seconds

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WAIT, WARMUP, RECORDED = 2, 1, 3
-"""Steps left out, since the first compile and allocate; steps in which the profiler itself warms up; and
-steps in the trace."""
+"""Steps skipped, because the first ones compile and allocate; steps in which the profiler warms up; steps
+recorded."""
 
 
 class Profiler:
-    """Writes ``<folder>/rank<r>.json.gz`` once the steps to record are over.
+    """Writes ``<folder>/rank<r>.json.gz`` after the recorded steps.
 
     Args:
-        folder: ``profile`` in the run's folder; made when there is something to write.
+        folder: ``profile`` in the run's folder; created when the trace is written.
         rank: of this process; each writes its own trace.
     """
 
@@ -26,7 +26,7 @@ class Profiler:
         self._folder = folder
         self.path = folder / f"rank{rank}.json.gz"
         self.written = False
-        # Without activities named, it records the host and whatever kind of device is there.
+        # By default it records the host and every kind of device present.
         self._profile = profile(
             schedule=schedule(wait=WAIT, warmup=WARMUP, active=RECORDED, repeat=1),
             on_trace_ready=self._write,
@@ -35,11 +35,11 @@ class Profiler:
         self._profile.start()
 
     def step(self) -> None:
-        """After every training step."""
+        """Call after every training step."""
         self._profile.step()
 
     def close(self) -> None:
-        """Stop; what was recorded of fewer steps than meant is written too."""
+        """Stop. A shorter trace is written too."""
         self._profile.stop()
 
     def _write(self, recorded: profile) -> None:

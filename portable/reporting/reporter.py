@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar, log lines, metrics, the closing summary."""
+"""Progress bar, log lines, metrics, events and the closing summary of a launch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Reporter(Events):
-    """Shows and records a leg of a run. On ranks other than the first it only saves."""
+    """Reports one launch of a run. On ranks other than 0 it only saves."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Reporter(Events):
         profiler: Profiler | None,
         leg: dict[str, Any],
     ) -> None:
-        """Begin to report a leg.
+        """Open the logs and record the start.
 
         Args:
-            leg: what ``events.jsonl`` shall tell of it; a ``source`` in it is what it goes on from.
+            leg: fields of the start event; ``source``, if given, is the checkpoint that the launch resumes.
         """
         self._backend = backend
         self._output = output
@@ -75,7 +75,7 @@ class Reporter(Events):
                 "resume" if leg.get("source") else "start", progress.step, samples=progress.samples, **leg
             )
             self._trackers = open_trackers(trackers, folder, config, from_step=progress.step)
-            # On a terminal a bar; in a log file a line whenever something is logged.
+            # A bar on a terminal; in a log file, a line for each logged step.
             self._bar = tqdm(
                 total=total_steps,
                 initial=progress.step,
@@ -146,7 +146,7 @@ class Reporter(Events):
         self._happened("save", progress, checkpoint=f"step-{progress.step:06d}")
 
     def on_skipped(self, progress: Progress, count: int, told: str) -> None:
-        since = "" if count == 1 else f"{count} updates were left out since the last look, the latest from "
+        since = "" if count == 1 else f"{count} updates were skipped since the last check, the latest in "
         self.say(f"warning: {since}{told}")
         self._happened("skip", progress, count=count, told=told)
 
@@ -155,36 +155,36 @@ class Reporter(Events):
 
     def last_checkpoint(self) -> str:
         self._checkpoints.finish()
-        self._backend.barrier()  # rank 0 has now given the folder its name
+        self._backend.barrier()  # rank 0 has now renamed the folder
         return str(self._checkpoints.latest() or "none yet")
 
     def replay(self, step: int) -> str:
-        # On XLA, the processes of a slice find each other.
+        # On XLA the processes of a slice discover each other.
         ranks = 1 if self._backend.one_program else self._backend.world_size
         return launch.command(ranks, config=self._folder / CONFIG_FILE, replay=step)
 
     # -- called by the run -------------------------------------------------------------------------------
 
     def on_stop(self, progress: Progress) -> None:
-        """The leg ends early, at a signal."""
+        """The launch ends early, at a signal."""
         self._happened("stop", progress)
 
     def on_end(self, progress: Progress, *, complete: bool) -> None:
-        """The leg has come to its end.
+        """The launch is done.
 
         Args:
-            progress: where.
-            complete: whether that is the end of the schedule, too.
+            progress: where it ended.
+            complete: whether the schedule is complete.
         """
         self._happened("end", progress, complete=complete)
 
     def say(self, line: str) -> None:
-        """Print a line without tearing the bar."""
+        """Print a line above the progress bar."""
         if self._main:
             tqdm.write(line, file=sys.stderr)
 
     def summary(self, places: Sequence[tuple[str, str]]) -> str:
-        """The closing table of a leg."""
+        """The closing table of a launch."""
         seconds = time.perf_counter() - self._throughput.started
         rate = self._throughput.samples / max(seconds, 1e-9)
         _, peak = self._backend.memory()
@@ -201,7 +201,7 @@ class Reporter(Events):
             rows.append(
                 (
                     f"{self._backend.device.type.upper()} memory",
-                    f"{human_bytes(used)} of {human_bytes(total)} in use, as the driver counts",
+                    f"{human_bytes(used)} of {human_bytes(total)} in use, reported by the driver",
                 )
             )
         if self.last_loss is not None:

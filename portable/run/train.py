@@ -16,7 +16,7 @@ from portable.loop import Cadence, train
 from portable.output.existing_run import CONFIG_FILE, FINAL, check_unchanged
 from portable.output.export import recover_export
 from portable.paths import storage_errors
-from portable.planner.subject import inspect
+from portable.planner.meta_model import inspect
 from portable.ranks import launch
 from portable.ranks.collectives import all_or_none
 from portable.ranks.consistency import agree

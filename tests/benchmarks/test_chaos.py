@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import chaos
-from benchmarks.chaos import KEEP, Chaos, Leg, Outcome, Run
+from benchmarks.chaos import KEEP, Chaos, Launch, Outcome, Run
 from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.small_disk import small_disk
 from portable.checkpoint.store import STATE_FILE, CheckpointFolder
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def kill_forks(run: Run) -> None:
-    """SIGKILL for what stands for the leg here, and for the fork that it is, which would outlive that."""
+    """SIGKILL for what stands for the launch here, and for the fork that it is, which would outlive that."""
     run.signal(signal.SIGKILL)
     forks = run.processes()
     for pid in forks:
@@ -42,7 +42,7 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path: Path, monkeypatch: pytest.Monk
     report = tmp_path / "report.json"
     assert chaos.main(["--kills", "0", "--each", "1", "--engines", "no_shard", "--json", str(report)]) == 0
     (outcome,) = json.loads(report.read_text())["runs"]
-    assert [leg["kind"] for leg in outcome["legs"]] == ["saving"]
+    assert [launch["kind"] for launch in outcome["launches"]] == ["saving"]
     assert outcome["equal"] and not outcome["broken"]
 
 
@@ -53,7 +53,7 @@ def test_a_few_kills_of_every_sort(tmp_path: Path) -> None:
     arguments = ["--kills", "4", "--each", "2", "--engines", "no_shard", "--seed", "1", "--json", str(report)]
     assert chaos.main(arguments) == 0
     outcomes = json.loads(report.read_text())["runs"]
-    assert [len(outcome["legs"]) for outcome in outcomes] == [4, 2]
+    assert [len(outcome["launches"]) for outcome in outcomes] == [4, 2]
     assert all(outcome["equal"] and not outcome["broken"] for outcome in outcomes)
 
 
@@ -67,25 +67,27 @@ def run(tmp_path: Path, corpus: Path) -> Run:
     return Run(tmp_path, tmp_path / "run", 8)
 
 
-def look(run: Run, leg: Leg, before: list[int], said: str = "") -> list[str]:
-    """What is found broken in the folder that a leg left."""
+def look(run: Run, launch: Launch, before: list[int], output: str = "") -> list[str]:
+    """What is found broken in the folder that a launch left."""
     looking, outcome = Chaos(run, None, random.Random(0)), Outcome("tried")
     looking._complete = before
-    looking._look(leg, said, outcome)
+    looking._look(launch, output, outcome)
     return outcome.broken
 
 
 def test_what_is_broken_is_seen(run: Run) -> None:
-    killed = Leg("no_shard", "launcher", reached=9, code=-9)
+    killed = Launch("no_shard", "launcher", reached=9, code=-9)
     assert look(run, killed, [4, 6]) == []
     assert "steps [7] are gone" in look(run, killed, [6, 7])[0]
-    assert "lost the steps since 8" in look(run, Leg("no_shard", "launcher", reached=13, code=-9), [6, 8])[0]
-    stopped = Leg("no_shard", "term", reached=9, code=75)
+    assert (
+        "lost the steps since 8" in look(run, Launch("no_shard", "launcher", reached=13, code=-9), [6, 8])[0]
+    )
+    stopped = Launch("no_shard", "term", reached=9, code=75)
     assert "exit code 75" in look(run, stopped, [6, 8])[0]
-    full = Leg("no_shard", "full", reached=9, code=1)
+    full = Launch("no_shard", "full", reached=9, code=1)
     assert look(run, full, [6, 8], "error: no space\n") == []
     assert "no one line" in look(run, full, [6, 8], "Traceback ...\nerror: no space\n")[0]
-    assert "exit code 0" not in "".join(look(run, Leg("no_shard", "term", reached=8, code=0), [6, 8]))
+    assert "exit code 0" not in "".join(look(run, Launch("no_shard", "term", reached=8, code=0), [6, 8]))
     shard = next((run.checkpoints.path / "step-000008").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1000])
     assert "step 8 is not whole" in look(run, killed, [6, 8])[0]

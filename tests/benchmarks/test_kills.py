@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks import kills
-from benchmarks.chaos import KEEP, Leg
+from benchmarks.chaos import KEEP, Launch
 from benchmarks.kills import Conversions, Cycle, Killing, Tally
 from portable.reporting.metrics import METRICS_FILE
 from tests.runs import configured
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @pytest.mark.usefixtures("quick_python")
 def test_a_few_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote) -> None:
     for name, value in {
-        "LEGS": 1,
+        "LAUNCHES": 1,
         "AFTER": 0,
         "CONVERTED": 3,
         "STEPS": 4,
@@ -71,13 +71,13 @@ def cycle(tmp_path: Path, corpus: Path) -> Cycle:
 
 @pytest.fixture
 def killing(cycle: Cycle, monkeypatch: pytest.MonkeyPatch) -> Killing:
-    """Of the complete run, whose last leg begins where it ended and does nothing."""
+    """Of the complete run, whose last launch begins where it ended and does nothing."""
     steps = cycle.run.step()
     monkeypatch.setattr(kills, "STEPS", steps)
     monkeypatch.setattr(cycle, "alone", lambda: (0, f"resuming at step {steps} of {steps}\n"))
     monkeypatch.setattr(cycle.run, "processes", list)
     made = Killing(cycle, cycle.whole(), random.Random(0), Tally())
-    made._look(Leg("no_shard", "launcher", code=-9), "export", "")
+    made._look(Launch("no_shard", "launcher", code=-9), "export", "")
     made.finish()
     assert made._tally.broken == []
     return made
@@ -85,7 +85,7 @@ def killing(cycle: Cycle, monkeypatch: pytest.MonkeyPatch) -> Killing:
 
 def test_what_is_lost_is_seen(cycle: Cycle, killing: Killing) -> None:
     lost, final = killing._tally.lost, cycle.folder / "final"
-    killed = Leg("no_shard", "launcher", code=-9)
+    killed = Launch("no_shard", "launcher", code=-9)
     killing._look(killed, "export", "resuming at step 2 of 8\n")
     assert "went on from ['2']" in lost.pop()
     (final / "model.safetensors").write_bytes(b"")

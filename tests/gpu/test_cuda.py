@@ -311,4 +311,4 @@ def test_what_the_driver_counts(cuda: str, tmp_path: Path, corpus: Path, capfd: 
     used, total = counted
     assert torch.cuda.memory_allocated() <= used <= total
     leg(tmp_path, corpus, cuda, train__steps=2)
-    assert "in use, as the driver counts" in capfd.readouterr().err
+    assert "in use, reported by the driver" in capfd.readouterr().err

@@ -14,7 +14,7 @@ from gpu.footprint import adopt, footprint, settings, units
 from gpu.zero import nvme
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
-from portable.planner.subject import inspect
+from portable.planner.meta_model import inspect
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
 

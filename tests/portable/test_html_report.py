@@ -18,8 +18,9 @@ from portable.durable import write_durably
 from portable.errors import UserError
 from portable.output.lock import locked
 from portable.reporting.events import History, read_events
-from portable.reporting.html_report import POINTS, Run, _machine, main, thinned
+from portable.reporting.html_report import Run, _machine, main
 from portable.reporting.metrics import MetricsFile
+from portable.reporting.svg import POINTS, thinned
 from portable.run.rank import run_rank
 from tests.runs import configured
 
@@ -154,9 +155,9 @@ def test_the_page_asks_the_network_for_nothing(run: Path) -> None:
     ("content", "said"),
     [
         (None, "is not a folder"),
-        ({}, "holds no metrics.jsonl"),
-        ({"metrics.jsonl": ""}, "holds no step yet"),
-        ({"metrics.jsonl": '{"step": 1, "lo'}, "holds no step yet"),
+        ({}, "has no metrics.jsonl"),
+        ({"metrics.jsonl": ""}, "has no logged step yet"),
+        ({"metrics.jsonl": '{"step": 1, "lo'}, "has no logged step yet"),
     ],
 )
 def test_what_is_no_run_is_refused(
@@ -243,7 +244,7 @@ def test_damage_is_passed_over_and_told(
     assert said.out == f"{folder / 'report.html'}\n"
     assert said.err.count("\n") == bool(told) and told in said.err
     page = data_of(folder / "report.html")
-    assert page["runs"][0]["facts"].get("passed over", "") == said.err.partition("passed over: ")[2].strip()
+    assert page["runs"][0]["facts"].get("unreadable", "") == said.err.partition("unreadable: ")[2].strip()
     assert len(page["metrics"]) < 80 and len((folder / "report.html").read_bytes()) < 1 << 20
     assert page["runs"][0]["facts"]["step"] in ("1", "2")
 

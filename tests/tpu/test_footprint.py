@@ -9,8 +9,8 @@ import pytest
 from benchmarks.plan_xla import measure, told_in
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
+from portable.planner.meta_model import MetaModel, inspect
 from portable.planner.plan import Planner, Target
-from portable.planner.subject import LiveSubject, inspect
 from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.restore import restore
@@ -99,7 +99,7 @@ def test_a_step_takes_what_is_planned(
     )
     model = models.build_model(models.model_config(config.model), config.model)
     target = Target("xla", Cluster(devices, devices), None, None)
-    planned = Planner(config, LiveSubject(model, config), target).option(Setting.of(config)).device_bytes
+    planned = Planner(config, MetaModel(model, config), target).option(Setting.of(config)).device_bytes
     taken = xla.run(devices, measure, config, environment=telling)
     assert planned.resident == pytest.approx(taken.resident, rel=0.01)
     assert planned.total == pytest.approx(taken.peak, rel=0.2)
