@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from portable.errors import UserError
-from portable.planner.device_catalog import Device
+from portable.planner.device_catalog import KEPT_FOR_COLLECTIVES, Device
 
 # Dense tensor-core peaks in TFLOP/s as (bf16 or fp16, tf32), from NVIDIA's data sheets; where a sheet gives
 # the figure with 2:4 sparsity, half of it. Matched as words of the name, in this order.
@@ -85,7 +85,7 @@ def index(local_rank: int, visible: int) -> int:
 def accelerators() -> list[Device]:
     """GPUs that can be named before there is one."""
     found = {
-        name: Device(name, "cuda", mebibytes * MIB, name not in _FP16_ONLY, per_node)
+        name: Device(name, "cuda", mebibytes * MIB, name not in _FP16_ONLY, per_node, KEPT_FOR_COLLECTIVES)
         for name, mebibytes, per_node in _MACHINES
     }
     return [*found.values(), *(replace(found[real], name=name) for name, real in _ALSO.items())]

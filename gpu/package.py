@@ -33,6 +33,7 @@ class TorchPackage:
     name: str
     extra: str | None = None
     typical_device: str = "h100"
+    runs_cuda: bool = False
 
     def world(self, ranks: int) -> World:
         return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
@@ -184,4 +185,4 @@ def _installed(package: str) -> bool:
 
 
 CPU = CpuPackage("cpu")
-CUDA = CudaPackage("cuda")
+CUDA = CudaPackage("cuda", runs_cuda=True)

@@ -34,6 +34,10 @@ AUTO_ORDER = ("xla", "cuda", "cpu")
 """Which backend ``auto`` tries first."""
 
 
+PLANNED_FOR_AUTO = "cuda"
+"""Which backend ``portable-plan`` assumes where neither the config nor ``--device`` says."""
+
+
 @dataclass(frozen=True)
 class World:
     """The ranks and devices of a launch."""
@@ -54,6 +58,8 @@ class BackendPackage(Protocol):
     """The extra of this distribution that installs what the backend needs; None: nothing more is needed."""
     typical_device: str
     """The device that a plan assumes where only the memory is given."""
+    runs_cuda: bool
+    """Whether models run with CUDA's kernels and autocast rules, which activations depend on."""
 
     def is_here(self) -> bool:
         """Whether this machine has the devices, so that ``backend: auto`` may choose them."""

@@ -29,6 +29,7 @@ class XlaPackage:
     name = "xla"
     extra = "xla"
     typical_device = "v5e"
+    runs_cuda = False
 
     def is_here(self) -> bool:
         from tpu.devices import uses_tpu

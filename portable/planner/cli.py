@@ -14,9 +14,10 @@ from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
 from portable.errors import UserError, one_line
 from portable.planner import device_catalog as devices
-from portable.planner.memory_model import Cluster, footprint_module
+from portable.planner.memory_model import Cluster
 from portable.planner.plan import Planner, Target
 from portable.planner.tables import as_json, as_text
+from portable.registry import PLANNED_FOR_AUTO, backend_package
 from portable.terminal import loading
 
 if TYPE_CHECKING:
@@ -100,19 +101,21 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
         device = device.with_memory(memory)
     count = given.get("devices", 1)
     backend = device.backend if device is not None else config.backend
-    if config.backend not in ("auto", "cpu", backend):
+    # A backend without named devices, the CPU, may be planned for any.
+    listed = config.backend != "auto" and backend_package(config.backend).devices()
+    if listed and config.backend != backend:
         raise UserError(
             f"--device: {given.get('device')} needs backend {backend}, but backend is {config.backend}; "
             "remove one of the two"
         )
-    backend = "cuda" if backend == "auto" else backend
+    backend = PLANNED_FOR_AUTO if backend == "auto" else backend
     target = Target(backend, Cluster(count, device.per_node if device is not None else 8), device, host)
     if config.train.global_batch_size % count:
         raise UserError(
             f"train.global_batch_size: {config.train.global_batch_size} sequences do not divide evenly "
             f"among {count} devices; set it to {-(-config.train.global_batch_size // count) * count}"
         )
-    config = footprint_module(backend).adopt(config.replaced({"backend": backend}), target.cluster)
+    config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
     if config.precision == "auto":
         config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
     return config, target

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError
+from portable.registry import BACKENDS, PLANNED_FOR_AUTO, backend_package
 
 SHARE_KEPT_FREE = 0.1
 """Share of memory that a plan leaves free: planned activations are within about a tenth of the truth."""
@@ -31,11 +30,13 @@ class Device:
     """Whether it multiplies in bf16."""
     per_node: int
     """Devices in a node, or in the largest slice."""
+    for_collectives: int = 0
+    """Bytes to leave to the collectives' buffers where there are several devices."""
 
     def usable(self, devices: int) -> int:
         """Bytes on each device that a run on ``devices`` devices can fill."""
         free = int(self.memory * SHARE_KEPT_FREE)
-        return self.memory - free - (KEPT_FOR_COLLECTIVES if devices > 1 and self.backend == "cuda" else 0)
+        return self.memory - free - (self.for_collectives if devices > 1 else 0)
 
     def with_memory(self, memory: int) -> Device:
         """This device with ``memory`` bytes."""
@@ -44,14 +45,13 @@ class Device:
 
 def unnamed(backend: str) -> Device:
     """A device of which only the memory is known. Everything else is that of a common one."""
-    common = named("v5e" if backend == "xla" else "h100")
-    return replace(common, name="device")
+    package = backend_package(PLANNED_FOR_AUTO if backend == "auto" else backend)
+    return replace(named(package.typical_device), name="device")
 
 
 def known_devices() -> dict[str, Device]:
     """All devices that the backend packages list, by name."""
-    packages: list[Any] = [importlib.import_module(name) for name in ("gpu.devices", "tpu.devices")]
-    return {device.name: device for package in packages for device in package.accelerators()}
+    return {device.name: device for name in BACKENDS for device in backend_package(name).devices()}
 
 
 def named(name: str) -> Device:

@@ -6,10 +6,9 @@ library; see :class:`FootprintModule`.
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from portable.optim.block_size import block_size
 
@@ -150,15 +149,6 @@ class FootprintModule(Protocol):
 
     def footprint(self, model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
         """The footprint of ``model`` under ``config``."""
-
-
-_MODULES = {"cpu": "gpu.footprint", "cuda": "gpu.footprint", "xla": "tpu.footprint"}
-
-
-def footprint_module(backend: str) -> FootprintModule:
-    """The module ``footprint`` of ``backend``."""
-    module: Any = importlib.import_module(_MODULES[backend])
-    return module  # type: ignore[no-any-return]
 
 
 def moment_bytes(train: TrainConfig, shape: Sequence[int], rows: int, *, exact: bool) -> int:

@@ -10,8 +10,8 @@ from portable.model.build import embeddings, state_tensors, transformer_layers
 from portable.optim.build import decaying
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight
-from portable.planner.memory_model import footprint_module
 from portable.planner.passes import Activations, Peak
+from portable.registry import backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ class MetaModel:
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         try:
-            self.inventory = inspect(model, footprint_module(config.backend).units(model, config))
+            self.inventory = inspect(model, backend_package(config.backend).footprint().units(model, config))
         except UserError as error:  # it matters only to strategies that gather units
             self.inventory = replace(inspect(model), no_units=str(error))
         self._model = model

@@ -12,8 +12,9 @@ import yaml
 
 from portable.config.rules import largest_divisor
 from portable.errors import UserError
-from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting, footprint_module
+from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting
 from portable.planner.passes import Activations, Request
+from portable.registry import backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +133,7 @@ class Planner:
         self.target = target
         self.model: Inventory = model.inventory
         self._meta_model = model
-        self._footprint_module = footprint_module(target.backend)
+        self._footprint_module = backend_package(target.backend).footprint()
         share = max(1, config.train.global_batch_size // target.cluster.devices)
         wanted = config.train.micro_batch_size
         self.searching = wanted == "auto"
@@ -185,7 +186,7 @@ class Planner:
             config,
             micro_batch=micro_batch,
             compute=footprint.compute,
-            on_gpu=self.target.backend == "cuda",
+            on_gpu=backend_package(self.target.backend).runs_cuda,
             compiled=footprint.compiled,
         )
         found = self._meta_model.activations(request)

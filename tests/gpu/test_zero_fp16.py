@@ -40,7 +40,7 @@ def fp16_steps(config: RunConfig) -> tuple[list[float], dict[str, float], str]:
     get_accelerator().is_fp16_supported = lambda: True
     backend = create_backend("cpu")
     settled = settle(config, backend.name)
-    config.__dict__["precision"] = "fp16"  # past the rule that knows what DeepSpeed will do on a CPU
+    settled.config.__dict__["precision"] = "fp16"  # past the rule that knows what DeepSpeed will do on a CPU
     backend.start()
     losses: list[float] = []
     figures, ended = {}, ""
