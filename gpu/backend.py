@@ -1,22 +1,23 @@
-"""The machine as torch.distributed sees it: one rank a GPU with NCCL, or CPU ranks with gloo."""
+"""The backend on torch.distributed: one rank per GPU with NCCL, or CPU ranks with gloo."""
 
 from __future__ import annotations
 
 import datetime
 import os
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from gpu import compiling, devices
+from gpu import devices, memory_trial
 from gpu import memory_advice as host_memory
-from gpu import memory_trial as rehearsal
-from gpu.fsdp.sharding import shard_group_size, transport
-from gpu.strategies import CountingEngine, Machine, engine_room
-from gpu.zero import runtime as zero_runtime
+from gpu.common import compiling, torch_private
+from gpu.common.machine import Machine, transport
+from gpu.fsdp.sharding import shard_group_size
+from gpu.strategies import engine_module
 from portable.errors import require, unsupported
 from portable.ranks.collectives import any_rank, gather_text
 from portable.ranks.process_memory import host_memory as memory_of_this_process
@@ -27,28 +28,29 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from gpu.common.machine import MeasuredEngine
     from portable.backend import Backend, Batch, Engine
     from portable.config import RunConfig
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
-# NCCL's flight recorder: on unless the user says otherwise. Two names for one thing, by version of torch.
+# NCCL's flight recorder, on unless the user sets it. Older and newer torch name it differently.
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_COLLECTIVES_KEPT = "2000"
-_ALLOCATIONS_KEPT = 200_000  # for a memory snapshot: a few steps of a large model
+_RECORDED_COLLECTIVES = "2000"
+_RECORDED_ALLOCATIONS = 200_000  # a few steps of a large model
 
 
 def local_devices(name: str) -> int:
-    """GPUs of this machine for ``cuda``; 1 for ``cpu``."""
+    """The number of GPUs of this machine for ``cuda``; 1 for ``cpu``."""
     return torch.cuda.device_count() if name == "cuda" else 1
 
 
 def create(name: str) -> Backend:
-    """The backend of this process; rank and world size come from the launcher's environment variables."""
+    """The backend of this process, with rank and world size from the launcher's environment variables."""
     return TorchBackend(name)
 
 
 def memory_advice(config: RunConfig) -> str:
-    """Which settings to change where host memory runs out; see :class:`portable.backend.BackendRoom`."""
+    """The settings to change when host memory runs out; see :class:`portable.backend.BackendRoom`."""
     return host_memory.advice(config)
 
 
@@ -58,7 +60,9 @@ class TorchBackend:
     def __init__(self, name: str) -> None:
         self.name = name
         self.one_program = False
-        self._engine: CountingEngine | None = None
+        self._engine: MeasuredEngine | None = None
+        self._at_stop = ExitStack()
+        self._left_groups: list[Any] = []
         self._matmul_before: str | None = None
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -67,7 +71,7 @@ class TorchBackend:
         if name == "cuda":
             require(
                 torch.cuda.is_available(),
-                "backend: cuda needs a GPU, and torch finds none; use --backend cpu",
+                "backend: cuda needs a GPU, but torch finds none; use --backend cpu",
             )
             self.device = torch.device("cuda", devices.index(self.local_rank, torch.cuda.device_count()))
         else:
@@ -78,7 +82,7 @@ class TorchBackend:
     def adopt(self, config: RunConfig, ranks: int) -> RunConfig:
         if config.deepspeed.config is None:
             return config
-        from gpu.zero import engine as zero  # only here: DeepSpeed takes seconds to import
+        from gpu.zero import engine as zero  # only here: it is optional and slow to import
 
         return zero.adopt(config, self.device.type, max(ranks, self.world_size))
 
@@ -87,11 +91,11 @@ class TorchBackend:
             [
                 (
                     self.name == "cpu" and config.precision == "tf32",
-                    "precision: tf32 is a mode of NVIDIA's tensor cores; use fp32 or bf16 on cpu",
+                    "precision: tf32 needs NVIDIA's tensor cores; use fp32 or bf16 on cpu",
                 ),
                 (
                     self.name == "cpu" and config.log.memory_snapshot,
-                    "log.memory_snapshot: torch records what happens to a GPU's memory only; set it to false",
+                    "log.memory_snapshot: torch records the allocations of GPUs only; set it to false",
                 ),
                 (
                     config.model.attention == "flash_attention_2" and not _installed("flash_attn"),
@@ -101,20 +105,20 @@ class TorchBackend:
                 (
                     config.train.micro_batch_size == "auto"
                     and "nvme" in (config.memory.offload_params, config.memory.offload_optimizer),
-                    "train.micro_batch_size: auto would write the whole state to nvme for each size that it "
-                    "tries; give a number",
+                    "train.micro_batch_size: auto would write the whole state to nvme for each size it "
+                    "tries; set a number",
                 ),
             ]
         )
         compiling.check(config, self.world_size)
-        engine_room(config.strategy).check(config, self.device.type)
-        if "WORLD_SIZE" in os.environ:  # else the ranks are still to be started, and will look themselves
+        engine_module(config.strategy).check(config, self.device.type)
+        if "WORLD_SIZE" in os.environ:  # otherwise the ranks check after the launch
             shard_group_size(config, self.world_size, self.local_world_size)
 
     def notes(self, config: RunConfig) -> list[str]:
         if config.deepspeed.config is None:
             return []
-        from gpu.zero import engine as zero  # only here: DeepSpeed takes seconds to import
+        from gpu.zero import engine as zero  # only here: it is optional and slow to import
 
         return zero.notes(config, self.device.type)
 
@@ -122,7 +126,7 @@ class TorchBackend:
         if self.name == "cuda":
             torch.cuda.set_device(self.device)
             for variable in _FLIGHT_RECORDER:
-                os.environ.setdefault(variable, _COLLECTIVES_KEPT)
+                os.environ.setdefault(variable, _RECORDED_COLLECTIVES)
         if self.world_size > 1:
             with native_stdout_closed():
                 dist.init_process_group(transport(self.device), timeout=COLLECTIVE_TIMEOUT)
@@ -131,10 +135,8 @@ class TorchBackend:
         if self._matmul_before is not None:
             torch.set_float32_matmul_precision(self._matmul_before)
             self._matmul_before = None
-        if self._engine is not None:
-            self._engine.let_go()
-            self._engine = None
-        zero_runtime.stop()
+        self._engine = None
+        self._at_stop.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -149,7 +151,9 @@ class TorchBackend:
         if self._matmul_before is None:
             self._matmul_before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
-        self._engine = engine_room(config.strategy).prepare(model, config, self._machine(self.rank))
+        self._engine = engine_module(config.strategy).prepare(
+            model, config, self._machine(self.rank), self._at_stop
+        )
         return self._engine
 
     def _machine(self, rank: int) -> Machine:
@@ -158,30 +162,31 @@ class TorchBackend:
     def fits(
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
     ) -> bool | None:
-        if not rehearsal.can_tell(self.device):
+        if not memory_trial.can_tell(self.device):
             return None
-        return rehearsal.fits(build, config, self._machine(0), steps)
+        return memory_trial.fits(build, config, self._machine(0), steps)
 
     def ran_out_of_memory(self, error: BaseException) -> bool:
-        return rehearsal.ran_out_of_memory(error)
+        return memory_trial.ran_out_of_memory(error)
 
     def leave(self) -> None:
         self._engine = None
-        rehearsal.set_group_aside()
+        self._left_groups += torch_private.detach_process_groups()
+        self._at_stop.close()
 
     def record_memory(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS_KEPT)
+        torch_private.record_memory_history(_RECORDED_ALLOCATIONS)
 
     def dump_memory(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch_private.dump_memory_snapshot(path)
 
     def dump_collectives(self, folder: Path) -> None:
         if self.name == "cuda" and self.world_size > 1:
-            # The name that torchfrtrace looks for.
-            (folder / f"nccl_trace_rank_{self.rank}").write_bytes(_dump_nccl_trace())
+            # torchfrtrace expects this name.
+            (folder / f"nccl_trace_rank_{self.rank}").write_bytes(torch_private.dump_nccl_trace())
 
     def seed(self, value: int) -> None:
-        # torch.manual_seed would also look at every other kind of device, at a cost of 0.2 ms a call.
+        # torch.manual_seed also visits all other device types, which costs 0.2 ms per call.
         torch.default_generator.manual_seed(value)
         if self.name == "cuda":
             torch.cuda.manual_seed(value)
@@ -196,7 +201,7 @@ class TorchBackend:
         return 1
 
     def total(self, count: int) -> Tensor:
-        # Filled in by the device: a copy from the host would wait for all that is queued there.
+        # Filled on the device: a copy from the host would sync.
         value = torch.full((), count, dtype=torch.int64, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(value)
@@ -219,7 +224,7 @@ class TorchBackend:
         return gather_text(text)
 
     def barrier(self) -> None:
-        self.any(False)  # a host-side collective; dist.barrier would wait for the GPU's queue as well
+        self.any(False)  # over the host; dist.barrier would also wait for the GPU
 
     def memory(self) -> tuple[int, int]:
         if self.name == "cuda":
@@ -243,25 +248,18 @@ class TorchBackend:
         return devices.peak_flops(torch.cuda.get_device_name(self.device), precision)
 
     def figures(self) -> dict[str, float]:
-        return {} if self._engine is None else self._engine.figures()
-
-
-def _dump_nccl_trace() -> bytes:
-    """What NCCL's flight recorder holds: a pickle, as ``torchfrtrace`` reads it."""
-    from torch._C import _distributed_c10d
-
-    return bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
+        return {} if self._engine is None else self._engine.metrics()
 
 
 def _installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ValueError:  # imported, and without a description of itself
+    except ValueError:  # imported without a spec
         return False
 
 
 def _cpu_multiplies_bf16() -> bool:
-    """Whether the CPU has instructions for bf16 products (AVX512-BF16 or AMX); without them bf16 is slow."""
+    """Whether the CPU multiplies bf16 natively (AVX512-BF16 or AMX); emulation is slow."""
     capabilities = torch.backends.cpu.get_cpu_capability()
     if "AVX512" not in capabilities:
         return False

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from gpu.compiling import compile_layers
+from gpu.common.compiling import compile_layers
 from portable.backend import backend_room
 from portable.config import load_config
 from portable.errors import UserError

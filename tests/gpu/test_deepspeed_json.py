@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
-from gpu.zero.config import document as deepspeed_json
 from gpu.zero.config.known_keys import check_keys, known_keys
 from portable.backend import backend_room
 from portable.batch_plan import plan_batches

@@ -12,9 +12,9 @@ pytest.importorskip("deepspeed")
 
 from pydantic import BaseModel
 
+from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.buckets import automatic
-from gpu.zero.config import document as deepspeed_json
 from gpu.zero.settings import ModelSizes, settings_for
 from portable.backend import backend_room
 from portable.batch_plan import plan_batches
