@@ -23,9 +23,9 @@ def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
     """See :class:`portable.planner.memory_model.FootprintRoom`."""
     if config.deepspeed.config is None:
         return config
-    from gpu.zero.config import adopted  # only here: it needs torch
+    from gpu.zero import engine  # only here: it needs torch
 
-    return adopted(config, "cpu", cluster.devices)
+    return engine.adopt(config, "cpu", cluster.devices)
 
 
 def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:

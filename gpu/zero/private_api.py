@@ -48,7 +48,7 @@ RELIED_ON: Mapping[str, Mapping[str, tuple[str, ...] | None]] = {
         "_swappable_optimizer_subgroup": ("sub_group_id",),
         "_optimizer_states_and_gradient_swap_in": ("sub_group_id", "timer_names"),
         "_optimizer_states_and_gradient_swap_out": ("sub_group_id", "timer_names"),
-        "_reassign_or_swap_out_partitioned_parameters": ("sub_group_id",),
+        "_reassign_or_swap_out_partitioned_parameters": (),  # a decorator hides its parameters
     },
     _INIT: {"param_id": None, "_convert_to_zero_parameters": ("param_list",)},
     _SWAPPER: {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ def deepspeed() -> Any:
     return zero_runtime.import_deepspeed("cpu")
 
 
+source_of = cache(inspect.getsource)
+
+
 def difference(kind: type, name: str, parameters: tuple[str, ...] | None) -> str | None:
     """How ``kind.name`` differs from what is relied on; None if it does not."""
     if parameters is None:
-        sources = [
-            inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("deepspeed")
-        ]
+        sources = [source_of(base) for base in kind.__mro__ if base.__module__.startswith("deepspeed")]
         # Many attributes exist on instances only: look for their assignment, by themselves or in a tuple.
         assigned = re.compile(rf"\b(self|Init)\.{name}\b\s*(:[^=\n]+)?=[^=]")
         there = hasattr(kind, name) or any(assigned.search(source) for source in sources)

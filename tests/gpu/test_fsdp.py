@@ -180,7 +180,7 @@ def test_checkpoints_move_between_strategies(tmp_path: Path, corpus: Path, ranks
     [
         (
             {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2},
-            "fsdp.shard_group_size: 1 ranks cannot be divided into groups of 2; use one of 1",
+            "fsdp.shard_group_size: 1 ranks are not divisible into groups of 2; use one of 1",
         ),
         (
             {"fsdp__transformer_layer_cls_to_wrap": "BertLayer", "memory__offload_params": "cpu"},

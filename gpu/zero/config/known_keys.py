@@ -198,7 +198,7 @@ def replace_deprecated(
 
 def models() -> dict[tuple[str, ...], type[BaseModel]]:
     """The pydantic models of the installed DeepSpeed, by section."""
-    monitors = {
+    monitors: dict[tuple[str, ...], type[BaseModel]] = {
         (name,): kind
         for name, field in private_api.monitor_model().model_fields.items()
         for kind in _types(field.annotation)
