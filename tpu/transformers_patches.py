@@ -44,10 +44,9 @@ def count_tokens_on_device() -> None:
 
 def _integers_on_xla(histc: Any) -> Any:
     def counted(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        first, last, bins = kwargs.get("min"), kwargs.get("max"), kwargs.get("bins")
-        # One bin per integer, where the last two share one.
-        countable = first is not None and last is not None and bins == last - first
-        if values.device.type != "xla" or values.is_floating_point() or not countable:
+        first, last = kwargs.get("min", 0), kwargs.get("max", 0)
+        one_bin_per_integer = kwargs.get("bins") == last - first  # the last two share one
+        if values.device.type != "xla" or values.is_floating_point() or not one_bin_per_integer:
             return histc(values, *args, **kwargs)  # type: ignore[no-any-return]
         numbers = torch.arange(first, last, dtype=values.dtype, device=values.device)
         return (values.reshape(-1, 1) == numbers).sum(dim=0).to(values.dtype)

@@ -188,14 +188,14 @@ def test_checkpoints_move_between_strategies(tmp_path: Path, corpus: Path, ranks
             "LlamaDecoderLayer",
         ),
         ({"strategy": "no_shard", "fsdp__forward_prefetch": True}, "fsdp.forward_prefetch: nothing is"),
-        ({"strategy": "no_shard", "memory__offload_params": "cpu"}, "memory.offload_params: under no_shard"),
+        ({"strategy": "no_shard", "memory__offload_params": "cpu"}, "memory.offload_params: strategy no_shard"),
         (
             {"strategy": "no_shard", "memory__offload_optimizer": "cpu"},
-            "memory.offload_optimizer: under no_shard",
+            "memory.offload_optimizer: strategy no_shard",
         ),
         (
             {"memory__offload_params": "nvme", "memory__nvme_path": "/nvme"},
-            "memory.offload_params: nvme is DeepSpeed's",
+            "memory.offload_params: nvme needs DeepSpeed",
         ),
     ],
 )
