@@ -28,8 +28,9 @@ from benchmarks import plan_xla
 from benchmarks.allocator import allocations
 from benchmarks.machine import command_line
 from benchmarks.pages import put_into
-from gpu import memory_trial as rehearsal
-from gpu.strategies import Machine, engine_room
+from gpu.common.machine import Machine
+from gpu.memory_trial import fake_ranks
+from gpu.strategies import engine_module
 from portable.config import load_config
 from portable.model import build as models
 from portable.model.initialize import Blueprint
@@ -128,16 +129,16 @@ def settings_of(family: str, setting: Setting, recompute: str, ranks: int, folde
 def measure(config: RunConfig, ranks: int) -> int:
     """Peak bytes in the last step on rank 0 of ``ranks`` ranks."""
     machine = Machine(torch.device("cpu"), 0, ranks, ranks)
-    room = engine_room(config.strategy)
-    room.check(config, "cpu")
+    module = engine_module(config.strategy)
+    module.check(config, "cpu")
     gc.collect()
-    with rehearsal.ranks_that_are_not_there(machine):
+    with fake_ranks(machine) as at_stop:
         model = models.build_model(models.model_config(config.model), config.model)
         request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
         batch = fake_batch(model, request)
         weights = list(Blueprint.of(model).initial_weights(0))
         with allocations() as recording:
-            engine = room.prepare(model, config, machine)
+            engine = module.prepare(model, config, machine, at_stop)
             for tensors in weights:
                 engine.load_weights(tensors)
             valid = torch.tensor(BATCH * LENGTH)

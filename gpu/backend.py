@@ -1,19 +1,19 @@
-"""The machine as torch.distributed sees it: one rank a GPU with NCCL, or CPU ranks with gloo."""
+"""The backend on torch.distributed: one rank per GPU with NCCL, or CPU ranks with gloo."""
 
 from __future__ import annotations
 
 import datetime
 import os
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from gpu import devices
-from gpu import memory_trial as rehearsal
-from gpu.fsdp.sharding import transport
-from gpu.strategies import CountingEngine, Machine, engine_room
-from gpu.zero import runtime as zero_runtime
+from gpu import devices, memory_trial
+from gpu.common import torch_private
+from gpu.common.machine import Machine, transport
+from gpu.strategies import engine_module
 from portable.backend import Diagnostics
 from portable.errors import require
 from portable.ranks.collectives import any_rank, gather_text
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from gpu.common.machine import MeasuredEngine
     from portable.backend import Batch, Engine
     from portable.config import RunConfig
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
-# NCCL's flight recorder: on unless the user says otherwise. Two names for one thing, by version of torch.
+# NCCL's flight recorder, on unless the user sets it. Older and newer torch name it differently.
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_COLLECTIVES_KEPT = "2000"
-_ALLOCATIONS_KEPT = 200_000  # for a memory snapshot: a few steps of a large model
+_RECORDED_COLLECTIVES = "2000"
+_RECORDED_ALLOCATIONS = 200_000  # a few steps of a large model
 
 
 class TorchBackend:
@@ -42,7 +43,9 @@ class TorchBackend:
     def __init__(self, name: str) -> None:
         self.name = name
         self.one_program = False
-        self._engine: CountingEngine | None = None
+        self._engine: MeasuredEngine | None = None
+        self._at_stop = ExitStack()
+        self._left_groups: list[Any] = []
         self._matmul_before: str | None = None
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -52,7 +55,7 @@ class TorchBackend:
         if name == "cuda":
             require(
                 torch.cuda.is_available(),
-                "backend: cuda needs a GPU, and torch finds none; use --backend cpu",
+                "backend: cuda needs a GPU, but torch finds none; use --backend cpu",
             )
             self.device = torch.device("cuda", devices.index(self.local_rank, torch.cuda.device_count()))
             self.diagnostics = CudaDiagnostics(self.device, self.rank, self.world_size)
@@ -65,7 +68,7 @@ class TorchBackend:
         if self.name == "cuda":
             torch.cuda.set_device(self.device)
             for variable in _FLIGHT_RECORDER:
-                os.environ.setdefault(variable, _COLLECTIVES_KEPT)
+                os.environ.setdefault(variable, _RECORDED_COLLECTIVES)
         if self.world_size > 1:
             with native_stdout_closed():
                 dist.init_process_group(transport(self.device), timeout=COLLECTIVE_TIMEOUT)
@@ -74,10 +77,8 @@ class TorchBackend:
         if self._matmul_before is not None:
             torch.set_float32_matmul_precision(self._matmul_before)
             self._matmul_before = None
-        if self._engine is not None:
-            self._engine.let_go()
-            self._engine = None
-        zero_runtime.stop()
+        self._engine = None
+        self._at_stop.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -92,7 +93,9 @@ class TorchBackend:
         if self._matmul_before is None:
             self._matmul_before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
-        self._engine = engine_room(config.strategy).prepare(model, config, self._machine(self.rank))
+        self._engine = engine_module(config.strategy).prepare(
+            model, config, self._machine(self.rank), self._at_stop
+        )
         return self._engine
 
     def _machine(self, rank: int) -> Machine:
@@ -101,19 +104,20 @@ class TorchBackend:
     def fits(
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
     ) -> bool | None:
-        if not rehearsal.can_tell(self.device):
+        if not memory_trial.can_tell(self.device):
             return None
-        return rehearsal.fits(build, config, self._machine(0), steps)
+        return memory_trial.fits(build, config, self._machine(0), steps)
 
     def ran_out_of_memory(self, error: BaseException) -> bool:
-        return rehearsal.ran_out_of_memory(error)
+        return memory_trial.ran_out_of_memory(error)
 
     def leave(self) -> None:
         self._engine = None
-        rehearsal.set_group_aside()
+        self._left_groups += torch_private.detach_process_groups()
+        self._at_stop.close()
 
     def seed(self, value: int) -> None:
-        # torch.manual_seed would also look at every other kind of device, at a cost of 0.2 ms a call.
+        # torch.manual_seed also visits all other device types, which costs 0.2 ms per call.
         torch.default_generator.manual_seed(value)
         if self.name == "cuda":
             torch.cuda.manual_seed(value)
@@ -128,7 +132,7 @@ class TorchBackend:
         return 1
 
     def total(self, count: int) -> Tensor:
-        # Filled in by the device: a copy from the host would wait for all that is queued there.
+        # Filled on the device: a copy from the host would sync.
         value = torch.full((), count, dtype=torch.int64, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(value)
@@ -151,7 +155,7 @@ class TorchBackend:
         return gather_text(text)
 
     def barrier(self) -> None:
-        self.any(False)  # a host-side collective; dist.barrier would wait for the GPU's queue as well
+        self.any(False)  # over the host; dist.barrier would also wait for the GPU
 
     def memory(self) -> tuple[int, int]:
         if self.name == "cuda":
@@ -169,7 +173,7 @@ class TorchBackend:
         return devices.peak_flops(torch.cuda.get_device_name(self.device), precision)
 
     def figures(self) -> dict[str, float]:
-        return {} if self._engine is None else self._engine.figures()
+        return {} if self._engine is None else self._engine.metrics()
 
 
 class CudaDiagnostics(Diagnostics):
@@ -181,23 +185,16 @@ class CudaDiagnostics(Diagnostics):
         self._world_size = world_size
 
     def record_memory(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS_KEPT)
+        torch_private.record_memory_history(_RECORDED_ALLOCATIONS)
 
     def dump_memory(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch_private.dump_memory_snapshot(path)
 
     def dump_collectives(self, folder: Path) -> None:
         if self._world_size > 1:
-            # The file name that torchfrtrace expects.
-            (folder / f"nccl_trace_rank_{self._rank}").write_bytes(_dump_nccl_trace())
+            # torchfrtrace expects this name.
+            (folder / f"nccl_trace_rank_{self._rank}").write_bytes(torch_private.dump_nccl_trace())
 
     def driver_memory(self) -> tuple[int, int] | None:
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free, total
-
-
-def _dump_nccl_trace() -> bytes:
-    """What NCCL's flight recorder holds: a pickle, as ``torchfrtrace`` reads it."""
-    from torch._C import _distributed_c10d
-
-    return bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]

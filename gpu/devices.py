@@ -1,4 +1,4 @@
-"""Which GPU is this rank's, and what data sheets say about it."""
+"""The GPU of a rank, and the data sheets of GPUs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from portable.errors import UserError
 from portable.planner.device_catalog import KEPT_FOR_COLLECTIVES, Device
 
-# Dense tensor-core peaks in TFLOP/s as (bf16 or fp16, tf32), from NVIDIA's data sheets; where a sheet gives
-# the figure with 2:4 sparsity, half of it. Matched as words of the name, in this order.
+# Dense tensor-core peaks in TFLOP/s (bf16 or fp16, tf32) from NVIDIA's data sheets; half of a peak given with
+# 2:4 sparsity. Matched as words of the device name, in this order.
 PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("GB200", 2500.0, 1250.0),
     ("B200", 2250.0, 1100.0),
@@ -62,12 +62,12 @@ _MACHINES: tuple[tuple[str, int, int], ...] = (
 _ALSO = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "v100": "v100-16"}
 _FP16_ONLY = ("v100-32", "v100-16", "t4")
 
-# Set by srun where each task is shown its own GPUs only, so that all of them count from 0.
+# srun sets these if each task sees only its own GPUs, which are then numbered from 0.
 BOUND_BY_SRUN = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
 
 def index(local_rank: int, visible: int) -> int:
-    """CUDA's number of the GPU that the node's rank ``local_rank`` drives, of the ``visible`` ones here.
+    """The CUDA index of the GPU for ``local_rank``, out of ``visible`` GPUs.
 
     Raises:
         UserError: if there are fewer GPUs than ranks.
@@ -77,13 +77,13 @@ def index(local_rank: int, visible: int) -> int:
     if visible == 1 and any(name in os.environ for name in BOUND_BY_SRUN):
         return 0
     raise UserError(
-        f"--nproc: local rank {local_rank} has no GPU of its own; this process sees {visible}. Start as many "
-        "ranks on a node as it has GPUs"
+        f"--nproc: local rank {local_rank} has no GPU; this process sees {visible}; start at most one rank "
+        "per GPU on each node"
     )
 
 
 def accelerators() -> list[Device]:
-    """GPUs that can be named before there is one."""
+    """The GPUs that the planner knows by name."""
     found = {
         name: Device(name, "cuda", mebibytes * MIB, name not in _FP16_ONLY, per_node, KEPT_FOR_COLLECTIVES)
         for name, mebibytes, per_node in _MACHINES
@@ -92,13 +92,13 @@ def accelerators() -> list[Device]:
 
 
 def shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
-    """Elements that the sizes of a matrix product should be multiples of, for tensor cores at full speed.
+    """The number of elements that matrix sizes should be a multiple of, for tensor cores at full speed.
 
-    16 bytes, and 128 bytes on A100 and what came after it for servers: see :mod:`portable.model.shape_hints`.
+    16 bytes; 128 bytes on A100 and later server GPUs. See :mod:`portable.model.shape_hints`.
 
     Args:
         capability: of the GPU, such as (9, 0).
-        precision: fp32, which tensor cores do not multiply, gives None.
+        precision: of the product; None for fp32, which does not use tensor cores.
     """
     size = {"bf16": 2, "fp16": 2, "tf32": 4}.get(precision)
     oldest = {"fp16": (7, 0)}.get(precision, (8, 0))
@@ -108,7 +108,7 @@ def shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of the GPU called ``device_name`` for ``precision``, or None where the table has none."""
+    """Peak FLOP/s of the GPU called ``device_name`` for ``precision``, or None if unknown."""
     for name, half, tf32 in PEAKS:
         if re.search(rf"\b{name}\b", device_name):  # an RTX A4000 is not an A40
             teraflops = {"bf16": half, "fp16": half, "tf32": tf32}.get(precision)

@@ -1,8 +1,8 @@
-"""Trying out whether training steps fit the device's memory, without the other ranks.
+"""Try whether training steps fit the device's memory, in one process.
 
-A process group that moves nothing takes the place of the real one, and this process plays the first of as
-many ranks as there will be: the buffers of all collectives are there, and the first rank's shards are the
-largest. So every strategy can be tried as it is, and a rank that runs out of memory leaves no other waiting.
+A fake process group replaces the real one and this process plays rank 0 of the world size to come: all
+communication buffers exist, and rank 0's shards are the largest. So every strategy runs unchanged, and a rank
+that runs out of memory leaves no other rank waiting.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import gc
 import re
 import resource
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from gpu.strategies import Machine, engine_room
-from gpu.zero import runtime as zero_runtime
+from gpu.common import torch_private
+from gpu.strategies import engine_module
 from portable.planner.device_catalog import KEPT_FOR_COLLECTIVES, SHARE_NOT_SEARCHED
 
 if TYPE_CHECKING:
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gpu.common.machine import Machine
     from portable.backend import Engine
     from portable.config import RunConfig
 
-# Left to what torch's allocator has no part in, or cannot use: its own fragments; NCCL's buffers; on a host
-# the stacks of threads and what is read and written meanwhile.
-_KEPT_ON_HOST = 1 << 26
+# Memory outside torch's allocator: on a host, thread stacks and I/O buffers.
+_RESERVED_ON_HOST = 1 << 26
 _HOST_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
-# Beside torch's own class: of the host; of the driver, which gives kernels and pinned memory; of libraries.
-_MEMORY_IS_FULL = re.compile(
+# Errors besides torch's own class: from the host, the driver (kernels, pinned memory) and CUDA libraries.
+_OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc|out of memory|_ALLOC_FAILED"
 )
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that the device, or the host, has no more memory."""
+    """Whether ``error`` means that the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _MEMORY_IS_FULL.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def can_tell(device: torch.device) -> bool:
     """Whether running out of memory raises on ``device``.
 
-    On a host it does where this process has a limit of its own (``ulimit -v``); else the system grants
-    whatever is asked for, and ends processes once it has no more.
+    On a host it does only under a limit of this process (``ulimit -v``). Otherwise the system overcommits and
+    kills processes later.
     """
     if device.type == "cuda":
         return True
@@ -63,64 +63,51 @@ def fits(
     machine: Machine,
     steps: Callable[[Engine], None],
 ) -> bool:
-    """As :meth:`portable.backend.Backend.fits`, where it can tell."""
+    """See :meth:`portable.backend.Backend.fits`; call it only where :func:`can_tell`."""
     fitted = True
-    if machine.device.type == "cuda":
+    on_gpu = machine.device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(machine.device)
-    devices = [machine.device.index] if machine.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _room(machine), ranks_that_are_not_there(machine):
+    devices = [machine.device.index] if on_gpu else []
+    with torch.random.fork_rng(devices=devices), _memory_limit(machine), fake_ranks(machine) as at_stop:
         try:
-            steps(engine_room(config.strategy).prepare(build(), config, machine))
+            steps(engine_module(config.strategy).prepare(build(), config, machine, at_stop))
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
             fitted = False
     gc.collect()
-    if machine.device.type == "cuda":
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(machine.device)
     return fitted
 
 
-def set_group_aside() -> None:
-    """Let this process start another process group, without the connections of its present ones closing."""
-    world: Any = dist.distributed_c10d._world
-    _aside.extend(world.pg_map)
-    world.default_pg = None
-    for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-        known.clear()
-
-
-_aside: list[Any] = []
-
-
 @contextmanager
-def ranks_that_are_not_there(machine: Machine) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    assert not dist.is_initialized()
+def fake_ranks(machine: Machine) -> Iterator[ExitStack]:
+    """Start a fake process group of ``machine.world_size`` ranks; yield the stack for cleanup."""
     if machine.world_size > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=machine.rank, world_size=machine.world_size)
+        torch_private.start_fake_group(machine.rank, machine.world_size)
     try:
-        yield
+        with ExitStack() as at_stop:
+            yield at_stop
     finally:
-        zero_runtime.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 @contextmanager
-def _room(machine: Machine) -> Iterator[None]:
-    """Let the steps have what is free, less what the run will need besides."""
-    with _room_on_gpu(machine) if machine.device.type == "cuda" else _room_on_host():
+def _memory_limit(machine: Machine) -> Iterator[None]:
+    """Limit the steps to the free memory, less what the run needs outside torch's allocator."""
+    with _limit_on_gpu(machine) if machine.device.type == "cuda" else _limit_on_host():
         yield
 
 
 @contextmanager
-def _room_on_gpu(machine: Machine) -> Iterator[None]:
+def _limit_on_gpu(machine: Machine) -> Iterator[None]:
     free, total = torch.cuda.mem_get_info(machine.device)
-    kept = total * SHARE_NOT_SEARCHED + (KEPT_FOR_COLLECTIVES if machine.world_size > 1 else 0)
-    usable = free + torch.cuda.memory_reserved(machine.device) - kept
+    reserved = total * SHARE_NOT_SEARCHED + (KEPT_FOR_COLLECTIVES if machine.world_size > 1 else 0)
+    usable = free + torch.cuda.memory_reserved(machine.device) - reserved
     torch.cuda.set_per_process_memory_fraction(max(usable, 0.0) / total, machine.device)
     try:
         yield
@@ -129,11 +116,11 @@ def _room_on_gpu(machine: Machine) -> Iterator[None]:
 
 
 @contextmanager
-def _room_on_host() -> Iterator[None]:
+def _limit_on_host() -> Iterator[None]:
     limits = {kind: resource.getrlimit(kind) for kind in _HOST_LIMITS}
     for kind, (soft, hard) in limits.items():
         if soft != resource.RLIM_INFINITY:
-            resource.setrlimit(kind, (max(soft - _KEPT_ON_HOST, 0), hard))
+            resource.setrlimit(kind, (max(soft - _RESERVED_ON_HOST, 0), hard))
     try:
         yield
     finally:

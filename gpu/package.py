@@ -49,16 +49,16 @@ class TorchPackage:
         return zero.adopt(config, self.name, world.ranks)
 
     def check(self, config: RunConfig, world: World) -> None:
-        from gpu import compiling
+        from gpu.common import compiling
         from gpu.fsdp.sharding import shard_group_size
-        from gpu.strategies import engine_room
+        from gpu.strategies import engine_module
 
         swaps = "nvme" in (config.memory.offload_params, config.memory.offload_optimizer)
         unsupported(
             [
                 (
                     self.name == "cpu" and config.log.memory_snapshot,
-                    "log.memory_snapshot: torch records what happens to a GPU's memory only; set it to false",
+                    "log.memory_snapshot: torch records the allocations of GPUs only; set it to false",
                 ),
                 (
                     config.model.attention == "flash_attention_2" and not _installed("flash_attn"),
@@ -67,15 +67,15 @@ class TorchPackage:
                 ),
                 (
                     config.train.micro_batch_size == "auto" and swaps,
-                    "train.micro_batch_size: auto would write the whole state to nvme for each size that it "
-                    "tries; give a number",
+                    "train.micro_batch_size: auto would write the whole state to nvme for each size it "
+                    "tries; set a number",
                 ),
             ]
         )
         compiling.check(config, world.ranks)
-        engine_room(config.strategy).check(config, self.name)
-        if "WORLD_SIZE" in os.environ:  # otherwise ranks per node are not known before they start
-            shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        engine_module(config.strategy).check(config, self.name)
+        # The ranks that this process will start are all on this node.
+        shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
 
     def notes(self, config: RunConfig) -> list[str]:
         if config.deepspeed.config is None:

@@ -1,69 +1,26 @@
-"""Which engine trains a model under which ``strategy``."""
+"""The engine behind each ``strategy``."""
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from portable.backend import Engine
-from portable.errors import require
+from portable.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    from gpu.common.machine import EngineModule
 
-    from portable.config import RunConfig
-
-# Imported only when chosen: DeepSpeed takes seconds to import, and need not be installed.
-_ROOMS = {
-    "no_shard": "gpu.fsdp.engine",
-    "full_shard": "gpu.fsdp.engine",
-    "shard_grad_op": "gpu.fsdp.engine",
-    "hybrid_shard": "gpu.fsdp.engine",
-    "hybrid_shard_zero2": "gpu.fsdp.engine",
-    "zero1": "gpu.zero.engine",
-    "zero2": "gpu.zero.engine",
-    "zero3": "gpu.zero.engine",
-}
+FSDP = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+ZERO = ("zero1", "zero2", "zero3")
 
 
-@dataclass(frozen=True)
-class Machine:
-    """This process's part of the machine."""
+def engine_module(strategy: str) -> EngineModule:
+    """The module whose engine trains under ``strategy``, imported only when chosen."""
+    if strategy in FSDP:
+        from gpu.fsdp import engine as fsdp
 
-    device: torch.device
-    rank: int
-    world_size: int
-    local_world_size: int
-    """Ranks on this node."""
+        return fsdp
+    if strategy in ZERO:
+        from gpu.zero import engine as zero
 
-
-class CountingEngine(Engine, Protocol):
-    """An engine of this room."""
-
-    def figures(self) -> dict[str, float]:
-        """What the metrics record besides, by name."""
-
-    def let_go(self) -> None:
-        """Keep nothing of the process group, which is about to go; the engine takes no step after this."""
-
-
-class EngineRoom(Protocol):
-    """What a module with an engine in it offers."""
-
-    def check(self, config: RunConfig, device_type: str) -> None:
-        """Raise UserError for a setting that the engine has no use for, before any work."""
-
-    def prepare(self, model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
-        """Spread a model from the meta device over the ranks; the weights are still unset."""
-
-
-def engine_room(strategy: str) -> EngineRoom:
-    """The module whose engine trains under ``strategy``."""
-    require(
-        strategy in _ROOMS,
-        f"strategy: {strategy} is not part of this version; use one of {', '.join(_ROOMS)}",
-    )
-    room: Any = importlib.import_module(_ROOMS[strategy])
-    return room  # type: ignore[no-any-return]
+        return zero
+    raise UserError(f"strategy: unknown {strategy}; use one of {', '.join((*FSDP, *ZERO))}")

@@ -1,1 +1,1 @@
-"""The backend on torch_xla."""
+"""The backend on torch_xla, with SPMD."""

@@ -1,4 +1,4 @@
-"""The machine as torch_xla sees it: one process a host, all devices of the run as one under SPMD."""
+"""The backend on torch_xla: one process per host, all devices of the run as one under SPMD."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tpu.engine import XlaEngine
 from tpu.graphs import Graphs
 from tpu.layout import Layout
 from tpu.runtime import torch_xla, xla, xr
-from tpu.transformers_patches import let_models_be_traced, let_tokens_be_counted, use_fixed_shapes
+from tpu.transformers_patches import count_tokens_on_device, keep_padding_masks_lazy, use_fixed_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from portable.backend import Batch, Engine
     from portable.config import RunConfig
 
-HOST_TIMEOUT = datetime.timedelta(minutes=30)  # a host may compile for long while another waits
+HOST_TIMEOUT = datetime.timedelta(minutes=30)  # one host may compile while another waits
 
 
 class XlaBackend:
-    """All devices of all hosts; this process is the one of its host."""
+    """Implements :class:`portable.backend.Backend` over all devices of all hosts."""
 
     def __init__(self, name: str) -> None:
         require(
             "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1",
-            "backend: xla runs one process a host, which finds the others by itself; start portable-train "
+            "backend: xla runs one process per host and finds the other hosts itself; start portable-train "
             "on every host without a launcher",
         )
         self.name = name
@@ -50,9 +50,9 @@ class XlaBackend:
         self.world_size = int(xr.process_count())
         self.device = torch.device("xla:0")
         self.diagnostics: Diagnostics = TpuDiagnostics()
-        self._layout: Layout | None = None
-        let_models_be_traced()
-        let_tokens_be_counted()
+        self._layout: Layout  # set by prepare
+        keep_padding_masks_lazy()
+        count_tokens_on_device()
 
     @property
     def devices_per_rank(self) -> int:
@@ -60,14 +60,14 @@ class XlaBackend:
 
     def start(self) -> None:
         if self.world_size > 1:
-            # For what hosts tell each other without the devices: flags, counts, where checkpoints lie.
-            import torch_xla.distributed.xla_backend  # noqa: F401  (makes xla:// known)
+            # For host-side collectives: flags, counts, checkpoint paths.
+            import torch_xla.distributed.xla_backend  # noqa: F401  (registers xla://)
 
             dist.init_process_group("gloo", init_method="xla://", timeout=HOST_TIMEOUT)
         if self.rank == 0 and not runtime.on_tpu():
             print(
-                f"xla: no TPU here; running on {self.devices_per_rank} virtual devices of the CPU "
-                "(CPU_NUM_DEVICES sets their number), for trying things out",
+                f"xla: no TPU found; running on {self.devices_per_rank} virtual CPU devices, for tests only "
+                "(CPU_NUM_DEVICES sets their number)",
                 file=sys.stderr,
             )
 
@@ -81,10 +81,10 @@ class XlaBackend:
         return "bf16" if runtime.on_tpu() else "fp32"
 
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
-        # A TPU would otherwise multiply fp32 in one pass of bf16, also where a bf16 model asks for fp32.
+        # By default a TPU multiplies fp32 in one bf16 pass, even where a bf16 model asks for fp32.
         xla._xla_set_mat_mul_precision("highest")
         if (folder := _compilation_cache(config.xla.compilation_cache)) is not None:
-            runtime.keep_graphs(folder)
+            runtime.cache_graphs(folder)
         use_fixed_shapes(model)
         self._layout = Layout(config, self.world_size * self.devices_per_rank)
         return XlaEngine(model, config, self._layout, Graphs(self._warn))
@@ -102,13 +102,12 @@ class XlaBackend:
         return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
     def leave(self) -> None:
-        """Nothing: what fits cannot be tried here, so that nothing starts after it."""
+        """A no-op: this backend does not try what fits."""
 
     def seed(self, value: int) -> None:
         xla._xla_set_rng_seed(value, str(self.device))
 
     def place(self, batch: Batch) -> Batch:
-        assert self._layout is not None  # a model was prepared
         return {name: self._layout.place_batch(tensor) for name, tensor in batch.items()}
 
     def total(self, count: int) -> Tensor:
@@ -116,11 +115,10 @@ class XlaBackend:
             summed = torch.tensor(count)
             dist.all_reduce(summed)
             count = int(summed)
-        assert self._layout is not None  # a model was prepared
         return self._layout.whole(torch.tensor(count))
 
     def sum(self, value: Tensor) -> Tensor:
-        return value  # it is the sum over all devices of all hosts already
+        return value  # SPMD sums over all devices already
 
     def read(self, values: Sequence[Tensor]) -> list[float]:
         return [float(value) for value in xla._xla_get_cpu_tensors(list(values))]
@@ -141,7 +139,7 @@ class XlaBackend:
         return info["bytes_used"], info.get("peak_bytes_used", info["bytes_used"])
 
     def shape_multiple(self, precision: str) -> int | None:
-        return None  # the compiler pads, and which sizes it likes is not written down
+        return None  # the compiler pads by undocumented rules
 
     def peak_flops(self, precision: str) -> float | None:
         if not runtime.on_tpu():
@@ -154,7 +152,7 @@ class XlaBackend:
 
 
 class TpuDiagnostics(Diagnostics):
-    """What the TPU runtime counts; nothing on virtual devices."""
+    """The TPU runtime's counters; none on virtual devices."""
 
     def driver_memory(self) -> tuple[int, int] | None:
         if not runtime.on_tpu():
@@ -170,6 +168,6 @@ def _compilation_cache(setting: str) -> Path | None:
 
 
 def _memory_info() -> dict[str, int]:
-    # A device of this host: on a pod, the first process need not have the first device.
+    # On a pod, process 0 may not have device 0.
     info = torch_xla.core.xla_model.get_memory_info(str(xla._xla_real_devices()[0]))
     return {name: int(count) for name, count in info.items()}

@@ -1,4 +1,4 @@
-"""What a config may ask of XLA, and why not the rest."""
+"""The settings that XLA does not support, and why."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OPTIMIZERS = ("adamw", "adafactor", "sgd")
 
 
 def recomputed(config: RunConfig) -> bool:
-    """Whether layers are recomputed in the backward pass, by either of the names that the setting has."""
+    """Whether layers are recomputed in the backward pass; the setting has two names."""
     return config.memory.activation_checkpointing == "full" or config.xla.xla_fsdp_grad_ckpt is True
 
 
-def unusable(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    """For each setting that XLA may have no use for: whether it is in use, and the reason."""
+def unsupported_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """For each setting: whether the config uses an unsupported value, and the error message."""
     yield (
         config.strategy not in STRATEGIES,
         f"strategy: {config.strategy} does not run on xla; use one of {', '.join(STRATEGIES)}",
@@ -34,28 +34,28 @@ def unusable(config: RunConfig) -> Iterator[tuple[bool, str]]:
     )
     yield (
         config.train.optimizer not in OPTIMIZERS,
-        f"train.optimizer: {config.train.optimizer} needs kernels that xla lacks; use one of "
+        f"train.optimizer: {config.train.optimizer} needs CUDA or CPU kernels; use one of "
         f"{', '.join(OPTIMIZERS)}",
     )
     yield (
         build_schedule(config.train, 1).betas(0) is not None,
-        "train.schedule_params: cycle_momentum would compile a graph for every step on xla; set it to false",
+        "train.schedule_params: cycle_momentum would compile a graph per step on xla; set it to false",
     )
     yield (
         config.train.micro_batch_size == "auto",
-        "train.micro_batch_size: auto would compile a graph for each size it tries on xla; give a number",
+        "train.micro_batch_size: auto would compile a graph per size it tries on xla; set a number",
     )
     yield (
         config.log.memory_snapshot,
-        "log.memory_snapshot: torch records what happens to a GPU's memory only; set it to false",
+        "log.memory_snapshot: torch records the allocations of GPUs only; set it to false",
     )
     for name in ("offload_optimizer", "offload_params"):
         value = getattr(config.memory, name)
-        yield value != "none", f"memory.{name}: xla keeps everything on its devices; set it to none"
+        yield value != "none", f"memory.{name}: xla does not offload; set it to none"
     yield (
         config.memory.activation_checkpointing == "selective",
-        "memory.activation_checkpointing: selective names operations of eager torch, and xla compiles whole "
-        "layers; use full, or none and leave the choice to the compiler",
+        "memory.activation_checkpointing: selective works on operations of eager torch, and xla compiles "
+        "whole layers; use full, or none to leave the choice to the compiler",
     )
     yield (
         config.deepspeed.config is not None,
@@ -64,27 +64,27 @@ def unusable(config: RunConfig) -> Iterator[tuple[bool, str]]:
     for name, value in config.fsdp:
         yield (
             value is not None and name != "shard_group_size",
-            f"fsdp.{name}: under SPMD the compiler decides when parameters are gathered; remove it",
+            f"fsdp.{name}: under SPMD the compiler schedules the gathers; remove it",
         )
     yield from _xla_fsdp_settings(config)
 
 
 def _xla_fsdp_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    """The names of xla_fsdp_settings that SPMD has no use for. A value that asks for what happens is fine."""
+    """Names of xla_fsdp_settings that SPMD does not support. A value that is true anyway is accepted."""
     xla = config.xla
     rules = xla.sharding is not None or xla.shard_param_on_dim_0 is not None
     yield (
         config.strategy == "no_shard" and rules,
-        "xla.sharding, xla.shard_param_on_dim_0: strategy no_shard cuts no parameter; remove them",
+        "xla.sharding, xla.shard_param_on_dim_0: strategy no_shard does not shard parameters; remove them",
     )
     yield (
         xla.compute_dtype == "float16" or xla.buffer_dtype == "float16",
-        "xla: float16 is not a type that TPUs compute in; use bfloat16",
+        "xla: TPUs do not compute in float16; use bfloat16",
     )
     yield (
         xla.fp32_reduce_scatter is True and config.precision != "fp32",
-        "xla.fp32_reduce_scatter: under SPMD gradients are summed in the type that they are computed in; "
-        "use precision fp32, or remove it",
+        "xla.fp32_reduce_scatter: under SPMD gradients are reduced in the compute type; use precision fp32, "
+        "or remove it",
     )
     gathered_once = config.strategy in GATHERED_ONCE
     yield (
@@ -93,17 +93,17 @@ def _xla_fsdp_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
         f"{config.strategy}; use strategy {_counterpart(config.strategy)}, or remove it",
     )
     for name, value, reason in (
-        ("disable_reshard_on_root", True, "under SPMD no module is the root of a tree of units"),
-        ("flatten_parameters", True, "under SPMD every parameter is cut along a dim and keeps its shape"),
-        ("pin_layout_in_collective_ops", True, "under SPMD the compiler places the collectives itself"),
-        ("execute_sharding_on_init", False, "parameters are always cut as they are made"),
-        ("optimization_barrier_in_forward", True, "under SPMD the compiler schedules the gathers itself"),
+        ("disable_reshard_on_root", True, "under SPMD there are no units and no root"),
+        ("flatten_parameters", True, "under SPMD parameters are sharded along a dim and keep their shape"),
+        ("pin_layout_in_collective_ops", True, "under SPMD the compiler places the collectives"),
+        ("execute_sharding_on_init", False, "parameters are always sharded on creation"),
+        ("optimization_barrier_in_forward", True, "under SPMD the compiler schedules the gathers"),
     ):
         yield getattr(xla, name) is value, f"xla.{name}: {reason}; remove it"
     yield (
         xla.auto_wrap_policy in ("size_based_wrap", "no_wrap"),
-        f"xla.auto_wrap_policy: {xla.auto_wrap_policy} has no use under SPMD, where nothing is wrapped and "
-        "each transformer layer is recomputed by itself; remove it",
+        f"xla.auto_wrap_policy: {xla.auto_wrap_policy} has no effect under SPMD, which wraps nothing and "
+        "recomputes each transformer layer; remove it",
     )
 
 

@@ -1,4 +1,4 @@
-"""What Google's pages say about TPUs, and which one this host has."""
+"""TPU data from Google's pages, and detection of this host's TPU."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ GENERATIONS: dict[str, Generation] = {
     "tpu7x": Generation(2307.0, 192 * GIB, 2, 9216),
 }
 
-# bf16 passes of an fp32 product at the highest precision: https://github.com/jax-ml/jax/issues/2161
+# bf16 passes per fp32 product at the highest precision: https://github.com/jax-ml/jax/issues/2161
 FP32_PASSES = 6
 
-# Where torch_xla reads it too (torch_xla._internal.tpu.get_tpu_env), though without an end to its patience.
+# torch_xla reads it as well (torch_xla._internal.tpu.get_tpu_env), but without a timeout.
 METADATA = "http://169.254.169.254/computeMetadata/v1/instance/attributes/tpu-env"
 METADATA_SECONDS = 2.0
-# How a TPU shows itself to the host (torch_xla._internal.tpu). Files in /dev would not do: other accelerators
-# have the same names there. Nor would the vendor alone: Google makes the virtual machine's network card, too.
+# PCI ids of TPUs (torch_xla._internal.tpu). Names in /dev are not specific to TPUs, nor is the vendor: Google
+# also makes the VM's network card.
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 PCI_VENDOR = "0x1ae0"
 PCI_KINDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
 def accelerators() -> list[Device]:
-    """TPUs that can be named before there is one; a device is what the runtime makes of a chip."""
+    """The TPUs that the planner knows by name, as the runtime's devices."""
     found = []
     for name, kind in GENERATIONS.items():
         cores = kind.devices_per_chip
@@ -69,7 +69,7 @@ def accelerators() -> list[Device]:
 
 
 def generation(accelerator_type: str) -> Generation | None:
-    """The generation of an accelerator type such as ``v5litepod-16``, or None for one that is not known."""
+    """The generation of an accelerator type such as ``v5litepod-16``; None if unknown."""
     name = accelerator_type.partition("-")[0]
     return GENERATIONS.get("v5e" if name == "v5litepod" else name)
 
@@ -89,17 +89,17 @@ def peak_flops(accelerator_type: str, precision: str) -> float | None:
 
 
 def accelerator_type() -> str | None:
-    """What the TPU of this host is called, such as ``v5litepod-16``, or None where nothing says so.
+    """The accelerator type of this host, such as ``v5litepod-16``; None if unknown.
 
-    The environment's ``TPU_ACCELERATOR_TYPE`` comes first, then a TPU VM's metadata server, which is asked
-    only where a TPU is in use, and not where ``TPU_SKIP_MDS_QUERY`` forbids it.
+    ``TPU_ACCELERATOR_TYPE`` comes first, then the VM's metadata server, unless no TPU is in use or
+    ``TPU_SKIP_MDS_QUERY`` is set.
     """
     if not uses_tpu():
         return None
     named = os.environ.get("TPU_ACCELERATOR_TYPE")
     if named or os.environ.get("TPU_SKIP_MDS_QUERY"):
         return named
-    # By its address and past any proxy: it is on the host's own link.
+    # By address and without a proxy: the server is link-local.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(METADATA, headers={"Metadata-Flavor": "Google"})
     try:
@@ -112,7 +112,7 @@ def accelerator_type() -> str | None:
 
 
 def uses_tpu() -> bool:
-    """Whether the runtime would drive a TPU on this host: what ``PJRT_DEVICE`` says, else what is there."""
+    """Whether the runtime would use a TPU on this host: by ``PJRT_DEVICE`` if set, else by PCI devices."""
     chosen = os.environ.get("PJRT_DEVICE")
     if chosen:
         return chosen == "TPU"

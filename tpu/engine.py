@@ -1,4 +1,4 @@
-"""A model in training under SPMD: what the loop asks for is recorded, compiled once, and run as one graph."""
+"""A model in training under SPMD: each step is traced lazily, compiled once, and run as one graph."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from portable.errors import require
 from portable.model.build import replace_tensors, state_tensors, transformer_layers
 from portable.model.loss import Objective
 from portable.optim.non_finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
+from tpu.activation_checkpointing import recompute
 from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.layout import constrain
 from tpu.optim import Optimizer
-from tpu.recompute import recompute
 from tpu.runtime import xla
 from tpu.saving import Saver, Staged
 
@@ -44,9 +44,9 @@ DTYPES = {
 class XlaEngine:
     """Implements :class:`portable.backend.Engine`; see there for the contracts.
 
-    With one micro-batch a step, the whole step is one graph. With more, the micro-batch is one graph, which
-    adds to gradients that stay on the devices, and the update another: the time to compile does not grow
-    with the number of micro-batches.
+    With one micro-batch per step, the whole step is one graph. With more, the micro-batch is one graph, which
+    accumulates gradients on the devices, and the update another, so that compile time does not grow with the
+    number of micro-batches.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, layout: Layout, graphs: Graphs) -> None:
@@ -67,10 +67,10 @@ class XlaEngine:
         self._objective = Objective(model, config.train.global_batch_size)
         require(
             not (self._objective.of_routers and recomputed(config)),
-            "memory.activation_checkpointing: on XLA, layers that are computed again leave the loss of their "
-            "routers without a gradient; use none, or set output_router_logits: false in the model's config",
+            "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
+            "layers; use none, or set output_router_logits: false in the model's config",
         )
-        self._step = _Step(model)
+        self._caller = _Caller(model)
         self._parameters = dict(model.named_parameters())
         ends: Any = model
         self._head = getattr(ends.get_output_embeddings(), "weight", None) if layout.shards else None
@@ -84,7 +84,7 @@ class XlaEngine:
     # -- setting up --------------------------------------------------------------------------------------
 
     def _place(self, model: nn.Module) -> None:
-        """Allocate the meta-device model: every device its own shards, the host no more than one of them."""
+        """Allocate the meta-device model: each device its shards, the host one shard at a time."""
         layout = self._layout
 
         def parameter(name: str, meta: nn.Parameter) -> nn.Parameter:
@@ -98,11 +98,11 @@ class XlaEngine:
         layout.check_rules()
 
     def _constrain_activations(self, model: nn.Module) -> None:
-        """Keep what flows between layers, and logits, cut along the batch, as the parameters' cuts would not
-        have it: by those of a tied table, each device has the logits of all devices' tokens."""
+        """Keep activations and logits sharded along the batch. Propagation from the parameters would choose
+        otherwise: with a tied table, each device would hold the logits of all tokens."""
         whole: Any = model
         layers = [layer for _, layer in transformer_layers(model)]
-        for layer in layers:  # the first one's input may be a sum with what is the same on every device
+        for layer in layers:  # the first input may be a sum with a replicated tensor
             layer.register_forward_pre_hook(self._constrain_input)
         for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
             if module is not None:
@@ -131,15 +131,15 @@ class XlaEngine:
             return loss.detach()
 
         with self.graphs.recording():
-            loss = self._computing(passes)
+            loss = self._with_compute_copies(passes)
         if not last or self._accumulated is not None:
             self._add_gradients()
             self.graphs.run("micro-batch", [loss, *(self._accumulated or {}).values()])
         return loss
 
     def _add_gradients(self) -> None:
-        """Add this micro-batch's gradients to those that stay on the devices from one graph to the next."""
-        gradients = self._taken_gradients()
+        """Add this micro-batch's gradients to those accumulated on the devices."""
+        gradients = self._take_gradients()
         if self._accumulated is None:
             self._accumulated = {
                 name: self._layout.zeros(gradient.shape, gradient.dtype, self._spec_of(name, gradient))
@@ -149,8 +149,8 @@ class XlaEngine:
             for name, gradient in gradients.items():
                 self._accumulated[name].add_(gradient)
 
-    def _taken_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the parameters that the loss reached, taken from them; each lies as they do."""
+    def _take_gradients(self) -> dict[str, Tensor]:
+        """Detach the gradients from the parameters; each is sharded like its parameter."""
         gradients = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
@@ -175,7 +175,7 @@ class XlaEngine:
         *,
         betas: tuple[float, float] | None = None,
     ) -> Tensor:
-        assert betas is None  # they are part of the graph; the backend refuses a schedule that moves them
+        # betas are constants of the graph: the backend refuses a schedule that changes them.
         self._rate = learning_rate
         norm = self._updated(self._layout.whole(torch.tensor(learning_rate)), max_norm, loss)
         self.graphs.run("step" if self._accumulated is None else "update", [loss, norm, self._account])
@@ -183,8 +183,8 @@ class XlaEngine:
 
     @torch.no_grad()
     def _updated(self, rate: Tensor, max_norm: float, loss: Tensor) -> Tensor:
-        """Record the update. In a function of its own: what lives on would become a result of the graph."""
-        gradients = self._taken_gradients() if self._accumulated is None else self._accumulated
+        """Trace the update. In its own function, so that no temporary lives on as a result of the graph."""
+        gradients = self._take_gradients() if self._accumulated is None else self._accumulated
         norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
         scaled = gradients
         if max_norm > 0:
@@ -198,19 +198,18 @@ class XlaEngine:
             gradient.zero_()
         return norm
 
-    def _computing(self, function: Callable[[], Tensor]) -> Tensor:
-        """Call ``function`` with the model's tensors in the compute type; gradients reach the masters.
+    def _with_compute_copies(self, function: Callable[[], Tensor]) -> Tensor:
+        """Call ``function`` with tensors cast to the compute type; gradients reach the master weights.
 
-        Where the strategy gathers parameters once, for the forward and the backward pass, they are whole in
-        the copies as well.
+        If the strategy gathers parameters once for forward and backward pass, the copies are unsharded.
         """
-        copies = dict(self._copies())
+        copies = dict(self._compute_copies())
         if not copies:
             return function()
-        result: Tensor = torch.func.functional_call(self._step, copies, (function,))
+        result: Tensor = torch.func.functional_call(self._caller, copies, (function,))
         return result
 
-    def _copies(self) -> Iterator[tuple[str, Tensor]]:
+    def _compute_copies(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
             copy: Tensor = parameter
             if parameter.is_floating_point() and parameter.dtype != self._compute:
@@ -218,7 +217,7 @@ class XlaEngine:
             if self._gather_once or parameter is self._head:
                 whole = self._layout.sharding(self._layout.replicated(parameter.dim()))
                 cut = self._layout.sharding(self._layout.parameter(name, parameter.shape))
-                # The gradient of the head is summed whole: a part of it would need those of all logits.
+                # The head's gradient is reduced unsharded: a shard would need the gradients of all logits.
                 copy = constrain(copy, whole, whole if parameter is self._head else cut)
             if copy is not parameter:
                 yield f"model.{name}", copy
@@ -239,37 +238,37 @@ class XlaEngine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
-        loss = self._computing(partial(self._objective.evaluated, self.model, batch))
+        loss = self._with_compute_copies(partial(self._objective.evaluated, self.model, batch))
         self.model.train()
         self.graphs.run("evaluation", [loss])
         return loss
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
-        """See the protocol. Every token is drawn by the same graph, over the full length: one compilation."""
+        """See the protocol. One graph over the full length samples every token: one compilation."""
         self.model.eval()
         start = prompt.shape[1]
         padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))
-        # A row for each device, all the same: the activations are cut along the batch.
+        # One identical row per device: activations are sharded along the batch.
         tokens = self._layout.whole(padded.repeat(self._layout.devices, 1))
         draws = torch.Generator().manual_seed(seed)
         for position in range(start, start + max_new_tokens):
             noise = -torch.log(-torch.log(torch.rand(1, 50, generator=draws).clamp(1e-9, 1 - 1e-7)))
-            tokens = self._extended(tokens, self._layout.whole(torch.tensor([position])), noise)
+            tokens = self._with_sampled_token(tokens, self._layout.whole(torch.tensor([position])), noise)
             self.graphs.run("sampled token", [tokens])
         self.model.train()
         result: Tensor = xla._xla_get_cpu_tensors([tokens])[0][:1]
         return result
 
-    def _extended(self, tokens: Tensor, position: Tensor, noise: Tensor) -> Tensor:
-        """``tokens`` with a token drawn at ``position``: temperature 0.8 among the 50 likeliest."""
-        logits = self._computing(lambda: self.model(input_ids=tokens, use_cache=False).logits)
+    def _with_sampled_token(self, tokens: Tensor, position: Tensor, noise: Tensor) -> Tensor:
+        """``tokens`` with a sampled token at ``position``: temperature 0.8, top-k 50."""
+        logits = self._with_compute_copies(lambda: self.model(input_ids=tokens, use_cache=False).logits)
         before = logits.index_select(1, position - 1).squeeze(1).float()
-        likeliest = torch.topk(before, min(noise.shape[1], before.shape[1]))
-        chosen = (likeliest.values / 0.8 + self._layout.whole(noise)[:, : likeliest.values.shape[1]]).argmax(
+        top = torch.topk(before, min(noise.shape[1], before.shape[1]))
+        chosen = (top.values / 0.8 + self._layout.whole(noise)[:, : top.values.shape[1]]).argmax(
             dim=1, keepdim=True
         )
-        drawn = likeliest.indices.gather(1, chosen)
+        drawn = top.indices.gather(1, chosen)
         here = torch.arange(tokens.shape[1], device=tokens.device)[None, :] == position
         extended = torch.where(here, drawn, tokens)
         xla._xla_mark_sharding(extended, self._layout.sharding(self._layout.replicated(2)))
@@ -309,8 +308,8 @@ class XlaEngine:
         }
 
 
-class _Step(nn.Module):
-    """The model as a part of what is called, so that its tensors can be replaced around any call."""
+class _Caller(nn.Module):
+    """A module around the model, so that ``functional_call`` can replace its tensors around any function."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -321,5 +320,5 @@ class _Step(nn.Module):
 
 
 def _barrier(_: nn.Module, gradients: Any, __: Any) -> None:
-    """Keep the compiler from mixing a layer's backward pass with the next one's."""
+    """Keep the compiler from interleaving the backward passes of layers."""
     xla._xla_optimization_barrier_([gradient for gradient in gradients if gradient is not None])

@@ -1,8 +1,7 @@
-"""What SPMD on XLA keeps on a device and moves, reckoned from the shapes of a model.
+"""Memory and traffic of SPMD on XLA, computed from a model's shapes.
 
-What stays is held against live shards in ``tests/tpu/test_footprint.py``, what a step has in use at a time
-against what XLA's compiler for CPUs says of its graphs. That is the compiler's choice: the one for TPUs may
-make another.
+``tests/tpu/test_footprint.py`` compares resident sizes with live shards, and temporary ones with the report
+of XLA's CPU compiler. The TPU compiler may choose otherwise.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from portable.planner.memory_model import (
     Traffic,
     moment_bytes,
 )
-from tpu.checks import GATHERED_ONCE, recomputed, unusable
-from tpu.sharding import HYBRID, Cuts
+from tpu.checks import GATHERED_ONCE, recomputed, unsupported_settings
+from tpu.sharding import HYBRID, ShardingRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
-    unsupported(unusable(config))
+    unsupported(unsupported_settings(config))
     return config
 
 
@@ -55,12 +54,12 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     group = cluster.devices
     if config.strategy in HYBRID:
         group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
-    cuts = Cuts(config, group)
+    rules = ShardingRules(config, group)
     compute = COMPUTE_BYTES.get(config.precision, MASTER)
     parameters = gradients = moments = cut = copied = 0
     for weight in model.weights:
         shape = list(weight.shape)
-        dim = cuts.dim(weight.name, shape)
+        dim = rules.dim(weight.name, shape)
         if dim is not None:
             cut += weight.elements
             shape[dim] //= group
@@ -71,16 +70,16 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
             gradients += MASTER * size
             moments += moment_bytes(config.train, shape, shape[0] if shape else 1, exact=True)
     counted = sum(w.trained for w in model.weights)
-    # One vector of step counts is on every device, whatever counts them.
+    # One replicated vector of step counts, also if the optimizer has none.
     moments += MASTER * counted - (0 if config.train.optimizer == "sgd" else MASTER * counted)
     layers = model.sizes("layer")
     whole = model.elements
     outside = whole - sum(layers)
     largest = max(layers, default=0)
     once = config.strategy in GATHERED_ONCE
-    # The compiler sees that the backward pass gathers what the forward pass has gathered, and keeps it; where
-    # layers are recomputed, barriers keep it from seeing that, and there are the layer at work and the next.
-    # What is looked up in a table goes where it is needed, and the table stays; but not the head's.
+    # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
+    # that, and only the running layer and the next are gathered. Lookup tables are never gathered, except
+    # the head's.
     outside -= sum(w.elements for w in model.weights if w.table and not w.head)
     kept = once or not recomputed(config)
     gathered = compute * (outside + (sum(layers) if kept else 0))
@@ -101,7 +100,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         compiled=True,
         gathered=gathered + copied,
         in_layers=in_layers + copied,
-        # The new values of parameters and moments are there before the old ones go.
+        # New parameters and moments exist before the old ones are freed.
         in_update=parameters + moments,
         links=Traffic(per_pass=per_pass + summed),
         network=Traffic(per_pass=between),

@@ -1,4 +1,4 @@
-"""The compiled graphs of a run: run them, count them, and say what brought about one too many."""
+"""Run the compiled graphs of a run, count them, and report the cause of unexpected ones."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MOST_TEXT = 16 << 20  # characters of a graph worth comparing
+MOST_TEXT = 16 << 20  # characters of a graph to compare
 
 
 class Graphs:
-    """Runs what was recorded, one graph of each kind; a further one of the same kind is reported.
+    """Runs the traced operations, one graph of each kind, and reports every further graph of a kind.
 
     Args:
-        report: gets the line about a graph that was not expected.
+        report: called with a line about an unexpected graph.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._known: dict[str, dict[bytes, str]] = {}
         self._excess: Counter[str] = Counter()
-        self._looked = False
+        self._reported = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around what is only recorded: reports code that looks at values, and so runs what there is."""
+        """The context of tracing: reports code that reads values and so forces an early execution."""
         before = counted()
         yield
-        if counted() != before and not self._looked:
-            self._looked = True
+        if counted() != before and not self._reported:
+            self._reported = True
             self._report(
-                "xla: the model looks at values in its forward or backward pass, which runs part of the step "
-                "early and waits for it, every time; set PT_XLA_DEBUG=1 to see where"
+                "xla: the model reads tensor values in its forward or backward pass, which executes part "
+                "of the step early and syncs, in every step; set PT_XLA_DEBUG=1 to see where"
             )
 
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
-        """Start everything recorded so far, without waiting for it.
+        """Start executing the traced operations, without waiting.
 
         Args:
-            kind: what the graph computes, as a person would call it.
-            results: tensors that the graph computes, by which it is recognised.
+            kind: a name for the graph, for messages.
+            results: tensors that the graph computes; their hash identifies it.
         """
         known = self._known.setdefault(kind, {})
         fingerprint = xla._get_graph_hash(list(results))
@@ -65,16 +65,16 @@ class Graphs:
         if _samples("CompileTime") > before:
             self._excess[kind] += 1
             self._report_excess(
-                kind, "the same loss, but another update: a rate, decay or beta is a new value"
+                kind, "the loss is the same, but the update has a new constant: a rate, decay or beta"
             )
 
     def _report_excess(self, kind: str, cause: str) -> None:
         number = self.distinct[kind]
-        self._report(f"xla: graph {number} of the {kind} is compiled, where one should do: {cause}")
+        self._report(f"xla: compiling graph {number} of the {kind}, where one should be enough: {cause}")
 
     @property
     def distinct(self) -> dict[str, int]:
-        """How many different graphs of each kind there were."""
+        """The number of different graphs of each kind."""
         return {kind: len(known) + self._excess[kind] for kind, known in self._known.items()}
 
 
@@ -89,7 +89,7 @@ def _nearest(text: str, known: Iterable[str]) -> str:
 
 
 def difference(before: str, after: str) -> str:
-    """The first line in which two graphs differ, for a person: a shape, a value, or an operation."""
+    """The first line in which two graphs differ: a shape, a value, or an operation."""
     old, new = ([_normal(line) for line in text.splitlines()] for text in (before, after))
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False) if len(old) < 4000 else None
     if matcher is None:
@@ -106,12 +106,12 @@ def difference(before: str, after: str) -> str:
 
 
 def _normal(line: str) -> str:
-    """Without the numbers of the lines, which shift with every operation more."""
+    """``line`` without value numbers, which shift with every added operation."""
     return re.sub(r"%\d+", "%", line).strip()
 
 
 def counted() -> dict[str, float]:
-    """Graphs compiled, and transfers from the device, by this process so far."""
+    """The numbers of graphs compiled and of transfers from the device, in this process."""
     return {
         "graphs_compiled": _samples("CompileTime"),
         "transfers_from_device": _samples("TransferFromDeviceTime"),

@@ -1,8 +1,8 @@
-"""Where every tensor lies: the mesh of devices, and the dim of each parameter that is cut over it.
+"""The device mesh, and the sharding of parameters, batches and activations over it.
 
-Under SPMD a tensor is one logical tensor, whatever its spread: the program is written for one device, and
-the compiler puts the collectives in. What it needs to be told is how parameters, batches and activations lie;
-the rest follows.
+Under SPMD a sharded tensor is one logical tensor: the program is written for one device, and the compiler
+inserts the collectives. It needs the sharding of parameters, batches and activations, and propagates the
+rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from portable.errors import UserError
 from portable.model.tensors import to_torch
 from tpu.runtime import xla, xr, xs
-from tpu.sharding import HYBRID, Cuts
+from tpu.sharding import HYBRID, ShardingRules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 REPLICA, FSDP = "replica", "fsdp"
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
-"""For each dim of a tensor the mesh axes that it is cut over, or None."""
+"""For each dim of a tensor, the mesh axes that it is sharded over, or None."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a tensor that this host holds: where it begins in each dim, and its values on the CPU."""
+    """A shard that this host holds: its offset in each dim, and its values on the CPU."""
 
     offset: tuple[int, ...]
     data: Tensor
 
 
 class Layout:
-    """The mesh, and what lies where on it.
+    """The mesh, and the placement of tensors on it.
 
     Args:
         config: strategy, ``fsdp.shard_group_size``, ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
         devices: of the whole run.
 
     Raises:
-        UserError: if the devices cannot be divided into groups of the wanted size, or a pattern of
-            ``xla.sharding`` is no regular expression.
+        UserError: if the number of devices is not a multiple of the group size, or a pattern of
+            ``xla.sharding`` is not a regular expression.
     """
 
     def __init__(self, config: RunConfig, devices: int) -> None:
@@ -58,7 +58,7 @@ class Layout:
         self.device = torch.device("xla:0")
         self.devices = devices
         self.group = _group_size(config, devices)
-        self._cuts = Cuts(config, self.group)
+        self._rules = ShardingRules(config, self.group)
         if self.group == devices:
             self.mesh = xs.Mesh(order, (devices,), (FSDP,))
             self._batch_axes: tuple[str, ...] = (FSDP,)
@@ -66,32 +66,32 @@ class Layout:
             self.mesh = xs.Mesh(order, (devices // self.group, self.group), (REPLICA, FSDP))
             self._batch_axes = (REPLICA, FSDP)
 
-    # -- what lies where ---------------------------------------------------------------------------------
+    # -- specs -------------------------------------------------------------------------------------------
 
     def parameter(self, name: str, shape: Sequence[int]) -> Spec:
-        """How a parameter lies: cut along one dim over the fsdp axis, or whole on every device.
+        """The spec of a parameter: sharded along one dim over the fsdp axis, or replicated.
 
         Raises:
-            UserError: if ``xla.sharding`` names a dim that the parameter lacks or that does not divide.
+            UserError: if ``xla.sharding`` names a dim that is missing or not divisible by the group size.
         """
-        dim = self._cuts.dim(name, shape)
+        dim = self._rules.dim(name, shape)
         return tuple(FSDP if d == dim else None for d in range(len(shape)))
 
     def check_rules(self) -> None:
-        """Raise UserError for a pattern of ``xla.sharding`` that no parameter so far has matched."""
-        self._cuts.check_rules()
+        """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""
+        self._rules.check_rules()
 
     @property
     def shards(self) -> bool:
-        """Whether any parameter may be cut."""
-        return self._cuts.sharded
+        """Whether any parameter may be sharded."""
+        return self._rules.sharded
 
     def batch(self, dims: int) -> Spec:
-        """How batches and activations lie: cut along their first dim over all devices."""
+        """The spec of batches and activations: sharded along dim 0 over all devices."""
         return (self._batch_axes, *(None,) * (dims - 1))
 
     def replicated(self, dims: int) -> Spec:
-        """Whole on every device."""
+        """The spec of a replicated tensor."""
         return (None,) * dims
 
     def sharding(self, spec: Spec) -> Any:
@@ -101,20 +101,21 @@ class Layout:
     # -- tensors -----------------------------------------------------------------------------------------
 
     def place_batch(self, tensor: Tensor) -> Tensor:
-        """Send this host's part of a batch; the result is the whole one, over the devices of all hosts."""
+        """Send this host's part of a batch to its devices; the result is the global batch."""
         spec = xs.ShardingSpec(self.mesh, self.batch(tensor.dim()), minibatch=xr.process_count() > 1)
         placed: Tensor = xla._xla_tensors_from_aten([tensor], [str(self.device)], [spec.xla_spec(tensor)])[0]
         return placed
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-        """A tensor of zeros. The host allocates one shard of it, and every device its own."""
+        """A tensor of zeros. The host allocates one shard, each device its own."""
         cut = [size // self.group if axis == FSDP else size for size, axis in zip(shape, spec, strict=True)]
         return self._assembled([torch.zeros(cut, dtype=dtype)] * self._local_devices, spec, shape)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A CPU tensor, copied to every device.
+        """Replicate a CPU tensor to every device.
 
-        For scalars that change, too: ``tensor.to(device)`` would make a 0 or a 1 a constant of the graph.
+        Use it for changing scalars, too: ``tensor.to(device)`` would turn 0 and 1 into constants of the
+        graph.
         """
         return self._assembled([tensor] * self._local_devices, self.replicated(tensor.dim()), tensor.shape)
 
@@ -127,7 +128,7 @@ class Layout:
         return int(xr.addressable_runtime_device_count())
 
     def fill(self, tensor: Tensor, spec: Spec, source: ReadableTensor) -> None:
-        """Put into ``tensor``, which lies as ``spec`` says, what this host's devices hold of ``source``."""
+        """Fill this host's shards of ``tensor``, placed by ``spec``, from ``source``."""
         read: dict[tuple[tuple[int, int], ...], Tensor] = {}
         shards = []
         for _, index in xla._get_local_shard_replica_and_indices([tensor])[0]:
@@ -139,9 +140,9 @@ class Layout:
         tensor.data = self._assembled(shards, spec, tensor.shape)
 
     def local_shards(self, tensors: Sequence[Tensor]) -> list[list[Shard]]:
-        """What this host saves of each tensor: its shards, each kept by one device of the run, copied out."""
+        """CPU copies of the shards of each tensor that this host saves; one device saves each shard."""
         _wait()
-        return [self._shards(tensor) for tensor in tensors]  # one by one: replicas are copied out as well
+        return [self._shards(tensor) for tensor in tensors]  # one at a time: replicas are copied as well
 
     def _shards(self, tensor: Tensor) -> list[Shard]:
         (places,) = xla._get_local_shard_replica_and_indices([tensor])
@@ -154,14 +155,14 @@ class Layout:
         return shards
 
     def own_copy(self, tensor: Tensor) -> Tensor:
-        """A replicated tensor, from one of this host's own devices."""
+        """A CPU copy of a replicated tensor, from one of this host's devices."""
         _wait()
         values: Tensor = xla._get_local_shards([tensor])[0][0][0]
         return values
 
 
 def constrain(tensor: Tensor, sharding: Any, gradient: Any) -> Tensor:
-    """Tell the compiler how ``tensor`` lies, and how its gradient does."""
+    """Annotate ``tensor`` with a sharding, and its gradient with another."""
     constrained: Tensor = _Constrain.apply(tensor, sharding, gradient)  # type: ignore[no-untyped-call]
     return constrained
 
@@ -178,15 +179,15 @@ class _Constrain(torch.autograd.Function):
 
 
 def _marked(tensor: Tensor, sharding: Any) -> Tensor:
-    # An annotation changes what it is put on, and a clone would bring the one of a placed tensor along. The
-    # compiler drops the product.
+    # Marking works in place, and a clone would inherit the sharding of a placed tensor. The compiler removes
+    # the multiplication.
     copy = tensor * 1
     xla._xla_mark_sharding(copy, sharding)
     return copy
 
 
 def _wait() -> None:
-    """Until what was started has been computed: a shard can only then be copied out."""
+    """Wait for started computations; shards can be copied only then."""
     xla._xla_wait_device_ops([])
 
 
@@ -197,13 +198,13 @@ def _slices(index: Any, shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _device_order(devices: int) -> Any:
-    """Device ids, slice by slice: neighbours on a fast interconnect are neighbours in the mesh."""
+    """Device ids ordered by slice, so that neighbours in the mesh share a fast interconnect."""
     slices = _slices_of_devices() or [0] * devices
     return np.array(sorted(range(devices), key=lambda d: (slices[d], d)))
 
 
 def _slices_of_devices() -> list[int]:
-    """The slice that each device belongs to, by the device's number."""
+    """The slice index of each device, by device id."""
     attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
     by_number = sorted(attributes, key=lambda a: int(str(a.get("name", ":0")).rpartition(":")[2]))
     return [int(a.get("slice_index", 0)) for a in by_number]
@@ -216,12 +217,12 @@ def _group_size(config: RunConfig, devices: int) -> int:
     size = config.fsdp.shard_group_size or devices // slices
     if slices == 1 and config.fsdp.shard_group_size is None:
         raise UserError(
-            f"strategy: {config.strategy} shards within a slice, and here is only one; say how many devices "
-            "share a copy with fsdp.shard_group_size, or use full_shard"
+            f"strategy: {config.strategy} shards within a slice, and there is only one slice; set "
+            "fsdp.shard_group_size, or use full_shard"
         )
     if size > devices or devices % size:
         raise UserError(
-            f"fsdp.shard_group_size: {devices} devices cannot be divided into groups of {size}; use a "
+            f"fsdp.shard_group_size: {devices} devices are not divisible into groups of {size}; use a "
             f"divisor of {devices}"
         )
     return size

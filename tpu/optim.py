@@ -1,8 +1,7 @@
-"""Optimizers as formulas over lazy tensors: the whole update becomes part of the compiled step.
+"""Optimizers as formulas over lazy tensors, so that the update is part of the compiled step.
 
-The names, hyperparameters and state are those of torch's classes, so that a run moves between machines. What
-torch's own code does with a step count or a learning rate (read it on the host, or bake it into the graph)
-would cost a transfer or a compilation a step.
+Names, hyperparameters and state match torch's classes, so that runs move between backends. torch's own code
+reads step counts on the host or bakes learning rates into the graph: a transfer or a compilation per step.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ State = dict[str, torch.Tensor]
 
 
 class Rule(Protocol):
-    """How one parameter moves. Everything is fp32; ``step`` counts from 1 and, like the rate, is a device
-    scalar."""
+    """The update of one parameter, in fp32. ``step`` (from 1) and ``rate`` are scalars on the device."""
 
     counts_steps: bool
 
     def initial(self, parameter: Tensor, spec: Spec) -> dict[str, tuple[tuple[int, ...], Spec]]:
-        """Shape and place of each state tensor; they begin as zeros."""
+        """Shape and spec of each state tensor; they start as zeros."""
 
     def update(
         self, parameter: Tensor, gradient: Tensor, state: State, step: Tensor, rate: Tensor, decay: float
@@ -95,8 +93,7 @@ class Sgd:
 class Adafactor:
     """Adafactor (Shazeer and Stern, 2018), as :class:`portable.optim.adafactor.Adafactor`.
 
-    A tensor is one logical tensor under SPMD, so that means over rows, columns and all elements are right on
-    any number of devices.
+    Under SPMD a sharded tensor is one logical tensor, so means over it are exact on any number of devices.
     """
 
     counts_steps = True
@@ -148,15 +145,14 @@ def build_rule(settings: TrainConfig) -> Rule:
         return AdamW((beta1, beta2), settings.eps)
     if settings.optimizer == "adafactor":
         return Adafactor(adafactor.RULES[settings.adafactor_rule])
-    assert settings.optimizer == "sgd", settings.optimizer
     return Sgd(beta1)
 
 
 class Optimizer:
-    """A rule applied to all parameters, with state that lies where they lie.
+    """Applies a rule to all parameters; their state is sharded as they are.
 
-    The step counts of all parameters are one fp32 vector ``[parameters]`` on the device, so that they are one
-    argument of the compiled step and not hundreds.
+    The step counts of all parameters are one fp32 vector ``[parameters]``, so that the compiled step has one
+    argument for them instead of hundreds.
     """
 
     def __init__(self, settings: TrainConfig, model: nn.Module, layout: Layout) -> None:
@@ -178,7 +174,7 @@ class Optimizer:
             }
 
     def step(self, gradients: Mapping[str, Tensor], rate: Tensor, allowed: Tensor) -> None:
-        """Move every parameter that has a gradient, where ``allowed`` (a device truth value) is true.
+        """Update every parameter that has a gradient, if ``allowed``, a bool scalar on the device, is true.
 
         Args:
             gradients: by parameter name. rate: the learning rate, an fp32 scalar on the device.
@@ -205,7 +201,7 @@ class Optimizer:
         return self._state
 
     def steps(self) -> dict[str, Tensor]:
-        """The step counts, fp32 scalars on the CPU by parameter name; empty where the rule has none."""
+        """The step counts, fp32 scalars on the CPU by parameter name; empty if the rule has none."""
         if not self._rule.counts_steps:
             return {}
         counts = self._layout.own_copy(self._steps)
@@ -216,7 +212,7 @@ class Optimizer:
         return [{**group, "lr": rate} for group in self._groups]
 
     def load(self, stored: Mapping[str, Mapping[str, StoredTensor | float | bool]]) -> None:
-        """Fill in the state that a checkpoint holds; parameters that it lacks stay at zero."""
+        """Restore the state of a checkpoint; parameters that it lacks keep zeros."""
         steps = torch.zeros(len(self._names))
         for index, name in enumerate(self._names):
             values = dict(stored.get(name, {}))

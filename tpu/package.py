@@ -95,20 +95,20 @@ class XlaPackage:
 
     def check(self, config: RunConfig, world: World) -> None:
         from tpu import runtime
-        from tpu.checks import unusable
+        from tpu.checks import unsupported_settings
         from tpu.layout import Layout
 
-        unsupported(unusable(config))
+        unsupported(unsupported_settings(config))
         require(
             config.xla.compilation_cache in ("auto", "none") or runtime.on_tpu(),
-            "xla.compilation_cache: graphs for virtual devices cannot be read back; set it to none",
+            "xla.compilation_cache: graphs for virtual devices cannot be cached; set it to none",
         )
         Layout(config, world.devices)
 
     def notes(self, config: RunConfig) -> list[str]:
         if config.deepspeed.config is None:
             return []
-        return ["deepspeed.config has no effect on backend xla, where DeepSpeed does not run"]
+        return ["deepspeed.config has no effect: DeepSpeed does not run on backend xla"]
 
     def remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
         # Nothing can be offloaded, and the compiler cuts up the loss by itself.
@@ -116,7 +116,7 @@ class XlaPackage:
             yield "memory.activation_checkpointing full"
 
     def host_memory_advice(self, config: RunConfig) -> str:
-        return "to take less, set data.num_workers or train.micro_batch_size lower"
+        return "to use less, set data.num_workers or train.micro_batch_size lower"
 
     def footprint(self) -> FootprintModule:
         from tpu import footprint

@@ -1,6 +1,6 @@
-"""torch_xla, brought up: on a TPU where there is one, else on virtual devices that share the CPU.
+"""Import and start torch_xla: on a TPU if there is one, else on virtual CPU devices.
 
-Import torch_xla from here alone: what it reads from the environment must be there before its first import.
+Import torch_xla only from here: its first import reads environment variables that this module sets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _import() -> Any:
     """Import torch_xla.
 
     Raises:
-        UserError: if it is missing, or built for another torch.
+        UserError: if it is missing or built for another torch.
     """
     try:
         ours, wanted = metadata.version("torch"), metadata.version("torch_xla")
@@ -30,7 +30,7 @@ def _import() -> Any:
         raise UserError(f"backend: xla needs the package torch_xla; install it with: {INSTALL}") from None
     if _release(ours) != _release(wanted):
         raise UserError(
-            f"backend: xla needs torch and torch_xla of one release, and here are torch {ours} and torch_xla "
+            f"backend: xla needs torch and torch_xla of one release, not torch {ours} and torch_xla "
             f"{wanted}; install a pair with: {INSTALL}"
         )
     os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.uses_tpu() else "CPU")
@@ -41,7 +41,7 @@ def _import() -> Any:
         import torch_xla.runtime
     except ImportError as error:
         reason = f"torch_xla cannot be imported ({one_line(error)})"
-        raise UserError(f"backend: xla: {reason}; install a pair that fits with: {INSTALL}") from error
+        raise UserError(f"backend: xla: {reason}; install a matching pair with: {INSTALL}") from error
     return torch_xla
 
 
@@ -54,14 +54,14 @@ xr: Any = torch_xla.runtime
 xs: Any = torch_xla.distributed.spmd.xla_sharding
 xla_metrics: Any = torch_xla.debug.metrics
 xla: Any = torch_xla._XLAC
-"""The bindings under torch_xla: sharded transfers, seeds, barriers and metrics have no other names."""
+"""torch_xla's private bindings: sharded transfers, seeds, barriers and metrics have no public API."""
 
 
 def start() -> None:
-    """Bring the runtime up in SPMD mode, where all devices are one.
+    """Start the runtime in SPMD mode.
 
     Raises:
-        UserError: if it cannot drive the devices that ``PJRT_DEVICE`` names, or that were found.
+        UserError: if it cannot use the devices of ``PJRT_DEVICE``.
     """
     try:
         if not xr.is_spmd():
@@ -70,13 +70,13 @@ def start() -> None:
     except (OSError, RuntimeError) as error:
         kind = os.environ["PJRT_DEVICE"]
         raise UserError(
-            f"backend: xla cannot drive {kind} devices ({one_line(error)}); for a TPU, install: "
+            f"backend: xla cannot use {kind} devices ({one_line(error)}); for a TPU, install: "
             "pip install 'portable-trainer[tpu]'"
         ) from error
 
 
 def hosts() -> int:
-    """Hosts of the slice: processes that the runtime sees, one a host."""
+    """Hosts of the slice: one process a host."""
     return int(xr.process_count())
 
 
@@ -85,13 +85,13 @@ def local_devices() -> int:
     return int(xr.addressable_runtime_device_count())
 
 
-def keep_graphs(folder: Path) -> None:
-    """Keep compiled graphs in ``folder`` for later runs; before the first one is compiled."""
+def cache_graphs(folder: Path) -> None:
+    """Cache compiled graphs in ``folder``; call it before the first compilation."""
     if not xla._xla_computation_cache_is_initialized():
         folder.mkdir(parents=True, exist_ok=True)
         xr.initialize_cache(str(folder))
 
 
 def on_tpu() -> bool:
-    """Whether the runtime drives TPUs, and not virtual devices."""
+    """Whether the runtime uses TPUs rather than virtual devices."""
     return str(xr.device_type()) == "TPU"

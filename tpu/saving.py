@@ -1,4 +1,4 @@
-"""Writing checkpoints: every host its own shards, as torch.distributed.checkpoint lays them out."""
+"""Write checkpoints with torch.distributed.checkpoint: each host its own shards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ quiet_checkpoint_warnings()
 
 @dataclass(frozen=True)
 class Staged:
-    """A logical tensor of which this host holds some shards, on the CPU; none where others hold them all."""
+    """A logical tensor with CPU copies of the shards that this host saves, possibly none."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -40,9 +40,9 @@ class Staged:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans :class:`Staged` tensors beside what DCP knows by itself.
+    """Plans :class:`Staged` tensors in addition to DCP's own types.
 
-    Each chunk is written once: replicas are told apart before, so that nothing is left to deduplicate.
+    Replicas were filtered out, so each chunk is written once and DCP has nothing to deduplicate.
     """
 
     def create_local_plan(self) -> SavePlan:
@@ -86,7 +86,7 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
-        """Write ``state``, which is on the host already; see :meth:`portable.backend.Engine.save`."""
+        """Write ``state``, already on the host; see :meth:`portable.backend.Engine.save`."""
         writing = self._writer.submit(self._write, state, folder)
         if not background:
             writing.result()

@@ -1,4 +1,4 @@
-"""Along which dim a parameter is cut over the devices."""
+"""The dim along which each parameter is sharded over the devices."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 
-# Lookup tables are cut along the hidden dim, so that looking a token up needs no other device's rows.
+# Lookup tables are sharded along the hidden dim, so that a lookup needs no rows of other devices.
 _TABLES = re.compile(
     r"(^|\.)(embed_tokens|embed_positions|embed_in|embeddings|(word|position|token_type)_embeddings"
     r"|wte|wpe|shared|relative_attention_bias)\.weight$"
 )
 
 
-class Cuts:
-    """The rule of a run, with the exceptions that ``xla.sharding`` makes.
+class ShardingRules:
+    """The default rule of a run, and the exceptions of ``xla.sharding``.
 
     Args:
         config: strategy, ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
-        group: devices that share one copy of the state.
+        group: number of devices that one copy of the state is sharded over.
 
     Raises:
-        UserError: if a pattern of ``xla.sharding`` is no regular expression.
+        UserError: if a pattern of ``xla.sharding`` is not a regular expression.
     """
 
     def __init__(self, config: RunConfig, group: int) -> None:
@@ -40,10 +40,10 @@ class Cuts:
         self._unused = {pattern for _, pattern, _ in self._rules}
 
     def dim(self, name: str, shape: Sequence[int]) -> int | None:
-        """The dim of a parameter that is cut; None: it is whole on every device.
+        """The dim along which a parameter is sharded; None if it is replicated.
 
         Raises:
-            UserError: if ``xla.sharding`` names a dim that the parameter lacks or that does not divide.
+            UserError: if ``xla.sharding`` names a dim that is missing or not divisible by the group size.
         """
         if not self.sharded:
             return None
@@ -52,12 +52,12 @@ class Cuts:
                 self._unused.discard(text)
                 if dim is not None and (dim >= len(shape) or shape[dim] % self._group):
                     raise UserError(
-                        f"xla.sharding: {text!r} wants dim {dim} of {name} cut into {self._group}, and its "
-                        f"shape is {list(shape)}; choose another dim, or null to keep it whole"
+                        f"xla.sharding: {text!r} cannot shard dim {dim} of {name}, of shape {list(shape)}, "
+                        f"over {self._group} devices; choose another dim, or null to replicate it"
                     )
                 return dim
         divisible = [d for d, size in enumerate(shape) if size and size % self._group == 0]
-        # A vector is too small to be worth a collective.
+        # Vectors are too small for a collective to pay.
         if not divisible or len(shape) < 2:
             return None
         if self._first_dim and 0 in divisible:
@@ -67,11 +67,11 @@ class Cuts:
         return max(divisible, key=lambda d: shape[d])
 
     def check_rules(self) -> None:
-        """Raise UserError for a pattern of ``xla.sharding`` that no parameter so far has matched."""
+        """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""
         if self._unused:
             raise UserError(
-                f"xla.sharding: {min(self._unused)!r} is found in no parameter's name, or only where an "
-                "earlier pattern is; correct or remove it"
+                f"xla.sharding: {min(self._unused)!r} matches no parameter, or only those that an earlier "
+                "pattern matches; correct or remove it"
             )
 
 
@@ -79,4 +79,4 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise UserError(f"xla.sharding: {pattern!r} is no regular expression ({error})") from error
+        raise UserError(f"xla.sharding: {pattern!r} is not a regular expression ({error})") from error

@@ -8,16 +8,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
-from gpu.compiling import CapturedMemory
+from gpu.common import torch_private
+from gpu.common.compiling import CapturedMemory
+from gpu.common.generation import continue_text
+from gpu.common.loss_scale import LossScale
+from gpu.fsdp.loss_scaler import DeviceScaler
 from gpu.fsdp.offload import HostCopies
 from gpu.fsdp.saving import Saver
 from gpu.fsdp.sharding import shard
-from gpu.generation import continue_text
-from gpu.loss_scale import DeviceScaler, LossScale
 from portable.checkpoint.matching import stored_state
 from portable.errors import unsupported
 from portable.model.build import embeddings, state_tensors
@@ -31,13 +32,14 @@ from portable.optim.sharded import local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import ExitStack
     from pathlib import Path
 
     from torch import Tensor, nn
 
     from converters import Checkpoint
+    from gpu.common.machine import Machine, MeasuredEngine
     from gpu.fsdp.sharding import ShardedModel
-    from gpu.strategies import CountingEngine, Machine
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
     from portable.model.chunked_loss import ChunkedHead
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def check(config: RunConfig, device_type: str) -> None:
-    """Raise UserError for a setting that DDP and FSDP2 have no use for."""
+    """Raise UserError for a setting that DDP or FSDP2 does not support."""
     unsupported(
         [
             *_offloading(config),
@@ -66,19 +68,21 @@ def _offloading(config: RunConfig) -> Iterator[tuple[bool, str]]:
     for name in ("offload_optimizer", "offload_params"):
         yield (
             getattr(memory, name) == "nvme",
-            f"memory.{name}: nvme is DeepSpeed's; use strategy zero3, or cpu",
+            f"memory.{name}: nvme needs DeepSpeed; use strategy zero3, or cpu",
         )
         yield (
             strategy == "no_shard" and getattr(memory, name) != "none",
-            f"memory.{name}: under no_shard everything stays on the device; use full_shard, which also "
-            "offloads on one rank",
+            f"memory.{name}: strategy no_shard does not offload; use full_shard, which offloads on one "
+            "rank as well",
         )
 
 
-def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
-    """Spread a model from the meta device over the ranks; the weights are still unset."""
+def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
+    """See :class:`gpu.common.machine.EngineModule`."""
     head = chunked_head(model, config.memory.loss_chunk_tokens)
-    return TorchEngine(shard(model, config, machine), head, config, machine.device)
+    sharded = shard(model, config, machine)
+    at_stop.callback(sharded.release_process_group)
+    return TorchEngine(sharded, head, config, machine.device)
 
 
 class TorchEngine:
@@ -94,9 +98,9 @@ class TorchEngine:
         self._device = device
         parameters = dict(self.model.named_parameters())
         memory = config.memory
-        # Parameters that are in host memory themselves take the optimizer along.
-        apart = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
-        self._host = HostCopies(parameters) if apart else None
+        # Offloaded parameters need no copies: their optimizer runs in host memory anyway.
+        copied = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
+        self._host = HostCopies(parameters) if copied else None
         self._trained = parameters if self._host is None else self._host.copies
         tables = set(embeddings(self.model))
         self._optimizer: Optimizer = build_optimizer(
@@ -113,9 +117,11 @@ class TorchEngine:
         self._saver = Saver()
         self._scaler = DeviceScaler(config.fp16, device) if config.precision == "fp16" else None
         self._scaling = LossScale(self._scaler)
-        # Under a search for a loss scale an overflow is no failure; what is one then, ends the run.
+        # With dynamic loss scaling an overflow is no failure; a failure then ends the run.
         self._limit = 1 if self._scaling.dynamic else allowed_in_a_row(config.train.on_non_finite)
-        self._account = torch.tensor(NEW_ACCOUNT, device=device)  # read when logging, never in between
+        self._account = torch.tensor(
+            NEW_ACCOUNT, device=device
+        )  # read when logging only, to avoid a host sync
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._captured.begin_pass()
@@ -138,20 +144,20 @@ class TorchEngine:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scaler is not None and gradients:
             parts = [local(gradient) for gradient in gradients]
-            torch._foreach_mul_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
+            torch_private.scale_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        norm = norm.to(self._device)  # gradients of offloaded parameters are on the host
+        norm = norm.to(self._device)  # gradients of offloaded parameters are in host memory
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
-        # The norm is over all ranks, so that all of them see an overflow of any.
+        # The norm is global, so all ranks see any rank's overflow.
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         bad = ~finite if self._scaler is None else self._scaler.update(~finite)
         self._account, left_out = entered(self._account, bad=bad, loss=loss, limit=self._limit)
         set_rates(self._optimizer, learning_rate, betas)
-        # The optimizers leave parameters and state alone when this value is 1, which they find on the device
-        # of the parameters: if those are offloaded, the host has waited for their gradients anyway.
+        # If found_inf is 1 the fused optimizers change nothing. They read it on the parameters' device, so
+        # that only offloading syncs, which it does for the gradients anyway.
         place = next(iter(self._trained.values())).device
         self._optimizer.found_inf = (left_out | ~finite).float().to(place)
         if self._host is not None:
@@ -159,7 +165,7 @@ class TorchEngine:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._host is not None:
-            self._host.give_back()
+            self._host.copy_back()
         return norm
 
     def health(self) -> Health:
@@ -172,12 +178,9 @@ class TorchEngine:
         gradients = {name: local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
-    def figures(self) -> dict[str, float]:
-        """What the metrics record besides."""
-        return self._scaling.figures()
-
-    def let_go(self) -> None:
-        self._sharded.let_go()
+    def metrics(self) -> dict[str, float]:
+        """See :class:`gpu.common.machine.MeasuredEngine`."""
+        return self._scaling.metrics()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -192,7 +195,7 @@ class TorchEngine:
         self.model.eval()
         with self._sharded.autocast():
             tokens = continue_text(
-                self.model, prompt, self._device, max_new_tokens=max_new_tokens, seed=seed, in_step=False
+                self.model, prompt, self._device, max_new_tokens=max_new_tokens, seed=seed, collective=False
             )
         self.model.train()
         return tokens
@@ -202,8 +205,8 @@ class TorchEngine:
     def _state_tensors(self) -> Mapping[str, Tensor]:
         """This rank's shards of parameters and buffers.
 
-        A forward without a backward, under ``shard_grad_op`` or in the root, leaves parameters unsharded, and
-        what holds their shards without storage.
+        Reshards first: a forward without a backward leaves parameters unsharded, and their shards without
+        storage, under ``shard_grad_op`` and in the root module.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -220,7 +223,7 @@ class TorchEngine:
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
-        self._optimizer.state.clear()  # a damaged checkpoint may have been tried before this one
+        self._optimizer.state.clear()  # a damaged checkpoint may have been loaded in part
         for name, values in stored.optimizer.items():
             state = self._optimizer.initial_state(self._trained[name])
             for key, tensor in state.items():
@@ -245,10 +248,10 @@ class TorchEngine:
 
 
 def _fill_state(target: Tensor, value: StoredTensor | float | bool | None, name: str) -> None:
-    """Fill what the optimizer keeps of a parameter.
+    """Fill one tensor of a parameter's optimizer state.
 
     Raises:
-        CheckpointError: if there is nothing for it, or a tensor of another shape.
+        CheckpointError: if ``value`` is missing or has another shape.
     """
     if isinstance(value, StoredTensor) and value.shape == tuple(target.shape):
         _fill(target, value)
@@ -259,12 +262,8 @@ def _fill_state(target: Tensor, value: StoredTensor | float | bool | None, name:
 
 
 def _fill(target: Tensor, source: ReadableTensor) -> None:
-    """Copy into ``target`` what it holds of ``source``: everything, or a DTensor's local shard."""
+    """Copy ``source`` into ``target``: all of it, or a DTensor's local shard."""
     if not isinstance(target, DTensor):
         fill(target, source)
-        return
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    local = target.to_local()
-    if local.numel():
-        index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-        fill(local, source, index)
+    elif (shard := target.to_local()).numel():
+        fill(shard, source, torch_private.local_slices(target))

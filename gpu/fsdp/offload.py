@@ -1,4 +1,4 @@
-"""``memory.offload_optimizer: cpu``: the optimizer's state and its step in host memory."""
+"""``memory.offload_optimizer: cpu``: optimizer state and optimizer step in host memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from gpu.common import torch_private
 from portable.optim.sharded import local
 
 if TYPE_CHECKING:
@@ -17,10 +18,9 @@ if TYPE_CHECKING:
 
 
 class HostCopies:
-    """A copy in host memory of what this rank holds of each parameter, for an optimizer to work on.
+    """Copies in host memory of this rank's shards of the trained parameters, for the optimizer.
 
-    Sharded parameters have sharded copies, so that optimizers which know shards, and checkpoints, find what
-    they would find on the device.
+    The copy of a DTensor is a DTensor, so that optimizers and checkpoints treat both alike.
 
     Args:
         parameters: by name, on the device.
@@ -32,12 +32,12 @@ class HostCopies:
         self._gradients: dict[str, Tensor] = {}
 
     def original(self) -> dict[Tensor, nn.Parameter]:
-        """The parameter on the device that each copy is of."""
+        """From each copy to its parameter on the device."""
         return {self.copies[name]: parameter for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def refresh(self, names: Iterable[str]) -> None:
-        """Copy the values of the parameters that are among ``names`` from the device."""
+        """Copy the values of ``names`` from the device."""
         for name in self._parameters.keys() & set(names):
             local(self.copies[name]).copy_(local(self._parameters[name]))
 
@@ -56,8 +56,8 @@ class HostCopies:
         _wait(self._parameters)
 
     @torch.no_grad()
-    def give_back(self) -> None:
-        """Copy the values back to the device, ahead of whatever it does next."""
+    def copy_back(self) -> None:
+        """Copy the values back to the device, in stream order."""
         for name, parameter in self._parameters.items():
             local(parameter).copy_(local(self.copies[name]), non_blocking=True)
 
@@ -69,10 +69,7 @@ def _wait(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Room for ``tensor`` in host memory, page-locked where a GPU copies to it; sharded as it is."""
+    """Uninitialized host memory for ``tensor``, pinned if it is on a GPU; sharded as ``tensor`` is."""
     part = local(tensor.detach())
-    room = torch.empty_like(part, device="cpu", pin_memory=part.device.type == "cuda")
-    if not isinstance(tensor, DTensor):
-        return room
-    # Not from_local, which would move it to the devices of the mesh.
-    return DTensor(room, tensor._spec, requires_grad=False)
+    memory = torch.empty_like(part, device="cpu", pin_memory=part.device.type == "cuda")
+    return torch_private.with_local(tensor, memory) if isinstance(tensor, DTensor) else memory

@@ -1,4 +1,4 @@
-"""Writing checkpoints with torch.distributed.checkpoint, in the foreground or behind the training."""
+"""Write checkpoints with torch.distributed.checkpoint, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from gpu.staging import staged
+from gpu.common.saving import WriteHandle, staged
 from portable.checkpoint.background import in_background
 from portable.checkpoint.checksumming_writer import SealingWriter
 from portable.ranks.collectives import background_group
 from portable.terminal import quiet_checkpoint_warnings
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
     from pathlib import Path
 
     import torch.distributed as dist
@@ -33,7 +32,7 @@ class Saver:
 
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
         """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save`."""
-        group = self._group  # made by all ranks at once, before any thread needs it
+        group = self._group  # a collective: create it before a thread needs it
         if background:
             state = staged(state)
 
@@ -41,18 +40,6 @@ class Saver:
             save(state, storage_writer=SealingWriter(folder), process_group=group, no_dist=group is None)
 
         if background:
-            return _Save(in_background(write, name="checkpoint"))
+            return WriteHandle(in_background(write, name="checkpoint"))
         write()
-        return _Save(None)
-
-
-class _Save:
-    def __init__(self, writing: Future[None] | None) -> None:
-        self._writing = writing
-
-    def done(self) -> bool:
-        return self._writing is None or self._writing.done()
-
-    def wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
+        return WriteHandle(None)

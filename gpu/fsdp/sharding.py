@@ -1,4 +1,4 @@
-"""How a model is spread over the ranks of a torch.distributed process group."""
+"""Shard or replicate a model over the ranks with FSDP2 or DDP."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from gpu.compiling import compile_layers
-from gpu.experts import zero_missing_gradients
+from gpu.common.compiling import compile_layers
+from gpu.common.experts import zero_missing_gradients
+from gpu.common.machine import COMPUTE_DTYPES, transport
+from gpu.fsdp.footprint import HYBRID, KEPT_AFTER_FORWARD
 from gpu.fsdp.units import order_prefetches, units
 from portable.errors import UserError
 from portable.model.activation_checkpointing import checkpoint_activations
@@ -30,30 +32,21 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from gpu.strategies import Machine
+    from gpu.common.machine import Machine
     from portable.config import RunConfig
-
-HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
-COMPUTE_DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 @dataclass
 class ShardedModel:
-    """A model spread over the ranks.
+    """A model sharded or replicated over the ranks.
 
     Attributes:
-        model: the transformers model under its plain names; its parameters are DTensors when sharded.
-        forward: what to call for a forward pass: the model, or DDP around it.
-        autocast_dtype: the compute type where FSDP does not cast the parameters itself, else None.
-        loss_scale: what a loss must be multiplied by for gradients to come out summed over the ranks. DDP
-            averages them. (A communication hook could sum them, but one written in Python may deadlock with
-            gloo's threads when the process group goes.)
+        model: the transformers model with its plain names; its parameters are DTensors if sharded.
+        forward: the module to call: the model, or DDP around it.
+        autocast_dtype: the compute type; None if FSDP casts the parameters, or in fp32.
+        loss_scale: the factor of the loss that makes gradients sums over the ranks, since DDP averages. (A
+            communication hook could sum them, but a Python hook may deadlock with gloo's threads when the
+            process group is destroyed.)
     """
 
     model: nn.Module
@@ -68,20 +61,19 @@ class ShardedModel:
         return torch.autocast(self.device.type, self.autocast_dtype)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Around every micro-batch: DDP reduces gradients once, with the last one.
+        """The context of a micro-batch: DDP reduces gradients with the last one only.
 
-        FSDP reduces after each, so that what is accumulated is a shard: gradients never take up the whole
-        model's size on a rank.
+        FSDP reduces after each, so that it accumulates shards and never holds all gradients on a rank.
         """
         if isinstance(self.forward, DistributedDataParallel) and not last:
             return self.forward.no_sync()
         return nullcontext()
 
-    def let_go(self) -> None:
-        """Take DDP's hold of the process group from it.
+    def release_process_group(self) -> None:
+        """Drop DDP's references to the process group before the group is destroyed.
 
-        Whoever drops the last hold of a group waits for gloo's threads. DDP's reducer does so with Python's
-        lock in hand, which the threads may want for what the last collective left them: a deadlock.
+        The last reference to a group joins gloo's threads. DDP's reducer would do so holding the GIL, which
+        the threads may need: a deadlock.
         """
         if isinstance(self.forward, DistributedDataParallel):
             for name in ("logger", "reducer", "process_group"):
@@ -89,10 +81,10 @@ class ShardedModel:
 
 
 def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
-    """Ranks that share one copy of the state: all of them, or those of a group under the hybrid strategies.
+    """The number of ranks that one copy of the state is sharded over; under hybrid strategies, of a group.
 
     Raises:
-        UserError: if the ranks cannot be divided into groups of that size.
+        UserError: if the world size is not a multiple of the group size.
     """
     if config.strategy not in HYBRID:
         return world_size
@@ -100,22 +92,21 @@ def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) 
     if world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         raise UserError(
-            f"fsdp.shard_group_size: {world_size} ranks cannot be divided into groups of {size}; use one of "
+            f"fsdp.shard_group_size: {world_size} ranks are not divisible into groups of {size}; use one of "
             f"{', '.join(fitting)}"
         )
     return size
 
 
 def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel:
-    """Allocate the meta-device ``model`` on the device, spread as ``config.strategy`` says.
+    """Allocate the meta-device ``model``, sharded or replicated by ``config.strategy``.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the valid tokens of the
-    global batch. On one rank there is nothing to spread, and the model stays as it is, unless its parameters
-    are to wait in host memory.
+    global batch. One rank keeps a plain model, unless its parameters are offloaded.
     """
     device = machine.device
     replicated = config.strategy == "no_shard" and machine.world_size > 1
-    # Asked before anything is wrapped. DDP looks for what gets no gradient in each backward pass, if it must.
+    # Computed on the plain model. Otherwise DDP searches unused parameters in each backward pass.
     all_count = not replicated or every_parameter_counts(model)
     zero_missing_gradients(model)
     checkpoint_activations(model, config.memory.activation_checkpointing)
@@ -132,7 +123,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
         scale = float(machine.world_size)
         replica = _replicate(model, device, all_count=all_count)
         return ShardedModel(model, replica, device, autocast_dtype, scale)
-    if not dist.is_initialized():  # one rank, which FSDP wants a group of as well
+    if not dist.is_initialized():  # FSDP needs a group even for one rank
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(transport(device), store=store, rank=0, world_size=1)
     _fully_shard(model, config, _mesh(config, machine, group), compute, _offload_policy(offload, device))
@@ -141,23 +132,18 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
 
 
 def stands_alone(machine: Machine, *, offload: bool) -> bool:
-    """Whether there is nothing to spread, nor to keep elsewhere."""
+    """Whether the model needs neither sharding nor offloading."""
     return machine.world_size == 1 and not offload
 
 
-def transport(device: torch.device) -> str:
-    """The backends of torch.distributed for tensors of ``device`` and of the host."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
 def _mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
-    """One axis of ranks that share the state, and with the hybrid strategies one of groups before it."""
+    """A mesh with a shard axis and, under hybrid strategies, a replicate axis before it."""
     shape: tuple[int, ...] = (group,)
     names: tuple[str, ...] = ("shard",)
     if config.strategy in HYBRID:
         shape, names = (machine.world_size // group, group), ("replicate", "shard")
-    # DTensor remembers, over a process's life, what operations make of a mesh, and takes meshes of one shape
-    # and name for the same: those of an earlier engine, whose process group is gone, must not be found.
+    # DTensor caches by mesh for the life of the process, and meshes of one shape and name are equal. A new
+    # name keeps it from finding the mesh of an earlier engine, whose process group is destroyed.
     number = next(_meshes)
     named = tuple(f"{name}{number}" for name in names)
     return init_device_mesh(machine.device.type, shape, mesh_dim_names=named)
@@ -170,7 +156,7 @@ def _fully_shard(
     model: nn.Module, config: RunConfig, mesh: DeviceMesh, compute: torch.dtype, offload: OffloadPolicy
 ) -> None:
     ordered = units(model, config)
-    for module in [*reversed(ordered), model]:  # what lies inside another unit comes before it
+    for module in [*reversed(ordered), model]:  # inner units first
         wrapped = fully_shard(
             module,
             mesh=mesh,
@@ -178,14 +164,13 @@ def _fully_shard(
             reshard_after_forward=config.strategy not in KEPT_AFTER_FORWARD,
             offload_policy=offload,
         )
-        assert isinstance(wrapped, FSDPModule)
         wrapped.set_gradient_divide_factor(1.0)
-        wrapped.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no scaled one
+        wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     order_prefetches([m for m in (model, *ordered) if isinstance(m, FSDPModule)], config)
 
 
 def _offload_policy(offload: bool, device: torch.device) -> OffloadPolicy:
-    # Page-locked memory is for copies to a GPU, and cannot be had without one.
+    # Pinned memory needs a GPU.
     return CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
 
 
@@ -195,10 +180,10 @@ def _replicate(model: nn.Module, device: torch.device, *, all_count: bool) -> Di
         device_ids=[device.index] if device.type == "cuda" else None,
         broadcast_buffers=False,
         gradient_as_bucket_view=True,
-        init_sync=False,  # every rank fills in the same weights itself
+        init_sync=False,  # each rank loads the same weights itself
         find_unused_parameters=not all_count,
     )
-    if dist.get_backend() == "fake":  # of a rehearsal, which DDP's own way to reduce finds no result in
+    if dist.get_backend() == "fake":  # in a memory trial; DDP's own reduction expects a result
         replica.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))
     return replica
 

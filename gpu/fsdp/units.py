@@ -1,4 +1,4 @@
-"""Which modules are sharded as one unit, and when FSDP2 gathers them."""
+"""The modules that FSDP2 shards as units, and when it gathers them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """The modules below ``model`` that ``fsdp.auto_wrap_policy`` makes units of, in the model's order.
+    """The modules below ``model`` that ``fsdp.auto_wrap_policy`` selects as units, in the model's order.
 
-    A module that shares a parameter with another part of the model is left to the unit around both: the
-    gathered parameter has to be there for either.
+    A module that shares a parameter with another part of the model belongs to the unit around both, where the
+    parameter is gathered for both.
 
     Raises:
-        UserError: for a class in ``fsdp.transformer_layer_cls_to_wrap`` that the model has no module of.
+        UserError: for a class in ``fsdp.transformer_layer_cls_to_wrap`` that is not in the model.
     """
     fsdp = config.fsdp
     if fsdp.auto_wrap_policy == "no_wrap":
@@ -36,8 +36,8 @@ def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     if fsdp.transformer_layer_cls_to_wrap is not None:
         chosen = _of_classes(model, fsdp.transformer_layer_cls_to_wrap)
     else:
-        silent = called_past_hooks(model)  # what gathers their parameters would not be called
-        chosen = [layer for name, layer in transformer_layers(model) if name not in silent]
+        unhooked = called_past_hooks(model)  # FSDP gathers in hooks
+        chosen = [layer for name, layer in transformer_layers(model) if name not in unhooked]
     everywhere = _uses(model)
     return [module for module in chosen if module is not model and not _shares(module, everywhere)]
 
@@ -55,14 +55,14 @@ def _of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _large(model: nn.Module, least: int) -> list[nn.Module]:
-    """The modules with at least ``least`` parameters that no unit inside them holds."""
+    """The modules with at least ``least`` parameters outside of smaller units."""
     found: set[nn.Module] = set()
     everywhere = _uses(model)
 
     def outside_units(module: nn.Module) -> int:
         own = sum(p.numel() for p in module.parameters(recurse=False))
         size = own + sum(outside_units(child) for child in module.children())
-        # A list is never called, so that nothing would gather its parameters.
+        # A list is never called, so its hooks never gather.
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if size < least or listed or module is model or _shares(module, everywhere):
             return size
@@ -74,30 +74,30 @@ def _large(model: nn.Module, least: int) -> list[nn.Module]:
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """How often each parameter stands in ``module``."""
+    """How often each parameter occurs in ``module``."""
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _shares(module: nn.Module, everywhere: Counter[nn.Parameter]) -> bool:
-    """Whether a parameter of ``module`` also stands outside it."""
+    """Whether a parameter of ``module`` also occurs outside it."""
     return any(everywhere[parameter] > uses for parameter, uses in _uses(module).items())
 
 
 def order_prefetches(ordered: Sequence[FSDPModule], config: RunConfig) -> None:
     """Apply ``fsdp.forward_prefetch`` and ``fsdp.backward_prefetch``.
 
-    By itself FSDP2 gathers a unit when the host reaches it, ahead of the device, and in the backward pass the
-    next unit before the gradients of the present one: that is ``backward_pre``.
+    By default FSDP2 gathers a unit when the host reaches it, ahead of the device; in the backward pass it
+    gathers the next unit before computing the current gradients, which is ``backward_pre``.
 
     Args:
-        ordered: the units as the forward pass comes to them.
+        ordered: the units in the order of the forward pass.
         config: of the run.
     """
     if config.fsdp.forward_prefetch:
         for unit, following in pairwise(ordered):
             unit.set_modules_to_forward_prefetch([following])
     if config.fsdp.backward_prefetch in ("backward_post", "no_prefetch"):
-        # A unit's own gather in place of the next one's: the next is gathered once its turn has come, which
-        # is right after this unit's gradients.
+        # Prefetch the unit itself instead of the next one, which is then gathered after this unit's
+        # gradients.
         for unit in ordered:
             unit.set_modules_to_backward_prefetch([unit])

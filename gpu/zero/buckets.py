@@ -1,4 +1,4 @@
-"""The sizes of DeepSpeed's buckets and thresholds, in elements."""
+"""Sizes of DeepSpeed's buckets and thresholds, in elements."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ DEFAULTS = {
     "offload_param.buffer_count": 5,
     "offload_param.max_in_cpu": 1_000_000_000,
 }
-"""Of DeepSpeed 0.19 (deepspeed/runtime/zero/config.py and offload_config.py)."""
+"""DeepSpeed 0.19's defaults (deepspeed/runtime/zero/config.py and offload_config.py)."""
 
 SWAPPED_BYTES = 1 << 20
-"""What is smaller stays in memory (MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py)."""
+"""Smaller tensors stay in memory (MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py)."""
 _ALIGNED_BYTES = 1 << 10
-# Swap buffers are laid out in whole blocks: room for the last one, in elements.
+# Swap buffers consist of whole blocks of this many elements.
 _SWAP_BLOCK = 1 << 18
 
 
 def aligned(elements: int, size: int) -> int:
-    """Bytes that ``elements`` of ``size`` bytes take in a swap file, or in a buffer."""
+    """Bytes of ``elements`` of ``size`` bytes each in a swap file or buffer, alignment included."""
     return -(-elements * size // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def swap_buffer(largest_parameter: int, ranks: int) -> int:
-    """Elements of a buffer that parameters are swapped through: of one parameter's share each.
+    """Elements of a swap buffer, which holds one parameter's shard.
 
-    Smaller ones fail in the first step, larger ones are memory lost.
+    A smaller one fails in the first step, a larger one wastes memory.
     """
     share = -(-largest_parameter // ranks)
     return (share // _SWAP_BLOCK + 1) * _SWAP_BLOCK
 
 
 def automatic(hidden_size: int) -> dict[str, int]:
-    """What ``auto`` stands for, as in the Trainer, by the model's hidden size."""
+    """The sizes that ``auto`` means for a hidden size, as in the Hugging Face Trainer."""
     return {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from converters import Tensor as StoredTensor
-from gpu.compiling import compile_layers
-from gpu.experts import called_by_choice, routed, zero_missing_gradients
-from gpu.footprint import footprint
-from gpu.generation import continue_text
-from gpu.loss_scale import LossScale
-from gpu.zero import nvme
+from gpu.common.compiling import compile_layers
+from gpu.common.experts import called_by_choice, routed, zero_missing_gradients
+from gpu.common.generation import continue_text
+from gpu.common.loss_scale import LossScale
+from gpu.common.machine import COMPUTE_DTYPES
+from gpu.zero import config as deepspeed_json
+from gpu.zero import nvme, private_api
 from gpu.zero import optimizer as zero_optimizer
 from gpu.zero import runtime as zero_runtime
-from gpu.zero.config import document as deepspeed_json
+from gpu.zero.footprint import footprint
+from gpu.zero.loss_scaler import DeepSpeedScaler
 from gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from gpu.zero.saving import ZeroSaver
 from gpu.zero.settings import ModelSizes, settings_for
@@ -25,7 +29,7 @@ from portable.batch_plan import plan_batches
 from portable.checkpoint.matching import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.build import materialize, state_tensors
+from portable.model.build import materialize, replace_tensors, state_tensors
 from portable.model.loss import Objective
 from portable.model.tensors import fill
 from portable.optim.build import set_rates
@@ -36,38 +40,32 @@ from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import ExitStack
     from pathlib import Path
 
     from torch import Tensor
 
     from converters import Checkpoint
-    from gpu.strategies import CountingEngine, Machine
+    from gpu.common.machine import Machine, MeasuredEngine
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
     from portable.model.tensors import ReadableTensor
 
-COMPUTE_DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def check(config: RunConfig, device_type: str) -> None:
-    """Raise UserError for a setting that ZeRO has no use for."""
+    """Raise UserError for a setting that ZeRO does not support."""
     unsupported(
         [
             (
                 config.train.optimizer not in ("adamw", "sgd"),
-                f"train.optimizer: {config.train.optimizer} does not work with ZeRO in this version; "
-                "use adamw or sgd",
+                f"train.optimizer: ZeRO does not support {config.train.optimizer}; use adamw or sgd",
             ),
             (
                 config.compile and config.strategy == "zero3",
-                "compile: true does not go with strategy zero3, whose parameters come and go between the "
-                "operations; use zero2 or full_shard",
+                "compile: not supported with strategy zero3, which gathers and frees parameters inside the "
+                "layers; use zero2 or full_shard",
             ),
         ]
     )
@@ -81,44 +79,46 @@ def check(config: RunConfig, device_type: str) -> None:
 
 
 def adopt(config: RunConfig, device_type: str, world_size: int) -> RunConfig:
-    """The config with what its DeepSpeed JSON says in place of defaults."""
+    """The config with the values of its DeepSpeed JSON in place of defaults."""
     if config.deepspeed.config is None:
         return config
-    zero_runtime.import_deepspeed(device_type)  # which knows the keys
+    zero_runtime.import_deepspeed(device_type)  # reading the JSON asks it for its keys
     document = deepspeed_json.read(config)
-    assert document is not None
-    return deepspeed_json.adopt(config, document, world_size)
+    return config if document is None else deepspeed_json.adopt(config, document, world_size)
 
 
 def notes(config: RunConfig, device_type: str) -> list[str]:
-    """What a person should be told of the run's DeepSpeed JSON, one line each."""
+    """Notes on the run's DeepSpeed JSON, one line each."""
     zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read(config)
     return [] if document is None else deepspeed_json.notes(config, document)
 
 
-def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEngine:
-    """Hand a model from the meta device to DeepSpeed; the weights are still unset."""
+def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
+    """See :class:`gpu.common.machine.EngineModule`."""
     stage = STAGES[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
-    zero_runtime.start(deepspeed, machine.device)
+    zero_runtime.start(deepspeed, machine.device, at_stop)
     plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
     document = deepspeed_json.read(config)
     settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
     if nvme.in_use(config):
-        _make_room(model, config, machine)
+        _make_swap_folder(model, config, machine, at_stop)
     on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
     checkpoint_activations(model, config.memory.activation_checkpointing, inputs_on_host=on_host)
     compile_layers(model, config)
     experts = routed(model)
     require(
         stage != 2 or not experts or machine.world_size == 1,
-        "strategy: zero2 sends gradients as they come, and the ranks of a "
-        f"{type(model).__name__} have them in different orders, by which experts their tokens choose; "
+        f"strategy: zero2 does not support {type(model).__name__}: it reduces gradients as they are "
+        "computed, and their order depends on the experts that each rank's tokens choose; "
         "use zero1, zero3 or full_shard",
     )
     if stage == 3:
-        if leaves := [*experts, *called_by_choice(model)]:  # gathered together, missing gradients are zeros
+        if leaves := [
+            *experts,
+            *called_by_choice(model),
+        ]:  # gathered as one, so missing gradients become zeros
             deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in leaves}))
         _partition(deepspeed, model, settings, machine.device, COMPUTE_DTYPES[config.precision])
     else:
@@ -129,52 +129,48 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine) -> CountingEn
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
-    zero_runtime.keep_until_stop(engine)
+    at_stop.callback(_destroy, engine)
     if config.memory.offload_params == "nvme":
-        nvme.give_buffers_back(engine)
+        nvme.release_buffers_after_forward(engine)
     return ZeroEngine(engine, stage, config, machine)
 
 
-def _make_room(model: nn.Module, config: RunConfig, machine: Machine) -> None:
-    """An empty folder for this run's swap files, removed when the run ends."""
+def _destroy(engine: Any) -> None:
+    """Take a DeepSpeed engine apart. It references itself and would keep all its memory."""
+    with suppress(Exception):  # fails on a broken device, whose own error is being raised already
+        engine.destroy()
+
+
+def _make_swap_folder(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> None:
+    """Create an empty folder for this run's swap files, and remove it at the end."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        of_a_rank = footprint(inspect(model), config, Cluster(machine.world_size, local)).disk
-        nvme.check_room(config, of_a_rank * local)
-        zero_runtime.empty_until_stop(nvme.run_folder(config))
+        per_rank = footprint(inspect(model), config, Cluster(machine.world_size, local)).disk
+        nvme.check_room(config, per_rank * local)
+        folder = nvme.run_folder(config)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        at_stop.callback(shutil.rmtree, folder, ignore_errors=True)
     torch.distributed.barrier()
 
 
 def _partition(
     deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device, compute: torch.dtype
 ) -> None:
-    """Allocate the meta-device ``model`` parameter by parameter, each cut into its ranks' shares at once.
+    """Allocate the meta-device ``model``, partitioning each parameter at once.
 
-    No rank ever holds more than its share and one whole parameter.
+    A rank never holds more than its shards and one whole parameter.
     """
-    convert: Any = None
-    partitioned: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in partitioned:
-                # DeepSpeed casts what is built inside its context; a finished module it takes as it is.
-                whole = nn.Parameter(
-                    torch.empty_like(parameter, device=device, dtype=compute),
-                    requires_grad=parameter.requires_grad,
-                )
-                if convert is None:
-                    holder = nn.Module()
-                    holder.register_parameter("first", whole)
-                    convert = deepspeed.zero.Init(module=holder, config_dict_or_path=settings)
-                else:
-                    convert._convert_to_zero_parameters([whole])
-                partitioned[id(parameter)] = whole
-            module._parameters[name] = partitioned[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+    # Init casts modules that are built inside its context, and takes a finished parameter as it is.
+    context = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=settings)
+
+    def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
+        empty = torch.empty_like(meta, device=device, dtype=compute)
+        whole = nn.Parameter(empty, requires_grad=meta.requires_grad)
+        private_api.partition(context, whole)
+        return whole
+
+    replace_tensors(model, parameter, lambda _, buffer: buffer.to(device))
 
 
 class ZeroEngine:
@@ -186,7 +182,7 @@ class ZeroEngine:
         self._objective = Objective(self.model, config.train.global_batch_size)
         self._sharded = stage == 3
         self._device = machine.device
-        # DeepSpeed averages gradients over the ranks; the loss is already divided by the global batch.
+        # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
         self._loss_scale = float(machine.world_size)
         names: dict[nn.Parameter, str] = {p: name for name, p in self.model.named_parameters()}
         self._partitions: FlatPartitions | ShardedPartitions
@@ -194,17 +190,19 @@ class ZeroEngine:
             self._partitions = ShardedPartitions(engine.optimizer, names, machine.rank)
         else:
             self._partitions = FlatPartitions(engine.optimizer, names, machine.rank)
-        self._scaling = LossScale(engine.optimizer.loss_scaler)
+        scaler = private_api.dynamic_loss_scaler(engine.optimizer)
+        self._scaler = None if scaler is None else DeepSpeedScaler(scaler)
+        self._scaling = LossScale(self._scaler)
         self._saver = ZeroSaver(engine)
-        # Under a search for a loss scale an overflow is no failure.
+        # With dynamic loss scaling an overflow is no failure.
         self._limit = allowed_in_a_row(config.train.on_non_finite)
-        self._account = torch.tensor(NEW_ACCOUNT)  # on the host, which waits for the norm in every step
+        self._account = torch.tensor(NEW_ACCOUNT)  # on the host: DeepSpeed syncs every step for the norm
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._partitions.refresh()
         self._engine.set_gradient_accumulation_boundary(last)
         loss = self._objective(self._engine, batch, valid)
-        # DeepSpeed looks at gradients alone, and an infinite loss may have finite ones: then they become NaN.
+        # DeepSpeed checks gradients only, and an infinite loss can have finite ones: make them NaN.
         finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
         self._engine.backward(loss * (finite * self._loss_scale), scale_wrt_gas=False)
         return loss.detach()
@@ -222,18 +220,19 @@ class ZeroEngine:
             optimizer.zero_grad(set_to_none=True)
             return torch.full((), torch.nan, device=self._device)
         set_rates(optimizer, learning_rate, betas)
-        optimizer.clip_grad = max_norm
+        private_api.set_max_norm(optimizer, max_norm)
         try:
             self._engine.step()
         except Exception as error:
-            raise self._scaling.translated(error) from error
-        # DeepSpeed has left an update out that was not finite on any rank, and waited to find out.
-        left_out = not self._engine.was_step_applied()
-        if left_out and self._scaling.dynamic:
-            self._scaling.count_overflow()
-            left_out = False
-        told = loss.cpu() if left_out else torch.zeros(())
-        self._account, _ = entered(self._account, bad=torch.tensor(left_out), loss=told, limit=self._limit)
+            exhausted = self._scaling.dynamic and private_api.is_scale_exhausted(error)
+            raise (self._scaling.exhausted() if exhausted else error) from error
+        # DeepSpeed has synced, and skips an update that is not finite on any rank.
+        skipped = not self._engine.was_step_applied()
+        if skipped and self._scaler is not None:
+            self._scaler.count_overflow()
+            skipped = False
+        at = loss.cpu() if skipped else torch.zeros(())
+        self._account, _ = entered(self._account, bad=torch.tensor(skipped), loss=at, limit=self._limit)
         norm = self._engine.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
 
@@ -250,12 +249,9 @@ class ZeroEngine:
                 found.append(name)
         return found
 
-    def figures(self) -> dict[str, float]:
-        """What the metrics record besides."""
-        return self._scaling.figures()
-
-    def let_go(self) -> None:
-        pass  # zero_runtime.stop takes DeepSpeed's engine apart
+    def metrics(self) -> dict[str, float]:
+        """See :class:`gpu.common.machine.MeasuredEngine`."""
+        return self._scaling.metrics()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -274,7 +270,7 @@ class ZeroEngine:
             self._device,
             max_new_tokens=max_new_tokens,
             seed=seed,
-            in_step=self._sharded,
+            collective=self._sharded,
         )
         self._engine.train()
         return tokens
@@ -285,9 +281,10 @@ class ZeroEngine:
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         self._partitions.load_weights(weights)
         for name, tensor in state_tensors(self.model).items():
-            # What no optimizer moves is whole on every rank, or ZeRO-3's share of a frozen parameter.
+            # Tensors without an optimizer are whole on every rank; under ZeRO-3 frozen parameters are
+            # sharded.
             if name in weights and not tensor.requires_grad:
-                if isinstance(self._partitions, ShardedPartitions) and hasattr(tensor, "ds_tensor"):
+                if isinstance(self._partitions, ShardedPartitions) and private_api.is_partitioned(tensor):
                     self._partitions.load_frozen(tensor, weights[name])
                 else:
                     fill(tensor, weights[name])
@@ -298,9 +295,8 @@ class ZeroEngine:
         self._partitions.load_optimizer(stored.optimizer)
         self._scaling.load(checkpoint.root)
         steps = _steps_done(checkpoint)
-        zero_optimizer.catch_up(self._engine.basic_optimizer, steps)
-        # DeepSpeed names its folder inside ours by the steps that it has counted.
-        self._engine.global_steps = steps
+        zero_optimizer.catch_up(private_api.basic_optimizer(self._engine), steps)
+        private_api.set_steps(self._engine, steps)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         self._partitions.refresh()
@@ -310,7 +306,7 @@ class ZeroEngine:
 
 
 def _steps_done(checkpoint: Checkpoint) -> int:
-    """Optimizer steps behind a checkpoint, as far as it tells."""
+    """Optimizer steps before a checkpoint; 0 if it does not record them."""
     state: Any = next(iter(checkpoint.optimizer.state.values()), {}) if checkpoint.optimizer else {}
     step = state.get("step", checkpoint.metadata.get("step", 0))
     return int(step.read() if isinstance(step, StoredTensor) else step)

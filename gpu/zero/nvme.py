@@ -1,4 +1,4 @@
-"""The disk that ZeRO-Infinity swaps to: whether it can serve, and this run's folder on it."""
+"""The disk that ZeRO-Infinity swaps to: checks, and this run's folder on it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gpu.zero import private_api
 from portable.errors import UserError, one_line, require
 from portable.formatting import human_bytes
 
@@ -28,42 +29,41 @@ AIO_DEFAULTS: dict[str, Any] = {
     "single_submit": False,
     "overlap_events": True,
 }
-"""DeepSpeed's ``aio`` settings for a local NVMe drive: a deep queue of large requests.
-
-``python -m gpu.zero.aio`` finds what is best for a disk.
-"""
+"""``aio`` for a local NVMe drive: a deep queue of large requests. ``ds_nvme_tune`` measures a disk."""
 
 
 def in_use(config: RunConfig) -> bool:
-    """Whether anything goes to the disk."""
+    """Whether the run swaps to disk."""
     return "nvme" in (config.memory.offload_optimizer, config.memory.offload_params)
 
 
 def check(config: RunConfig, deepspeed: Any) -> None:
-    """Raise UserError unless ``memory.nvme_path`` is a writable folder on a disk, and can be swapped to."""
-    assert config.memory.nvme_path is not None  # the schema sees to it
-    check_folder(Path(config.memory.nvme_path), _KEY)
-    check_async_io(deepspeed)
-
-
-def check_folder(path: Path, key: str) -> None:
-    """Raise UserError, naming ``key``, unless ``path`` is a writable folder on a disk."""
+    """Raise UserError unless ``memory.nvme_path`` is a writable folder on disk and async_io can be built."""
+    path = _disk(config)
     try:
-        require(path.exists(), f"{key}: {path} does not exist; make the folder, or name another")
-        require(path.is_dir(), f"{key}: {path} is not a folder")
+        require(path.exists(), f"{_KEY}: {path} does not exist; create it, or name another folder")
+        require(path.is_dir(), f"{_KEY}: {path} is not a folder")
         with tempfile.TemporaryFile(dir=path):
             pass
     except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {path} cannot be written to ({one_line(error)})") from error
+        raise UserError(f"{_KEY}: {path} is not writable ({one_line(error)})") from error
     kind = filesystem(path)
     require(
         kind not in _RAM_DISKS,
-        f"{key}: {path} lies in memory ({kind}), where offloading saves nothing; name a folder on a disk",
+        f"{_KEY}: {path} is in memory ({kind}), where offloading saves nothing; name a folder on a disk",
     )
+    check_async_io(deepspeed)
+
+
+def _disk(config: RunConfig) -> Path:
+    path = config.memory.nvme_path
+    if path is None:
+        raise UserError(f"{_KEY}: not set; name a folder on a local disk to offload to")
+    return Path(path)
 
 
 def check_async_io(deepspeed: Any) -> None:
-    """Raise UserError where DeepSpeed's ``async_io`` cannot be built."""
+    """Raise UserError if DeepSpeed's ``async_io`` cannot be built."""
     builder = deepspeed.ops.op_builder.AsyncIOBuilder()
     require(
         builder.is_compatible(verbose=False),
@@ -72,14 +72,14 @@ def check_async_io(deepspeed: Any) -> None:
     )
     if os.environ.get("RANK", "0") == "0" and (lock := _lock_of_a_build()):
         print(
-            "note: waiting for another process to build DeepSpeed's async_io; if none does, since it was "
-            f"killed, remove {lock}",
+            "note: waiting for another process to build DeepSpeed's async_io; if that process was killed, "
+            f"remove {lock}",
             file=sys.stderr,
         )
 
 
 def _lock_of_a_build() -> Path | None:
-    """The file by which torch keeps others from building the op; who is killed while building leaves it."""
+    """torch's lock file on the op's build folder. A process killed while building leaves it behind."""
     from torch.utils.cpp_extension import _get_build_directory
 
     lock = Path(_get_build_directory("async_io", verbose=False)) / "lock"
@@ -87,48 +87,42 @@ def _lock_of_a_build() -> Path | None:
 
 
 def check_room(config: RunConfig, needed: int) -> None:
-    """Raise UserError if the disk has not the bytes ``needed`` that this machine's ranks will keep on it."""
-    assert config.memory.nvme_path is not None
-    free = shutil.disk_usage(config.memory.nvme_path).free
+    """Raise UserError unless the disk has ``needed`` free bytes, for the swap files of this node's ranks."""
+    disk = _disk(config)
+    free = shutil.disk_usage(disk).free
     require(
         free >= needed,
-        f"{_KEY}: {config.memory.nvme_path} has {human_bytes(free)} left and this run swaps "
-        f"{human_bytes(needed)} there; make room, or name another disk",
+        f"{_KEY}: {disk} has {human_bytes(free)} free and this run swaps {human_bytes(needed)} there; "
+        "free some space, or name another disk",
     )
 
 
-def give_buffers_back(engine: Any) -> None:
-    """After each forward pass without gradients, free the buffers that parameters are swapped through.
+def release_buffers_after_forward(engine: Any) -> None:
+    """Free the parameters' swap buffers after each forward pass without gradients.
 
-    DeepSpeed keeps what the backward pass would use next, which after an evaluation does not come, and reads
-    ahead for it; the next pass would find no buffer free.
+    DeepSpeed keeps buffers, and reads ahead, for a backward pass. An evaluation has none, and the next pass
+    would find no free buffer.
 
     Args:
-        engine: of ZeRO-3, with parameters on a disk.
+        engine: DeepSpeed's, of stage 3 with parameters on NVMe.
     """
     parameters: list[Any] = list(engine.module.parameters())
-    swapper = parameters[0].nvme_swapper
 
-    def give_back(*_: object) -> None:
-        if torch.is_grad_enabled():
-            return
-        engine.optimizer.empty_partition_cache()
-        swapper.synchronize_reads()
-        held = swapper.param_id_to_buffer_id
-        swapper.remove_partition_and_release_buffers([p for p in parameters if p.ds_id in held])
+    def release(*_: object) -> None:
+        if not torch.is_grad_enabled():
+            private_api.release_swap_buffers(engine.optimizer, parameters)
 
-    engine.module.register_forward_hook(give_back)
+    engine.module.register_forward_hook(release)
 
 
 def run_folder(config: RunConfig) -> Path:
-    """This run's own folder under ``memory.nvme_path``, so that two runs can share the disk."""
-    assert config.memory.nvme_path is not None
+    """This run's own folder under ``memory.nvme_path``, so that runs can share a disk."""
     digest = hashlib.sha256(os.fsencode(Path(config.output_dir).absolute())).hexdigest()[:12]
-    return Path(config.memory.nvme_path) / f"portable-swap-{digest}"
+    return _disk(config) / f"portable-swap-{digest}"
 
 
 def filesystem(path: Path) -> str:
-    """The type of the file system that ``path`` lies on; empty where the system does not tell."""
+    """The file system type of ``path``; empty if the system does not report it."""
     mounts = Path("/proc/mounts")
     if not mounts.exists():
         return ""

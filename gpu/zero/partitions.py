@@ -1,9 +1,9 @@
-"""Filling what DeepSpeed keeps of a model on this rank: flat runs of master weights and optimizer state.
+"""Load checkpoints into DeepSpeed's flat partitions of master weights and optimizer state.
 
-ZeRO-1 and 2 lay all parameters of a group end to end and give every rank an equal run of that row, with each
-rank holding the compute copy of all of it. ZeRO-3 cuts every parameter into equal runs of its own, one a
-rank, and lays a rank's runs end to end in sub-groups. Either way a rank needs, of each parameter, elements
-``start`` to ``stop`` in row-major order, and reads only those.
+ZeRO-1 and 2 concatenate all parameters of a group and give every rank an equal slice; each rank holds the
+compute copy of all of them. ZeRO-3 cuts every parameter into equal shards, one per rank, and concatenates a
+rank's shards by sub-group. Either way a rank reads only elements ``start`` to ``stop`` of each parameter, in
+row-major order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
+from gpu.zero import private_api
 from portable.model.tensors import fill, to_torch
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Where a run of one parameter lies in a flat partition of this rank.
+    """The slice of one parameter in a flat partition of this rank.
 
     Attributes:
         name: of the parameter.
-        start, stop: the elements that this rank keeps, in row-major order.
-        offset: where they begin in the flat partition.
+        start, stop: the elements that this rank holds, in row-major order.
+        offset: of the slice in the flat partition.
     """
 
     name: str
@@ -43,13 +44,13 @@ class Fragment:
     offset: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """The fragment inside ``flat``, the partition or something of its shape."""
+        """The slice of ``flat``, the partition or a tensor of its shape."""
         return flat[self.offset : self.offset + self.stop - self.start]
 
 
 @torch.no_grad()
-def fill_run(target: Tensor, source: ReadableTensor, start: int, stop: int) -> None:
-    """Copy elements ``start`` to ``stop`` of ``source`` in row-major order; reads the rows that they lie in.
+def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) -> None:
+    """Copy elements ``start`` to ``stop`` of ``source``, in row-major order; read only the rows around them.
 
     Args:
         target: flat, of ``stop - start`` elements.
@@ -74,7 +75,7 @@ def fill_run(target: Tensor, source: ReadableTensor, start: int, stop: int) -> N
 
 
 class FlatPartitions:
-    """ZeRO-1 and 2: one flat partition for each parameter group."""
+    """ZeRO-1 and 2: one flat partition per parameter group."""
 
     def __init__(self, zero_optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> None:
         self._zero = zero_optimizer
@@ -82,14 +83,12 @@ class FlatPartitions:
         self._flats: list[Tensor] = [group["params"][0] for group in self._base.param_groups]
         self._fragments = [
             list(_fragments_of(group, row, rank * flat.numel(), flat.numel(), names))
-            for group, row, flat in zip(
-                zero_optimizer.bit16_groups, zero_optimizer.bit16_groups_flat, self._flats, strict=True
-            )
+            for (group, row), flat in zip(private_api.flat_groups(zero_optimizer), self._flats, strict=True)
         ]
         self._stale = False
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Fill the master weights; the compute copies follow with :meth:`refresh`."""
+        """Fill the master weights; :meth:`refresh` then updates the compute copies."""
         for flat, fragments in zip(self._flats, self._fragments, strict=True):
             _fill_weights(flat, fragments, weights)
         self._stale = True
@@ -100,25 +99,24 @@ class FlatPartitions:
             self._base.state[flat] = _optimizer_state(flat, fragments, state, self._base.state[flat])
 
     def refresh(self) -> None:
-        """Give all ranks the compute copies of the master weights; a collective, once after loading."""
+        """Update all ranks' compute copies after loading. A collective the first time, then a no-op."""
         if self._stale:
-            self._zero.update_lp_params()
+            private_api.gather_compute_copies(self._zero)
             self._stale = False
 
 
 class ShardedPartitions:
-    """ZeRO-3: one flat partition for each sub-group, in memory or swapped out to NVMe."""
+    """ZeRO-3: one flat partition per sub-group, in memory or on NVMe."""
 
     def __init__(self, zero_optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> None:
         self._zero = zero_optimizer
         self._rank = rank
         self._fragments: list[list[Fragment]] = []
-        for group in zero_optimizer.fp16_groups:
+        for group in private_api.sub_groups(zero_optimizer):
             fragments, offset = [], 0
             for parameter in group:
-                size = parameter.ds_tensor.ds_numel  # the same on all ranks: the last ones are padded
-                start = min(rank * size, parameter.ds_numel)
-                stop = min(start + size, parameter.ds_numel)
+                size = private_api.shard_size(parameter)
+                start, stop = self._slice(parameter)
                 fragments.append(Fragment(names[parameter], start, stop, offset))
                 offset += size
             self._fragments.append(fragments)
@@ -129,57 +127,60 @@ class ShardedPartitions:
             if any(fragment.name in weights for fragment in fragments):
                 with _SwappedIn(self._zero, index) as flat:
                     _fill_weights(flat, fragments, weights)
-                    self._zero._reassign_or_swap_out_partitioned_parameters(index)
-        self._zero.invalidate_secondary_tensor()  # hpZ's copies, from which a forward pass would gather
+                    private_api.update_compute_copies(self._zero, index)
+        private_api.drop_secondary_shards(self._zero)
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Fill the optimizer state, by parameter name."""
         for index, fragments in enumerate(self._fragments):
             with _SwappedIn(self._zero, index) as flat:
-                kept = self._zero.optimizer.state
-                # What was swapped in lies in buffers that belong to the swapping.
-                before = {} if self._zero._swappable_optimizer_subgroup(index) else kept[flat]
-                kept[flat] = _optimizer_state(flat, fragments, state, before)
+                states = self._zero.optimizer.state
+                # Swapped-in state is in the swapper's buffers, which must not be reused here.
+                before = {} if private_api.is_swapped(self._zero, index) else states[flat]
+                states[flat] = _optimizer_state(flat, fragments, state, before)
 
     def refresh(self) -> None:
-        """Nothing: every rank's compute copy is its own."""
+        """A no-op: every rank has updated its own compute copies."""
 
     @torch.no_grad()
     def load_frozen(self, parameter: Any, source: ReadableTensor) -> None:
-        """Fill this rank's share of a parameter that is not trained, and so has no master copy."""
-        share = parameter.ds_tensor
-        start = min(self._rank * share.ds_numel, parameter.ds_numel)
-        stop = min(start + share.ds_numel, parameter.ds_numel)
+        """Fill this rank's shard of a frozen parameter, which has no master copy."""
+        start, stop = self._slice(parameter)
         if stop > start:
-            fill_run(share.data[: stop - start], source, start, stop)
-        parameter.ds_secondary_tensor = None  # no step will ever do so
+            fill_slice(private_api.shard(parameter).data[: stop - start], source, start, stop)
+        private_api.drop_secondary_shard(parameter)
+
+    def _slice(self, parameter: Any) -> tuple[int, int]:
+        """The elements of ``parameter`` that this rank holds."""
+        size, full = private_api.shard_size(parameter), private_api.full_size(parameter)
+        start = min(self._rank * size, full)
+        return start, min(start + size, full)
 
 
 class _SwappedIn:
-    """Has the flat partition of a sub-group in memory, and writes it back to NVMe if it lives there."""
+    """Holds a sub-group's flat master weights in memory; swaps them in and out if they are on NVMe."""
 
     def __init__(self, zero_optimizer: Any, index: int) -> None:
         self._zero, self._index = zero_optimizer, index
-        self._swapped = zero_optimizer._swappable_optimizer_subgroup(index)
+        self._swapped = private_api.is_swapped(zero_optimizer, index)
 
     def __enter__(self) -> Tensor:
         if self._swapped:
-            self._zero._optimizer_states_and_gradient_swap_in(self._index)
-        flat: Tensor = self._zero.fp32_partitioned_groups_flat[self._index]
-        return flat
+            private_api.swap_in(self._zero, self._index)
+        return private_api.master_weights(self._zero, self._index)
 
     def __exit__(self, *_: object) -> None:
         if self._swapped:
-            self._zero._optimizer_states_and_gradient_swap_out(self._index)
+            private_api.swap_out(self._zero, self._index)
 
 
 def _fragments_of(
     group: list[Any], row: Tensor, first: int, size: int, names: Mapping[nn.Parameter, str]
 ) -> Iterator[Fragment]:
-    """What the ``size`` elements from ``first`` on of a group's ``row`` hold of its parameters.
+    """The fragments of ``group`` in the ``size`` elements of ``row`` from ``first`` on.
 
-    Told by where the parameters lie in memory: DeepSpeed's own account of it (``_hp_mapping``) is wrong where
-    the row is not in the model's order, as with ``round_robin_gradients``.
+    Derived from memory addresses: DeepSpeed's own map (``_hp_mapping``) is wrong where the row is not in the
+    model's order, as with ``round_robin_gradients``.
     """
     for parameter in group:
         begin = (parameter.data_ptr() - row.data_ptr()) // row.element_size()
@@ -193,21 +194,20 @@ def _fragments_of(
 def _fill_weights(flat: Tensor, fragments: list[Fragment], weights: Mapping[str, ReadableTensor]) -> None:
     for fragment in fragments:
         if fragment.name in weights and fragment.stop > fragment.start:
-            fill_run(fragment.of(flat), weights[fragment.name], fragment.start, fragment.stop)
+            fill_slice(fragment.of(flat), weights[fragment.name], fragment.start, fragment.stop)
 
 
 @torch.no_grad()
 def _optimizer_state(
     flat: Tensor, fragments: list[Fragment], state: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of one flat partition, put together from that of its parameters.
+    """The state of one flat partition, assembled from the state of its parameters.
 
     Args:
-        before: its state so far, of which the memory is used again.
+        before: its present state, whose memory is reused.
 
     Raises:
-        CheckpointError: for state that has no place in a flat partition: of another shape than its
-            parameter, or a step count that differs from parameter to parameter.
+        CheckpointError: for a step count that differs between parameters.
     """
     made: dict[str, Any] = {}
     numbers: defaultdict[str, set[float]] = defaultdict(set)
@@ -217,17 +217,17 @@ def _optimizer_state(
                 numbers[key].add(float(value.read() if isinstance(value, StoredTensor) else value))
                 continue
             if key not in made:
-                room = before.get(key)
-                if not isinstance(room, torch.Tensor) or room.shape != flat.shape:
-                    room = torch.empty_like(flat)
-                made[key] = room.zero_()
+                memory = before.get(key)
+                if not isinstance(memory, torch.Tensor) or memory.shape != flat.shape:
+                    memory = torch.empty_like(flat)
+                made[key] = memory.zero_()
             if fragment.stop > fragment.start:
-                fill_run(fragment.of(made[key]), value, fragment.start, fragment.stop)
+                fill_slice(fragment.of(made[key]), value, fragment.start, fragment.stop)
     for key, values in numbers.items():
         if len(values) > 1:
             raise CheckpointError(
-                f"optimizer state {key!r} differs between parameters, which ZeRO steps together; "
-                "go on with strategy full_shard or no_shard"
+                f"optimizer state {key!r} differs between parameters, but ZeRO has one value for all of "
+                "them; resume with strategy full_shard or no_shard"
             )
         made[key] = torch.tensor(values.pop(), dtype=torch.float32, device=flat.device)
     return made

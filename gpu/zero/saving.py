@@ -1,8 +1,7 @@
-"""DeepSpeed's checkpoint files, written in the foreground or behind the training.
+"""Write DeepSpeed's checkpoint files, in the foreground or in the background.
 
-DeepSpeed decides what goes into which file and hands it to its *checkpoint engine*. For a save in the
-background ours copies it, in host memory: what no later step can change is then serialised and written, with
-the same ``torch.save``, while the training goes on.
+DeepSpeed decides the content of each file and hands it to its *checkpoint engine*. For a background save ours
+copies it to host memory, then serialises and writes the copy with the same ``torch.save`` during training.
 """
 
 from __future__ import annotations
@@ -15,24 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gpu.staging import staged
+from gpu.common.saving import WriteHandle, staged
+from gpu.zero import private_api
 from portable.checkpoint.background import in_background
 from portable.ranks.collectives import background_group
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from portable.backend import SaveHandle
 
 
 class ZeroSaver:
-    """Has a DeepSpeed engine save through host memory."""
+    """Saves a DeepSpeed engine's checkpoints, through host memory if in the background."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._staged = _StagingEngine(engine.checkpoint_engine.zipfile_serialization)
-        engine.checkpoint_engine = self._staged
+        self._staged: _StagingEngine = private_api.replace_checkpoint_engine(engine, _StagingEngine)
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -41,9 +38,9 @@ class ZeroSaver:
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write a checkpoint into ``folder``; see :meth:`portable.backend.Engine.save`.
 
-        State that is swapped to a disk is copied in the foreground: the next step overwrites its files.
+        State on NVMe is copied in the foreground: the next step overwrites the swap files.
         """
-        group = self._group  # made by all ranks at once, before any thread needs it
+        group = self._group  # a collective: create it before a thread needs it
         self._staged.hold = background
         try:
             with native_stdout_closed():
@@ -56,18 +53,18 @@ class ZeroSaver:
             self._write_together(files, folder, rank, group)
 
         if background:
-            return _Save(in_background(write, name="checkpoint"))
+            return WriteHandle(in_background(write, name="checkpoint"))
         write()
-        return _Save(None)
+        return WriteHandle(None)
 
     def _write_together(
         self, files: list[_File], folder: Path, rank: int, group: dist.ProcessGroup | None
     ) -> None:
-        """Write this rank's files; return when all ranks have, and fail if one could not."""
+        """Write this rank's files; return when all ranks have, and raise on all if one failed."""
         failure: Exception | None = None
         try:
             while files:
-                files.pop(0).write()  # and forget its copy
+                files.pop(0).write()  # and free its copy
             for path in folder.rglob("*"):
                 if path.is_file() and _is_of(rank, path.name):
                     _sync(path)
@@ -77,13 +74,13 @@ class ZeroSaver:
             failed = torch.tensor(float(failure is not None))
             dist.all_reduce(failed, group=group)
             if failed and failure is None:
-                raise OSError(f"{int(failed)} of {dist.get_world_size()} ranks could not write their files")
+                raise OSError(f"{int(failed)} of {dist.get_world_size()} ranks failed to write their files")
         if failure is not None:
             raise failure
 
 
 class _File:
-    """What belongs into a file that is still to be written."""
+    """A file to be written."""
 
     def __init__(self, path: Path, content: Any, zipfile_serialization: bool) -> None:
         self.path = path
@@ -91,18 +88,17 @@ class _File:
         self._zipfile = zipfile_serialization
 
     def write(self) -> None:
-        with self.path.open("wb") as file:  # of Python's, of which errors say what the system said
+        with self.path.open("wb") as file:  # opened in Python: torch's own writer hides the system's error
             torch.save(self._content, file, _use_new_zipfile_serialization=self._zipfile)
 
 
 class _StagingEngine:
-    """A checkpoint engine of DeepSpeed's that can keep a copy of what it is given to save in host memory.
+    """A DeepSpeed checkpoint engine that can stage files in host memory instead of writing them.
+
+    It implements ``deepspeed.runtime.checkpoint_engine.CheckpointEngine`` without importing DeepSpeed.
 
     Attributes:
-        hold: keep the files for :meth:`take`; else they are written at once.
-
-    It has the methods of ``deepspeed.runtime.checkpoint_engine.CheckpointEngine``, which is not imported
-    here, so that this module can be without DeepSpeed.
+        hold: stage files for :meth:`take`; otherwise write them at once.
     """
 
     name = "portable"
@@ -113,7 +109,7 @@ class _StagingEngine:
         self.hold = False
 
     def take(self) -> list[_File]:
-        """The files of the checkpoint that was saved last, which are forgotten here."""
+        """Return and forget the staged files of the last checkpoint."""
         files, self._files = self._files, []
         return files
 
@@ -129,10 +125,10 @@ class _StagingEngine:
         raise NotImplementedError("checkpoints are read through converters.open_checkpoint")
 
     def create(self, info: Any) -> None:
-        """A checkpoint begins."""
+        """A no-op at the start of a checkpoint."""
 
     def commit(self, info: Any) -> bool:
-        """A checkpoint is complete, as far as DeepSpeed goes."""
+        """Report success at the end of a checkpoint."""
         return True
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -148,29 +144,17 @@ class _StagingEngine:
         return True
 
     def set_commit_info(self, info: Any) -> None:
-        """For engines that commit later."""
+        """A no-op, for engines that commit later."""
 
     def get_commit_info(self) -> None:
         return None
 
     def cleanup(self) -> None:
-        """Nothing is held."""
-
-
-class _Save:
-    def __init__(self, writing: Future[None] | None) -> None:
-        self._writing = writing
-
-    def done(self) -> bool:
-        return self._writing is None or self._writing.done()
-
-    def wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
+        """A no-op."""
 
 
 def _is_of(rank: int, name: str) -> bool:
-    """Whether ``rank`` wrote the file: those of a rank carry its number, the others are rank 0's."""
+    """Whether ``rank`` wrote the file: file names carry the rank, or belong to rank 0."""
     return f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank_" not in name)
 
 

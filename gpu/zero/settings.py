@@ -1,13 +1,13 @@
-"""The DeepSpeed configuration that a run's own settings and its DeepSpeed JSON come to."""
+"""The configuration for ``deepspeed.initialize``, from the run's settings and its DeepSpeed JSON."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpu.zero import config as deepspeed_json
 from gpu.zero import nvme
 from gpu.zero.buckets import swap_buffer
-from gpu.zero.config import document as deepspeed_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What of a model decides on the size of buckets and buffers, in elements."""
+    """The model's sizes that buckets and buffers depend on, in elements."""
 
     hidden: int
     largest_parameter: int
@@ -37,18 +37,18 @@ def settings_for(
     document: deepspeed_json.Document | None,
     device_type: str,
 ) -> dict[str, Any]:
-    """What to give ``deepspeed.initialize`` as its config."""
+    """The ``config`` argument of ``deepspeed.initialize``."""
     settings = _own_settings(config, plan)
     if document is not None:
         settings = deepspeed_json.merged(settings, document, sizes.hidden)
     zero = settings["zero_optimization"]
     for part in ("offload_optimizer", "offload_param"):
         if part in zero and device_type == "cpu":
-            zero[part]["pin_memory"] = False  # page-locked memory is for copies to a GPU
+            zero[part]["pin_memory"] = False  # pinned memory is for copies to a GPU
     if zero.get("offload_param", {}).get("device") == "nvme":
         zero["offload_param"]["buffer_size"] = swap_buffer(sizes.largest_parameter, plan.world_size)
-        # A parameter has a buffer for as long as it is gathered. Those that stay so, to be used again soon,
-        # would take all of them, and the run would end for want of one.
+        # A gathered parameter occupies a buffer. Parameters kept gathered for reuse would occupy them all,
+        # and the run would fail.
         zero["stage3_max_reuse_distance"] = 0
     return settings
 
@@ -70,7 +70,7 @@ def _own_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": config.train.max_grad_norm or 0.0,
         "zero_optimization": zero,
-        # Of what these two refuse, gpu/zero/optimizer.py has taken care.
+        # gpu/zero/optimizer.py has checked what these two would refuse.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
@@ -80,7 +80,7 @@ def _own_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     if config.precision in ("bf16", "fp16"):
         search = config.fp16.model_dump() if config.precision == "fp16" else {}
         settings[config.precision] = {"enabled": True, **search}
-        # Gradients are summed over ranks, and over micro-batches where each rank keeps its share, in fp32.
+        # Sum gradients in fp32 over ranks, and over micro-batches from stage 2 on.
         settings["communication_data_type"] = "fp32"
         if zero["stage"] > 1:
             settings["data_types"] = {"grad_accum_dtype": "fp32"}

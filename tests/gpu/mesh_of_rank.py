@@ -14,7 +14,7 @@ from portable import cli
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from gpu.strategies import Machine
+    from gpu.common.machine import Machine
     from portable.config import RunConfig
 
 NODE = ("GROUP_RANK", "SLURM_NODEID")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from gpu.compiling import compile_layers
+from gpu.common.compiling import compile_layers
 from portable.config import load_config
 from portable.errors import UserError
 from portable.loop import evaluate
@@ -255,7 +255,7 @@ def losses_by_inductor(config: RunConfig) -> Losses:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compile_backend": "inductr"}, "compile_backend: torch has no inductr; use one of "),
+        ({"compile_backend": "inductr"}, "compile_backend: unknown inductr; use one of "),
         (
             {"compile_mode": "reduce-overhead", "strategy": "zero2"},
             "compile_mode: reduce-overhead captures CUDA graphs",

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpu.common.machine import transport
 from gpu.fsdp import sharding
 from portable.errors import UserError
 from portable.loop import train_step
@@ -86,7 +87,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
         if device == "cuda":
             torch.cuda.set_device(0)
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(sharding.transport(torch.device(device)), store=store, rank=0, world_size=1)
+        dist.init_process_group(transport(torch.device(device)), store=store, rank=0, world_size=1)
 
     yield join
     if dist.is_initialized():

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
-from gpu.zero.config import document as deepspeed_json
 from portable.config import load_config
 from portable.errors import UserError
 from portable.run.settle import settle

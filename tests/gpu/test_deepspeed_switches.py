@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed")
 
+from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
-from gpu.zero.config import document as deepspeed_json
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.settle import settle

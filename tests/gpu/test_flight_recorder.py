@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from gpu import backend as room
 from gpu.backend import TorchBackend
+from gpu.common import torch_private
 from portable.ranks.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def made(name: str, world_size: int) -> TorchBackend:
 
 
 def test_a_hang_dumps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_dump_nccl_trace", lambda: b"a pickle")
+    monkeypatch.setattr(torch_private, "dump_nccl_trace", lambda: b"a pickle")
     ended: list[int] = []
     monkeypatch.setattr("portable.ranks.watchdog.os._exit", ended.append)
     monkeypatch.setattr("portable.ranks.watchdog.GRACE", 0)

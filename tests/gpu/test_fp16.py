@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gpu.loss_scale import DeviceScaler, LossScale
+from gpu.common.loss_scale import STATE, LossScale
+from gpu.fsdp.loss_scaler import DeviceScaler
 from portable.config import load_config
 from portable.errors import RunError
 from portable.optim.sharded import local
@@ -82,14 +83,9 @@ def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) ->
             assert exhausted
             return
         assert not exhausted
-        assert (ours.cur_scale, ours.cur_iter, ours.last_overflow_iter, ours.cur_hysteresis) == (
-            theirs.cur_scale,
-            theirs.cur_iter,
-            theirs.last_overflow_iter,
-            theirs.cur_hysteresis,
-        )
+        expected = {**{name: getattr(theirs, name) for name in STATE}, "overflows": overflows}
+        assert ours.state() == expected
         assert float(ours.scale) == theirs.cur_scale
-        assert ours.overflows == overflows
     pytest.fail("the lowest scale was not reached")
 
 
@@ -180,4 +176,4 @@ def ended(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
 
 
 def test_without_a_search_nothing_is_counted() -> None:
-    assert LossScale(None).figures() == {}
+    assert LossScale(None).metrics() == {}

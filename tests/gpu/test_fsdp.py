@@ -180,7 +180,7 @@ def test_checkpoints_move_between_strategies(tmp_path: Path, corpus: Path, ranks
     [
         (
             {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2},
-            "fsdp.shard_group_size: 1 ranks cannot be divided into groups of 2; use one of 1",
+            "fsdp.shard_group_size: 1 ranks are not divisible into groups of 2; use one of 1",
         ),
         (
             {"fsdp__transformer_layer_cls_to_wrap": "BertLayer", "memory__offload_params": "cpu"},
@@ -188,14 +188,17 @@ def test_checkpoints_move_between_strategies(tmp_path: Path, corpus: Path, ranks
             "LlamaDecoderLayer",
         ),
         ({"strategy": "no_shard", "fsdp__forward_prefetch": True}, "fsdp.forward_prefetch: nothing is"),
-        ({"strategy": "no_shard", "memory__offload_params": "cpu"}, "memory.offload_params: under no_shard"),
+        (
+            {"strategy": "no_shard", "memory__offload_params": "cpu"},
+            "memory.offload_params: strategy no_shard",
+        ),
         (
             {"strategy": "no_shard", "memory__offload_optimizer": "cpu"},
-            "memory.offload_optimizer: under no_shard",
+            "memory.offload_optimizer: strategy no_shard",
         ),
         (
             {"memory__offload_params": "nvme", "memory__nvme_path": "/nvme"},
-            "memory.offload_params: nvme is DeepSpeed's",
+            "memory.offload_params: nvme needs DeepSpeed",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from tests.runs import configured
 if TYPE_CHECKING:
     from pathlib import Path
 
-NVME = "memory.offload_optimizer nvme, with memory.nvme_path on a local disk, in place of cpu"
+NVME = "memory.offload_optimizer nvme, with memory.nvme_path on a local disk, instead of cpu"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,11 @@ NVME = "memory.offload_optimizer nvme, with memory.nvme_path on a local disk, in
         ),
         (
             {"strategy": "zero2", "memory__offload_optimizer": "cpu", "backend": "cuda"},
-            ["strategy zero3", "memory.nvme_path", "memory.offload_optimizer none, where the GPUs have room"],
+            [
+                "strategy zero3",
+                "memory.nvme_path",
+                "memory.offload_optimizer none, if the GPUs",
+            ],
             "train.micro_batch_size",
         ),
         (
@@ -36,7 +40,7 @@ NVME = "memory.offload_optimizer nvme, with memory.nvme_path on a local disk, in
                 "backend": "cuda",
             },
             ["sub_group_size", "buffer_count", "deepspeed.config"],
-            "in place of cpu",
+            "instead of cpu",
         ),
         ({"strategy": "no_shard", "backend": "cuda"}, ["data.num_workers"], "offload"),
         ({"strategy": "zero3"}, ["memory.offload_optimizer and memory.offload_params nvme"], "strategy"),

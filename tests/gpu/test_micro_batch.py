@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gpu import memory_trial as rehearsal
+from gpu import memory_trial
 from gpu.backend import TorchBackend
 from portable.cli import main
 from portable.config import load_config
@@ -92,8 +92,8 @@ def limited_leg(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes:
     """A leg of a run on ranks that have so many MiB each while they try what fits."""
     room = mebibytes[int(os.environ["RANK"])] * MIB
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehearsal, "can_tell", lambda _: True)
-        patch.setattr(rehearsal, "_room_on_host", lambda: memory_limit(room))
+        patch.setattr(memory_trial, "can_tell", lambda _: True)
+        patch.setattr(memory_trial, "_limit_on_host", lambda: memory_limit(room))
         return free_leg(folder, corpus, settings)
 
 
@@ -167,7 +167,7 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
 
     taken = 0
     accumulate = TorchEngine.accumulate
-    tries = rehearsal.fits
+    tries = memory_trial.fits
 
     def out_of_memory(self: TorchEngine, batch: Any, valid: Any, *, last: bool) -> Any:
         nonlocal taken
@@ -183,7 +183,7 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchEngine, "accumulate", out_of_memory)
-        patch.setattr(rehearsal, "fits", fits)
+        patch.setattr(memory_trial, "fits", fits)
         with pytest.raises(UserError) as refused:
             limited_leg(folder, corpus, settings, mebibytes)
     return str(refused.value)
@@ -234,7 +234,7 @@ def test_not_even_one_fits(tmp_path: Path, corpus: Path, ranks: RankPool) -> Non
 def refused_search(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
     """What is said where the memory is full already, which is injected: the process still has some to use."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehearsal, "fits", lambda *_: False)
+        patch.setattr(memory_trial, "fits", lambda *_: False)
         with pytest.raises(UserError) as refused:
             limited_leg(folder, corpus, settings, [1])
     return str(refused.value)
@@ -280,7 +280,7 @@ def snapshot_taken(folder: Path, corpus: Path) -> tuple[str, list[int]]:
 )
 def test_what_it_looks_like_when_memory_is_full(error: Exception, full: bool) -> None:
     """Kernels, pinned memory and libraries ask the driver, past torch's allocator and its own error."""
-    assert rehearsal.ran_out_of_memory(error) is full
+    assert memory_trial.ran_out_of_memory(error) is full
 
 
 def test_a_snapshot_needs_a_gpu(tmp_path: Path, corpus: Path) -> None:

@@ -12,9 +12,9 @@ pytest.importorskip("deepspeed")
 
 from pydantic import BaseModel
 
+from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.buckets import automatic
-from gpu.zero.config import document as deepspeed_json
 from gpu.zero.settings import ModelSizes, settings_for
 from portable.batch_plan import plan_batches
 from portable.config import load_config, parse_args
@@ -258,9 +258,12 @@ def test_old_names_reach_the_run(stage: int, tmp_path: Path) -> None:
     run, told = adopted_and_told({"zero_optimization": {**zero, "cpu_offload_param": True}}, tmp_path)
     assert run.memory.offload_optimizer == "cpu"
     assert run.memory.offload_params == ("cpu" if stage == 3 else "none")
-    assert "cpu_offload is called offload_optimizer today" in told
+    assert "cpu_offload is deprecated: read as offload_optimizer" in told
     assert "cpu_offload_use_pin_memory has no effect" in told
-    assert "stage3_gather_fp16_weights_on_model_save is called stage3_gather_16bit_weights_on" in told
+    assert (
+        "stage3_gather_fp16_weights_on_model_save is deprecated: read as stage3_gather_16bit_weights_on"
+        in told
+    )
 
 
 def test_what_was_said_by_true_and_false(tmp_path: Path) -> None:
@@ -312,7 +315,7 @@ def test_a_disk_below_stage_3_is_host_memory(tmp_path: Path) -> None:
     zero = {"stage": 2, "offload_optimizer": disk, "offload_param": disk}
     run, told = adopted_and_told({"zero_optimization": zero}, tmp_path)
     assert (run.memory.offload_optimizer, run.memory.offload_params) == ("cpu", "none")
-    assert "offload_optimizer.device nvme means cpu at stage 2" in told
+    assert "offload_optimizer.device nvme is read as cpu at stage 2" in told
     assert "offload_param has no effect" in told
 
 
@@ -327,7 +330,7 @@ def test_without_zero_what_is_idle_is_named(tmp_path: Path) -> None:
     }
     run, told = adopted_and_told(config, tmp_path)
     assert (run.strategy, run.memory.offload_optimizer) == ("no_shard", "none")
-    assert "nothing comes of wall_clock_breakdown, wandb, communication_data_type, prescale_gradients" in told
+    assert "no effect: wall_clock_breakdown, wandb, communication_data_type, prescale_gradients" in told
     assert "tensorboard" not in told
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpu import compatibility_page as wild
+from gpu.zero.config import compatibility_page as wild
 
 if TYPE_CHECKING:
     from pathlib import Path

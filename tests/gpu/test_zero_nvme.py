@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,10 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+from gpu.zero import config as deepspeed_json
 from gpu.zero import nvme
+from gpu.zero import runtime as zero_runtime
+from portable.config import load_config
 from portable.errors import UserError
 from tests.gpu.test_zero_checkpoints import leg, losses, weights
 from tests.runs import TINY_MODEL, configured
@@ -84,6 +88,68 @@ def test_a_disk_that_cannot_serve_is_refused(tmp_path: Path, corpus: Path) -> No
     file.touch()
     assert "does not exist" in refused(tmp_path, corpus, tmp_path / "missing")
     assert "is not a folder" in refused(tmp_path, corpus, file)
-    assert "make room" in refused(tmp_path, corpus, tmp_path)
+    assert "free some space" in refused(tmp_path, corpus, tmp_path)
     if nvme.filesystem(Path("/dev/shm")) == "tmpfs":
-        assert "lies in memory (tmpfs)" in refused(tmp_path, corpus, Path("/dev/shm"))
+        assert "is in memory (tmpfs)" in refused(tmp_path, corpus, Path("/dev/shm"))
+
+
+def without_libaio() -> str:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    found = AsyncIOBuilder.has_function
+    AsyncIOBuilder.has_function = lambda *_, **__: False
+    try:
+        with pytest.raises(UserError) as caught:
+            nvme.check_async_io(zero_runtime.import_deepspeed("cpu"))
+        return str(caught.value)
+    finally:
+        AsyncIOBuilder.has_function = found
+
+
+def test_without_libaio_there_is_one_line(ranks: RankPool) -> None:
+    """The linker is made to find no libaio."""
+    assert "libaio-dev" in ranks.run(1, without_libaio)
+
+
+def with_a_lock(folder: Path) -> str:
+    from torch.utils import cpp_extension
+
+    printed = folder / "printed"  # a file: the trial compilation wants a descriptor
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        printed.open("w", buffering=1) as file,
+        contextlib.redirect_stderr(file),
+    ):
+        patch.setattr(cpp_extension, "_get_build_directory", lambda *_, **__: str(folder))
+        nvme.check_async_io(zero_runtime.import_deepspeed("cpu"))
+        assert not printed.read_text()
+        (folder / "lock").touch()
+        nvme.check_async_io(zero_runtime.import_deepspeed("cpu"))
+    return printed.read_text()
+
+
+@pytest.mark.ops("async_io")
+def test_a_build_that_was_killed_is_reported(tmp_path: Path, ranks: RankPool) -> None:
+    printed = ranks.run(1, with_a_lock, tmp_path)
+    assert str(tmp_path / "lock") in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("settings", ["single_sequential", "block_overlap"])
+def test_the_output_of_ds_nvme_tune_can_be_pasted(settings: str) -> None:
+    """It prints strings for booleans, which are all true to DeepSpeed, and a name that DeepSpeed ignores."""
+    zero_runtime.import_deepspeed("cpu")
+    from deepspeed.nvme.parse_nvme_stats import get_file_key
+    from deepspeed.nvme.perf_generate_param import convert_to_param
+
+    key = get_file_key(f"read_{settings}_ftd1_d128_bs8M_p4.txt")
+    printed = convert_to_param(key[1:])
+    document = deepspeed_json.read(load_config({"deepspeed": {"config": {"aio": printed}}}))
+    assert document is not None
+    assert document.values["aio"] == {
+        "block_size": 8 << 20,
+        "queue_depth": 128,
+        "intra_op_parallelism": 4,
+        "single_submit": settings == "single_sequential",
+        "overlap_events": settings == "block_overlap",
+    }

@@ -59,7 +59,7 @@ def test_a_dry_run_prints_the_notes_of_the_run(
     for words in (
         "gpu_ids",
         "debug",
-        "nothing comes of wall_clock_breakdown",
+        "no effect: wall_clock_breakdown",
         "special tokens",
         "of.another",
     ):

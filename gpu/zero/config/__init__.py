@@ -1,1 +1,8 @@
-"""A DeepSpeed JSON: read, checked, reconciled with the run's settings."""
+"""A DeepSpeed JSON: read, check, reconcile with the run's config, merge into DeepSpeed's configuration."""
+
+from gpu.zero.config.document import Document
+from gpu.zero.config.merging import merged, notes
+from gpu.zero.config.reading import read
+from gpu.zero.config.reconcile import adopt, check_installed
+
+__all__ = ["Document", "adopt", "check_installed", "merged", "notes", "read"]

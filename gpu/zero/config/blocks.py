@@ -1,8 +1,7 @@
-"""The ``optimizer``, ``scheduler`` and ``activation_checkpointing`` blocks of a DeepSpeed JSON as settings of
-the run.
+"""Translate ``optimizer``, ``scheduler`` and ``activation_checkpointing`` of a DeepSpeed JSON into settings.
 
-What one of the first two leaves out has the default that the installed DeepSpeed's class gives it;
-what it has as ``auto`` is the run's.
+Params that an optimizer or scheduler block omits have the defaults of the installed DeepSpeed's class;
+``auto`` means the run's value.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import AdamW
 
+from gpu.zero import private_api
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, require
 from portable.optim.schedule import SCHEDULES, own_params
@@ -22,19 +22,17 @@ if TYPE_CHECKING:
     from gpu.zero.config.document import Document
 
     Put = Callable[[str, Any, str], None]
-    """Takes a setting's key, its value, and the place in the JSON that says so."""
+    """Takes a setting's key, its value, and its path in the JSON."""
 
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
-# Ways to compute the same update.
+# Params that select another implementation of the same update.
 _EQUIVALENT = ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
-# Why DeepSpeed's others do not train under ZeRO here, where there is more to say than that.
+# Why DeepSpeed's other optimizers are not supported, where there is a reason to give.
 _REFUSED = {
-    "lamb": "is not part of this version, and cannot work with ZeRO: it scales each tensor's update by norms "
-    "of the whole tensor, and ZeRO's flat slices have no tensors. DeepSpeed has it on CUDA "
-    "only, for fp16 with dynamic loss scaling, and not "
-    "among the optimizers that it supports with ZeRO",
+    "lamb": "is not supported: it scales updates by norms of whole tensors, which ZeRO's flat partitions "
+    "do not have",
 }
-# Settings of the run that a block's params stand for.
+# Params and the settings of the run that they set.
 OPTIMIZER_KEYS = {
     "lr": "train.learning_rate",
     "betas": "train.betas",
@@ -52,40 +50,26 @@ SCHEDULE_KEYS = {
 
 
 def optimizer_defaults(kind: Any) -> dict[str, Any]:
-    """What an optimizer's params may be, with the defaults of the classes that DeepSpeed has for it.
+    """The params of an optimizer, with the defaults of DeepSpeed's classes for it.
 
     Args:
-        kind: ``optimizer.type``; for one that is not driven here, what any of them takes.
+        kind: ``optimizer.type``; for an unsupported one, the params of all optimizers.
     """
-    import torch
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-    from deepspeed.runtime.config import ADAM_W_MODE, ADAM_W_MODE_DEFAULT, TORCH_ADAM_PARAM
-
-    classes: dict[str, tuple[type, ...]] = {
-        "adamw": (torch.optim.AdamW, DeepSpeedCPUAdam, FusedAdam),
-        "sgd": (torch.optim.SGD,),
-        "lamb": (FusedLamb,),
-        "lion": (DeepSpeedCPULion, FusedLion),
-        "adagrad": (torch.optim.Adagrad,),
-    }
+    classes = private_api.optimizer_classes()
     named = OPTIMIZERS.get(str(kind).lower(), str(kind).lower())
     chosen = classes.get(named, tuple(one for several in classes.values() for one in several))
     found: dict[str, Any] = {}
-    for one in chosen:  # the later ones are DeepSpeed's own, which it takes unless told otherwise
+    for one in chosen:  # DeepSpeed's own classes come last and win
         found |= _defaults(one)
-    if torch.optim.AdamW in chosen:
-        found |= {TORCH_ADAM_PARAM: False, ADAM_W_MODE: ADAM_W_MODE_DEFAULT}
+    if AdamW in chosen:
+        found |= private_api.adam_switches()
     return found
 
 
 def scheduler_defaults(kind: Any) -> dict[str, Any] | None:
-    """The same for ``scheduler.type``; None where that is no scheduler of DeepSpeed's."""
-    from deepspeed.runtime import lr_schedules
-
-    found = getattr(lr_schedules, kind, None) if isinstance(kind, str) else None
-    return _defaults(found) if inspect.isclass(found) else None
+    """The same for ``scheduler.type``; None if DeepSpeed has no such scheduler."""
+    found = private_api.scheduler_class(kind)
+    return None if found is None else _defaults(found)
 
 
 def _defaults(kind: type) -> dict[str, Any]:
@@ -106,7 +90,7 @@ def _params(document: Document, block: str) -> dict[str, Any]:
 
 
 def adopt_optimizer(document: Document, put: Put, put_default: Put) -> None:
-    """Hand the ``optimizer`` block to ``put``, and its defaults to ``put_default``."""
+    """Pass the ``optimizer`` block's values to ``put``, and its defaults to ``put_default``."""
     kind = document.get("optimizer.type")
     if kind is None:
         return
@@ -114,7 +98,7 @@ def adopt_optimizer(document: Document, put: Put, put_default: Put) -> None:
     require(
         ours is not None,
         f"{document.name}: optimizer.type {kind} "
-        + _REFUSED.get(str(kind).lower(), "is not part of this version")
+        + _REFUSED.get(str(kind).lower(), "is not supported")
         + "; use AdamW, Adam or SGD",
     )
     put("train.optimizer", ours, "optimizer.type")
@@ -124,11 +108,11 @@ def adopt_optimizer(document: Document, put: Put, put_default: Put) -> None:
     for name, value in params.items():
         path = f"optimizer.params.{name}"
         adopted = name in OPTIMIZER_KEYS or name in _EQUIVALENT or (ours == "sgd" and name == "momentum")
-        # DeepSpeed takes Adam for AdamW, and that alone, unless adam_w_mode is off.
+        # DeepSpeed treats Adam as AdamW unless adam_w_mode is off.
         spared = name == "adam_w_mode" and str(kind).lower() == "adamw"
         require(
             adopted or spared or value in ("auto", defaults.get(name)),
-            f"{document.name}: {path} {value!r} is not part of this version; remove it",
+            f"{document.name}: {path} {value!r} is not supported; remove it",
         )
     if document.get("scheduler.type") is not None and rate_of(document) is not None:
         params = {name: value for name, value in params.items() if name != "lr"}  # the scheduler sets it
@@ -142,22 +126,25 @@ def adopt_optimizer(document: Document, put: Put, put_default: Put) -> None:
 
 
 def check_optimizer_type(values: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for an optimizer that the installed DeepSpeed lacks, as the 1-bit ones today."""
+    """Raise UserError for an optimizer that the installed DeepSpeed lacks, such as the 1-bit ones."""
     import deepspeed
     import torch
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     block = values.get("optimizer")
     kind = block.get("type") if isinstance(block, dict) else None
-    if isinstance(kind, str) and kind.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
+    if (
+        isinstance(kind, str)
+        and kind.lower() not in private_api.optimizer_names()
+        and not hasattr(torch.optim, kind)
+    ):
         raise UserError(
-            f"{where}: optimizer.type {kind}: DeepSpeed {deepspeed.__version__}, which is installed, has no "
-            "such optimizer; use AdamW, Adam or SGD"
+            f"{where}: optimizer.type {kind}: DeepSpeed {deepspeed.__version__} has no such optimizer; use "
+            "AdamW, Adam or SGD"
         )
 
 
 def rate_of(document: Document) -> str | None:
-    """The scheduler's param that sets the run's learning rate; None where the optimizer's counts."""
+    """The scheduler's param that sets the learning rate; None if the optimizer sets it."""
     defaults = scheduler_defaults(document.get("scheduler.type")) or {}
     name = next((name for name in defaults if SCHEDULE_KEYS.get(name) == "train.learning_rate"), None)
     if name is None or _params(document, "scheduler").get(name, defaults[name]) in (None, "auto"):
@@ -166,32 +153,29 @@ def rate_of(document: Document) -> str | None:
 
 
 def adopt_scheduler(document: Document, put: Put, put_default: Put) -> None:
-    """Hand the ``scheduler`` block to ``put``, and its defaults to ``put_default``."""
+    """Pass the ``scheduler`` block's values to ``put``, and its defaults to ``put_default``."""
     kind = document.get("scheduler.type")
     if kind is None:
         return
     defaults = scheduler_defaults(kind)
-    require(
-        kind in SCHEDULES and defaults is not None,
-        f"{document.name}: scheduler.type {kind} is not part of this version"
-        + (
-            did_you_mean(str(kind), filter(scheduler_defaults, SCHEDULES))
-            or "; remove it and set train.schedule"
-        ),
-    )
-    assert defaults is not None
+    if kind not in SCHEDULES or defaults is None:
+        nearest = did_you_mean(str(kind), filter(scheduler_defaults, SCHEDULES))
+        raise UserError(
+            f"{document.name}: scheduler.type {kind} is not supported"
+            + (nearest or "; remove it and set train.schedule")
+        )
     params = _params(document, "scheduler")
     lists = next((name for name, value in params.items() if isinstance(value, list)), None)
     require(
         lists is None,
-        f"{document.name}: scheduler.params.{lists}: a value for each parameter group is not part of this "
-        "version; give one number",
+        f"{document.name}: scheduler.params.{lists}: a list with a value per parameter group is not "
+        "supported; give one number",
     )
     before = params.get("last_batch_iteration", -1)
     require(
         before == -1,
-        f"{document.name}: scheduler.params.last_batch_iteration {before}: a run begins at its first "
-        "step, and goes on where its checkpoint stands; remove it",
+        f"{document.name}: scheduler.params.last_batch_iteration {before}: a run starts at its first "
+        "step, and resumes at its checkpoint's; remove it",
     )
     put("train.schedule", kind, "scheduler.type")
     _put_all(params, defaults, SCHEDULE_KEYS, "scheduler.params", put, put_default)
@@ -206,34 +190,34 @@ def _moves_betas(document: Document) -> bool:
     return str(document.get("optimizer.type") or "AdamW").lower() != "sgd"
 
 
-# What asks for recomputation; the block's other keys only say how, if something is recomputed.
+# The keys that enable recomputation; the others only configure it.
 _RECOMPUTE = ("cpu_checkpointing", "partition_activations", "contiguous_memory_optimization")
-# What DeepSpeed's own checkpointing would do besides, and why nothing comes of it here.
+# Keys of DeepSpeed's own activation checkpointing, and why they have no effect here.
 NO_EFFECT = {
-    "partition_activations": "it divides what is kept among model-parallel ranks, of which there is one",
-    "contiguous_memory_optimization": "it lays out what partition_activations has divided",
-    "number_checkpoints": "it sizes the buffer of contiguous_memory_optimization; each layer is a checkpoint",
-    "synchronize_checkpoint_boundary": "layers are recomputed without waiting for the device",
-    "profile": "portable-train --profile records what each layer takes",
+    "partition_activations": "it shards activations over model-parallel ranks, and there is only one",
+    "contiguous_memory_optimization": "it arranges what partition_activations shards",
+    "number_checkpoints": "it sizes the buffer of contiguous_memory_optimization",
+    "synchronize_checkpoint_boundary": "layers are recomputed without a host sync",
+    "profile": "use portable-train --profile, which records the time of each layer",
 }
 
 
 def adopt_recompute(document: Document, put: Put) -> None:
-    """Hand ``put`` what the ``activation_checkpointing`` block asks for; one that is off asks for nothing."""
-    asking = _asking(document, _RECOMPUTE)
-    if asking:
-        put("memory.activation_checkpointing", "full", f"activation_checkpointing.{asking[0]}")
+    """Pass the ``activation_checkpointing`` block to ``put``, if it enables recomputation."""
+    enabled = _enabled(document, _RECOMPUTE)
+    if enabled:
+        put("memory.activation_checkpointing", "full", f"activation_checkpointing.{enabled[0]}")
 
 
 def recompute_notices(document: Document) -> list[str]:
-    """What of the ``activation_checkpointing`` block has no effect, and why."""
+    """A note for each key of ``activation_checkpointing`` that has no effect."""
     return [
         f"activation_checkpointing.{name} has no effect: {NO_EFFECT[name]}"
-        for name in _asking(document, NO_EFFECT)
+        for name in _enabled(document, NO_EFFECT)
     ]
 
 
-def _asking(document: Document, names: Iterable[str]) -> list[str]:
+def _enabled(document: Document, names: Iterable[str]) -> list[str]:
     return [name for name in names if document.get(f"activation_checkpointing.{name}")]
 
 

@@ -1,7 +1,7 @@
-"""Every key that the installed DeepSpeed understands, and a check of a configuration against them.
+"""Check the keys of a DeepSpeed configuration against those that the installed DeepSpeed reads.
 
-DeepSpeed reads part of its configuration through pydantic models, and asks there; the rest it takes from
-plain dictionaries, where a misspelt key changes nothing. So those are written down here.
+DeepSpeed reads some sections with pydantic models, which list their keys. The rest it reads from plain
+dictionaries, where a misspelt key is silently ignored; those keys are listed here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from gpu.zero import private_api
 from gpu.zero.config.blocks import optimizer_defaults, scheduler_defaults
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 Known = dict[str, Any]
-"""A key to the keys inside it; None for a value, or for a mapping whose keys are the user's own."""
+"""Each key with the keys inside it; None for a value, or a mapping with the user's own keys."""
 
 
 def _names(*names: str) -> Known:
@@ -80,7 +81,7 @@ PLAIN: Known = {
         "block_size",
         "queue_depth",
         "intra_op_parallelism",
-        "thread_count",  # as it was called before 0.16, and still is in other projects' documentation
+        "thread_count",  # the name before 0.16, still found in other projects' documentation
         "single_submit",
         "overlap_events",
         "use_gds",
@@ -120,16 +121,16 @@ PLAIN: Known = {
         "pipe_partitioned",
         "grad_partitioned",
     ),
-    "elasticity": None,  # removed, as DeepSpeed says itself
+    "elasticity": None,  # removed: DeepSpeed refuses it in its own words
 }
 
 
 def check_keys(document: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for the keys that the installed DeepSpeed does not know, at any depth, all at once.
+    """Raise UserError for all keys, at any depth, that the installed DeepSpeed does not read.
 
     Args:
         document: the configuration.
-        where: the file or setting that it comes from, for the message.
+        where: its file or setting, for the message.
     """
     unknown = list(_unknown(document, known_keys(document), ()))
     if not unknown:
@@ -142,27 +143,27 @@ def check_keys(document: Mapping[str, Any], where: str) -> None:
     if len(unknown) > 1:
         listed = [f"{hint.replace('; ', ' (')})" if "; " in hint else hint for hint in hints]
         raise UserError(f"{where}: unknown keys {', '.join(listed)}")
-    around = ".".join(path[:-1]) or "its top level"
-    known = "" if hints[0] != ".".join(path) else f"; {around} takes {', '.join(sorted(siblings))}"
+    around = ".".join(path[:-1]) or "the top level"
+    known = "" if hints[0] != ".".join(path) else f"; {around} has {', '.join(sorted(siblings))}"
     raise UserError(f"{where}: unknown key {hints[0]}{known}")
 
 
 def replace_deprecated(
     model: type[BaseModel], section: dict[str, Any], path: tuple[str, ...], where: str
 ) -> list[str]:
-    """Put what has an old name in ``section`` under its new one, by the rules of DeepSpeed's own model.
+    """Rename deprecated keys of ``section`` by the rules in DeepSpeed's model.
 
     Args:
-        model: by which DeepSpeed reads the section.
-        section: which is changed.
-        path: its place.
-        where: the file or setting that it comes from, for messages.
+        model: DeepSpeed's model of the section.
+        section: changed in place.
+        path: of the section.
+        where: its file or setting, for messages.
 
     Returns:
-        what was changed, one line each.
+        the changes, one line each.
 
     Raises:
-        UserError: for an old name beside the new one.
+        UserError: if a key has both its old and its new name.
     """
     notices = []
     for name, field in model.model_fields.items():
@@ -173,68 +174,41 @@ def replace_deprecated(
         annotation: Any = field.annotation
         try:
             value = TypeAdapter(annotation).validate_python(section[key])
-        except ValidationError:  # which the check of the values will say
+        except ValidationError:  # reported by the check of values
             continue
         new = rules.get("new_param", "")
         old = ".".join((*path, key))
         del section[key]
         if not new or not rules.get("set_new_param", True):
-            notices.append(f"{old} has no effect any more" + (f"; it is part of {new} today" if new else ""))
+            notices.append(
+                f"{old} has no effect: DeepSpeed has removed it" + (f"; it is part of {new}" if new else "")
+            )
             continue
         target = model.model_fields[new].alias or new
         if target in section or new in section:
-            raise UserError(f"{where}: {old} is called {target} today, and stands beside it; remove {old}")
+            raise UserError(f"{where}: {old} is the old name of {target}, which is set as well; remove {old}")
         value = rules.get("new_param_fn", lambda value: value)(value)
         if isinstance(value, BaseModel):
             value = value.model_dump(mode="json", exclude_unset=True)
         if value is not None:
             section[target] = value
-        notices.append(f"{old} is called {target} today")
+        notices.append(f"{old} is deprecated: read as {target}")
     return notices
 
 
 def models() -> dict[tuple[str, ...], type[BaseModel]]:
-    """The pydantic models by which the installed DeepSpeed reads parts of its configuration, by place."""
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.compile.config import CompileConfig
-    from deepspeed.monitor.config import DeepSpeedMonitorConfig
-    from deepspeed.runtime.config import HybridEngineConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
-
-    monitors = {
+    """The pydantic models of the installed DeepSpeed, by section."""
+    monitors: dict[tuple[str, ...], type[BaseModel]] = {
         (name,): kind
-        for name, field in DeepSpeedMonitorConfig.model_fields.items()
+        for name, field in private_api.monitor_model().model_fields.items()
         for kind in _types(field.annotation)
         if issubclass(kind, BaseModel)
     }
-    return {
-        **monitors,
-        ("bf16",): DeepSpeedBF16Config,
-        ("fp16",): DeepSpeedFP16Config,
-        ("zero_optimization",): DeepSpeedZeroConfig,
-        ("comms_logger",): CommsLoggerConfig,
-        ("compile",): CompileConfig,
-        ("hybrid_engine",): HybridEngineConfig,
-        ("tensor_parallel",): TPTrainingConfig,
-        ("timers", "throughput"): DeepSpeedThroughputTimerConfig,
-    }
-
-
-def classes() -> dict[str, Any]:
-    """Those by which it reads others: plain ones, whose attributes are the keys, at their defaults."""
-    from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
-    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
-
-    return {"flops_profiler": DeepSpeedFlopsProfilerConfig, "autotuning": DeepSpeedAutotuningConfig}
+    return {**monitors, **private_api.config_models()}
 
 
 def known_keys(document: Mapping[str, Any]) -> Known:
-    """All keys, the ``params`` of optimizer and scheduler as their types in ``document`` take them."""
-    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
-
+    """All keys; ``params`` of optimizer and scheduler depend on their types in ``document``."""
     read: Known = {}
     for path, model in models().items():
         inside = read
@@ -244,11 +218,14 @@ def known_keys(document: Mapping[str, Any]) -> Known:
     optimizer = _names(*optimizer_defaults(_type(document, "optimizer")))
     return {
         **PLAIN,
-        **dict.fromkeys(_REMOVED_TOP_LEVEL_CONFIG_KEYS),  # which DeepSpeed refuses in its own words
+        **dict.fromkeys(private_api.removed_keys()),  # DeepSpeed refuses them in its own words
         **read,
         "bfloat16": read["bf16"],
         "zero_optimization": {**read["zero_optimization"], "aio": PLAIN["aio"]},
-        **{section: _names("enabled", *vars(kind({}))) for section, kind in classes().items()},
+        **{
+            section: _names("enabled", *vars(kind({})))
+            for section, kind in private_api.config_classes().items()
+        },
         "optimizer": {**PLAIN["optimizer"], "params": optimizer},
         "scheduler": {**PLAIN["scheduler"], "params": _scheduler_params(_type(document, "scheduler"))},
     }
@@ -292,6 +269,6 @@ def _types(annotation: Any) -> Iterator[type]:
 
 
 def _scheduler_params(kind: Any) -> Known | None:
-    """What the scheduler's class takes; None, for any, where the type is no scheduler."""
+    """The arguments of the scheduler's class; None, which allows any, for an unknown scheduler."""
     defaults = scheduler_defaults(kind)
     return None if defaults is None else _names(*defaults)

@@ -1,22 +1,23 @@
-"""A check of a DeepSpeed configuration's values against what the installed DeepSpeed takes.
+"""Check the values of a DeepSpeed configuration against the installed DeepSpeed.
 
-Its pydantic models say so themselves. Of what it reads from plain dictionaries, the defaults tell the type:
-its constants go in pairs, as ``GRADIENT_CLIPPING`` and ``GRADIENT_CLIPPING_DEFAULT``. What is left, its own
-class for the whole configuration refuses.
+Its pydantic models validate their sections. For sections read from plain dictionaries, the type of the
+default decides: DeepSpeed's constants come in pairs, such as ``GRADIENT_CLIPPING`` and
+``GRADIENT_CLIPPING_DEFAULT``. DeepSpeed's own parser checks the rest.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from gpu.zero import private_api
 from gpu.zero.config.blocks import optimizer_defaults, scheduler_defaults
-from gpu.zero.config.known_keys import PLAIN, classes, models
+from gpu.zero.config.document import AUTO, shown
+from gpu.zero.config.known_keys import PLAIN, models
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -24,23 +25,11 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-AUTO = "auto"
-_CONSTANTS = (
-    "deepspeed.runtime.constants",
-    "deepspeed.runtime.activation_checkpointing.config",
-    "deepspeed.runtime.swap_tensor.constants",
-    "deepspeed.runtime.data_pipeline.constants",
-)
 _BATCHES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def shown(value: Any) -> str:
-    """``value`` as the JSON has it."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
-
-
 def without_auto(values: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """``values`` less those that are left to the run."""
+    """``values`` without those that are ``auto``."""
     return {
         key: without_auto(value, (*path, key)) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -49,13 +38,13 @@ def without_auto(values: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str
 
 
 def check_values(document: dict[str, Any], where: str) -> None:
-    """Raise UserError for the first value that the installed DeepSpeed would not take.
+    """Raise UserError for the first value that the installed DeepSpeed does not accept.
 
-    Words and numbers that its models understand as truth values are put in ``document`` as such.
+    Strings and numbers that its models parse as booleans are replaced by booleans in ``document``.
 
     Args:
-        document: whose keys are known to be right.
-        where: the file or setting that it comes from, for the message.
+        document: the configuration, its keys already checked.
+        where: its file or setting, for the message.
     """
     for path, model in models().items():
         values = _at(document, path)
@@ -97,23 +86,18 @@ def _check_model(model: type[BaseModel], values: dict[str, Any], path: tuple[str
 
 
 def _refusal(document: dict[str, Any]) -> str | None:
-    """What DeepSpeed itself has against ``document``."""
-    from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
-
+    """DeepSpeed's own error for ``document``; None if it accepts it."""
     ours = ("optimizer", "scheduler", "train_batch_size", *_BATCHES)
     rest = {key: value for key, value in document.items() if key not in ours}
     try:
-        DeepSpeedConfig({**rest, **dict.fromkeys(_BATCHES, 1)})
-        for name, value in rest.get("data_types", {}).items():
-            if name.endswith("_dtype"):
-                DtypeEnum(value)
+        private_api.parse({**rest, **dict.fromkeys(_BATCHES, 1)})
     except Exception as error:
         return f"{error}" or type(error).__name__
     return None
 
 
 def _culprit(document: dict[str, Any], reason: str) -> tuple[str, str]:
-    """The smallest part of ``document`` that is refused by itself: its place, and the reason."""
+    """The smallest part of ``document`` that DeepSpeed refuses by itself: its path, and the reason."""
     rest = dict(document)
     for key in document:
         without = {other: value for other, value in rest.items() if other != key}
@@ -129,7 +113,7 @@ def _culprit(document: dict[str, Any], reason: str) -> tuple[str, str]:
 
 
 def _names_in(values: dict[str, Any]) -> set[str]:
-    """All keys at any depth: pydantic's places also name members of unions."""
+    """All keys at any depth: a pydantic location also names members of unions."""
     found = set(values)
     for value in values.values():
         if isinstance(value, dict):
@@ -138,13 +122,13 @@ def _names_in(values: dict[str, Any]) -> set[str]:
 
 
 def _plain_values(document: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Each value that no model reads, with its place and its default."""
+    """Each value that no model reads, with its path and its default."""
     known: dict[tuple[str, ...], Any] = dict(_plain_defaults())
     for block, defaults in (("optimizer", optimizer_defaults), ("scheduler", scheduler_defaults)):
         kind = _at(document, (block, "type"))
         for name, default in (defaults(kind) or {}).items():
             known[block, "params", name] = default
-    for name, made in classes().items():
+    for name, made in private_api.config_classes().items():
         known |= {(name, key): default for key, default in vars(made({})).items()}
     around = {path[:-1] for path in known if len(path) > 1}
     for section in sorted({*around, *models(), *(path[:1] for path in models())}):
@@ -159,7 +143,7 @@ def _plain_values(document: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], A
 @cache
 def _plain_defaults() -> tuple[tuple[tuple[str, ...], Any], ...]:
     defaults: dict[str, list[Any]] = {}
-    for module in map(importlib.import_module, _CONSTANTS):
+    for module in map(importlib.import_module, private_api.CONSTANTS):
         for name, key in vars(module).items():
             default = getattr(module, f"{name}_DEFAULT", None)
             if isinstance(key, str) and default is not None:
@@ -176,7 +160,7 @@ def _plain_defaults() -> tuple[tuple[tuple[str, ...], Any], ...]:
 
 
 def _expected(default: Any, value: Any) -> str | None:
-    """What a value must be whose default is ``default``; None if it is that."""
+    """The kind of value that ``default`` implies; None if ``value`` is of that kind."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"

@@ -1,8 +1,9 @@
-"""Experts that are modules of their own, and that no token of a rank may choose in a pass.
+"""Mixtures of experts whose experts are separate modules.
 
-Their gradients are then missing on that rank alone. Ranks that reduce gradients while the backward pass is
-under way would not agree on what to send. Most models keep all experts in one tensor, with zeros there. These
-have zeros too, on any number of ranks: an optimizer moves what has zeros, and not what has no gradient.
+If no token of a rank chooses an expert, its gradient is missing on that rank only, and ranks that reduce
+gradients during the backward pass would disagree on what to send. Models with all experts in one tensor have
+zeros there. This module gives the others zeros as well, on any number of ranks, since an optimizer treats a
+zero gradient and a missing one differently.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 
 def routed(model: nn.Module) -> list[nn.Module]:
-    """The lists and dictionaries of modules with a forward of their own, which calls some of them only."""
+    """The ModuleLists and ModuleDicts with a forward of their own, which calls only some of their modules."""
     plain = (nn.ModuleList.forward, nn.ModuleDict.forward)
     return [
         module
@@ -24,9 +25,9 @@ def routed(model: nn.Module) -> list[nn.Module]:
 
 
 def called_by_choice(model: nn.Module) -> list[nn.Module]:
-    """Modules that keep all experts in one tensor, and have modules without parameters inside.
+    """Modules with all experts in one tensor and submodules without parameters.
 
-    These may be called once for each expert that a token chose, so in another order on another rank.
+    The submodules may run once per chosen expert, so in a different order on each rank.
     """
     return [
         module
@@ -38,9 +39,9 @@ def called_by_choice(model: nn.Module) -> list[nn.Module]:
 
 
 def zero_missing_gradients(model: nn.Module) -> None:
-    """Give parameters of :func:`routed` modules a gradient in each pass, of zeros where they took no part.
+    """Give unused parameters of :func:`routed` modules a gradient of zeros in each pass.
 
-    Call it before anything else hooks into the forward passes: the parameters have to be whole.
+    Call it before other forward hooks are registered: it needs unsharded parameters.
     """
     for module in routed(model):
         module.register_forward_hook(_reach_all)
@@ -53,7 +54,7 @@ def _reach_all(module: nn.Module, _: Any, output: Tensor) -> Tensor:
 
 
 class _Reach(torch.autograd.Function):
-    """The identity of its first argument; the others have zeros as their gradients."""
+    """The identity on its first argument; the gradients of the others are zeros."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:

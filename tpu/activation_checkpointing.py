@@ -1,8 +1,8 @@
-"""Gradient checkpointing for XLA: a layer's activations are computed again in the backward pass.
+"""Activation checkpointing for XLA: recompute a layer in the backward pass.
 
-torch's own checkpointing would be undone by the compiler, which sees that the second computation equals the
-first and keeps the first one's results. Barriers keep it from seeing that. They also hold the second
-computation back until the gradient of the layer's output is there, and make it gather sharded weights anew.
+The compiler would undo torch's checkpointing: it merges the second computation with the first and keeps the
+activations. Optimization barriers prevent that. They also delay the recomputation until the gradient of the
+layer's output exists, and make it gather sharded weights again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def recompute(layer: nn.Module) -> None:
-    """Have ``layer`` keep its inputs alone for the backward pass, whatever its forward takes and returns."""
+    """Make ``layer`` save only its inputs for the backward pass, whatever its forward takes and returns."""
     forward = layer.forward
 
     @functools.wraps(forward)
@@ -30,21 +30,21 @@ def recompute(layer: nn.Module) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
-        # Without the tensors: what outlives the step would come out of the compiled graph as a result of it.
-        given, tensors = _taken_apart(leaves)
+        # Without the tensors: a tensor that outlives the step would become a result of the graph.
+        given, tensors = _split(leaves)
         returned: Any = None
 
         def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
             nonlocal returned
-            args, kwargs = tree_unflatten(_put_together(given, tensors), structure)
+            args, kwargs = tree_unflatten(_joined(given, tensors), structure)
             results, structure_out = tree_flatten(forward(*args, **kwargs))
-            others, outputs = _taken_apart(results)
+            others, outputs = _split(results)
             returned = others, structure_out
             return tuple(outputs)
 
         outputs: Any = _Recompute.apply(compute, layer, *tensors)  # type: ignore[no-untyped-call]
         others, structure_out = returned
-        return tree_unflatten(_put_together(others, outputs), structure_out)
+        return tree_unflatten(_joined(others, outputs), structure_out)
 
     layer.forward = recomputed
 
@@ -52,12 +52,12 @@ def recompute(layer: nn.Module) -> None:
 _TENSOR = object()
 
 
-def _taken_apart(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
+def _split(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors
 
 
-def _put_together(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+def _joined(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
     rest = iter(tensors)
     return [next(rest) if leaf is _TENSOR else leaf for leaf in others]
 
@@ -71,19 +71,19 @@ class _Recompute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         ctx.seed = xla._xla_get_rng_seed(_DEVICE)
-        return compute(*inputs)  # without a graph: autograd records none inside of a function
+        return compute(*inputs)  # autograd records nothing inside a Function
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         inputs = [tensor.detach() for tensor in ctx.saved_tensors]
         arrived = [gradient for gradient in gradients if gradient is not None]
         weights = [*ctx.layer.parameters(), *ctx.layer.buffers()]
-        # In place on the lazy values: the saved inputs, too, are used behind the barrier only from here on.
+        # In place on the lazy values, so that from here on the saved inputs are behind the barrier, too.
         xla._xla_optimization_barrier_([*inputs, *arrived, *weights])
         for tensor, saved in zip(inputs, ctx.saved_tensors, strict=True):
             tensor.requires_grad_(saved.requires_grad)
         after = xla._xla_get_rng_seed(_DEVICE)
-        xla._xla_set_rng_seed(ctx.seed, _DEVICE)  # the dropout of the first time
+        xla._xla_set_rng_seed(ctx.seed, _DEVICE)  # the same dropout as the first time
         with torch.enable_grad():
             outputs = ctx.compute(*inputs)
         xla._xla_set_rng_seed(after, _DEVICE)

@@ -1,4 +1,4 @@
-"""Letting a model in training continue a text."""
+"""Sample a continuation of a text from a model in training."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def continue_text(
-    model: nn.Module, prompt: Tensor, device: torch.device, *, max_new_tokens: int, seed: int, in_step: bool
+    model: nn.Module,
+    prompt: Tensor,
+    device: torch.device,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    collective: bool,
 ) -> Tensor:
-    """Sample up to ``max_new_tokens`` after ``prompt``, int64 ``[1, length]``; all ranks get the same text.
+    """Sample up to ``max_new_tokens`` tokens after ``prompt``; all ranks get the same text.
 
     Args:
         model: the transformers model, in evaluation mode.
-        prompt: on the host.
-        device: where the model computes.
-        max_new_tokens: how much to add at most.
+        prompt: int64 ``[1, length]``, on the host.
+        device: of the model.
+        max_new_tokens: the limit.
         seed: of the sampling.
-        in_step: whether every forward pass is a collective (sharded parameters), so that a rank that has
-            finished must go on for the others' sake.
+        collective: whether each forward pass gathers parameters, so that a rank that has finished must keep
+            running until the others have.
 
     Returns:
         prompt and continuation, int64 ``[1, length + added]``, on the host.
     """
-    torch.manual_seed(seed)  # the same on all ranks, so that all continue alike
+    torch.manual_seed(seed)  # the same on all ranks
     generate: Any = model.generate
-    # Its shapes change with every token: nothing to compile for.
+    # Shapes change with every token, so compiling would not pay.
     with torch.compiler.set_stance("force_eager"):
         tokens: Tensor = generate(
             prompt.to(device),
@@ -40,6 +46,6 @@ def continue_text(
             temperature=0.8,
             top_k=50,
             use_cache=True,
-            synced_gpus=in_step,
+            synced_gpus=collective,
         )
     return tokens.cpu()

@@ -1,0 +1,89 @@
+"""torch.compile per transformer layer: layers of one kind share their compiled code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpu.common import torch_private
+from portable.errors import require
+from portable.model.build import transformer_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from portable.config import RunConfig
+
+CAPTURING = ("reduce-overhead", "max-autotune")
+"""The modes that capture CUDA graphs, which contain the addresses of parameters."""
+
+# For training, evaluation, and another batch size.
+_GRAPHS_PER_LAYER = 4
+
+
+def check(config: RunConfig, world_size: int) -> None:
+    """Raise UserError for an unknown compiler, or a mode that the strategy does not support."""
+    if not config.compile:
+        return
+    if config.compile_backend != "inductor":
+        known = torch.compiler.list_backends(exclude_tags=())
+        require(
+            config.compile_backend in known,
+            f"compile_backend: unknown {config.compile_backend}; use one of {', '.join(known)}",
+        )
+    sharded = config.strategy != "no_shard" and (
+        world_size > 1 or config.memory.offload_params != "none" or config.strategy.startswith("zero")
+    )
+    require(
+        not (sharded and config.compile_mode in CAPTURING),
+        f"compile_mode: {config.compile_mode} captures CUDA graphs, which need parameters at fixed "
+        f"addresses; strategy {config.strategy} gathers them into new memory; use default or "
+        "max-autotune-no-cudagraphs, or strategy no_shard",
+    )
+
+
+def compile_layers(model: nn.Module, config: RunConfig) -> None:
+    """If ``compile`` is set, make each transformer layer of ``model`` compile on its first call."""
+    if not config.compile:
+        return
+    layers = transformer_layers(model)
+    torch_private.keep_compiling(_GRAPHS_PER_LAYER * len(layers))
+    mode = None if config.compile_mode == "default" else config.compile_mode
+    for _, layer in layers:
+        layer.compile(backend=config.compile_backend, mode=mode)
+
+
+class CapturedMemory:
+    """Keeps tensors in the memory of CUDA graphs valid; a no-op without CUDA graphs.
+
+    A graph reuses the memory of its outputs in the next pass, and by default every call of a compiled layer
+    starts one. That would overwrite accumulated gradients and, with recomputation, the gradient in flight.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.captured = config.compile and config.compile_mode in CAPTURING
+        self._first = True
+
+    def begin_pass(self) -> None:
+        """Call before each forward pass: the calls until the next one, backward included, are one pass."""
+        if self.captured:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def keep_gradients(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
+        """Call after each backward pass: copy gradients that accumulate out of the graphs' memory.
+
+        Args:
+            parameters: with their gradients.
+            last: whether the optimizer step follows, so that no pass can overwrite them.
+        """
+        if self.captured and self._first and not last:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+        self._first = last

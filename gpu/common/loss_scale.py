@@ -1,0 +1,91 @@
+"""Dynamic loss scaling for fp16: metrics, checkpoints, and the error at the lowest scale.
+
+The rule is DeepSpeed's under every strategy: an overflow halves the scale (after ``hysteresis - 1`` tolerated
+ones), ``loss_scale_window`` updates without an overflow double it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Protocol
+
+from portable.durable import write_durably
+from portable.errors import RunError, UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from portable.paths import Place
+
+_FILE = "loss_scale.json"
+STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""DeepSpeed's names for the state of the search."""
+
+
+class Scaler(Protocol):
+    """A search for the loss scale."""
+
+    @property
+    def min_scale(self) -> float:
+        """The lowest scale."""
+
+    def state(self) -> dict[str, float]:
+        """The values of :data:`STATE`, and ``overflows``: skipped updates since the start of the run.
+
+        Waits for the device.
+        """
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Set what :meth:`state` returns."""
+
+
+class LossScale:
+    """The loss scale in metrics and checkpoints.
+
+    Attributes:
+        dynamic: whether the scale is searched for, so that an overflow is no failure.
+
+    Args:
+        scaler: the search; None without dynamic scaling.
+    """
+
+    def __init__(self, scaler: Scaler | None) -> None:
+        self._scaler = scaler
+        self.dynamic = scaler is not None
+
+    def metrics(self) -> dict[str, float]:
+        """``overflows`` and ``loss_scale``; empty without a search."""
+        if self._scaler is None:
+            return {}
+        state = self._scaler.state()
+        return {"overflows": int(state["overflows"]), "loss_scale": float(state["cur_scale"])}
+
+    def exhausted(self) -> RunError:
+        """The error to raise when gradients overflow at the lowest scale."""
+        lowest = "" if self._scaler is None else f" ({self._scaler.min_scale:g})"
+        return RunError(
+            f"precision: fp16 gradients overflow even at the lowest loss scale{lowest}; "
+            "use precision bf16 or fp32, a lower fp16.min_loss_scale, or a lower train.learning_rate"
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the state of the search; on rank 0."""
+        if self._scaler is not None:
+            write_durably(folder / _FILE, json.dumps(self._scaler.state()) + "\n")
+
+    def load(self, folder: Place) -> None:
+        """Restore the state of the search; a no-op if the checkpoint was not written in fp16.
+
+        Raises:
+            UserError: if the file is damaged.
+        """
+        path = folder / _FILE
+        if self._scaler is None or not path.exists():
+            return
+        try:
+            stored = {"overflows": 0, **json.loads(path.read_text("utf-8"))}  # older files do not count them
+            state = {name: float(stored[name]) for name in (*STATE, "overflows")}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path}: damaged ({one_line(error)}); use an older checkpoint") from error
+        self._scaler.restore(state)

@@ -1,0 +1,93 @@
+"""Merge a DeepSpeed JSON into the configuration for ``deepspeed.initialize``, and list what it changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gpu.zero.buckets import automatic
+from gpu.zero.config.document import AUTO, Document, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portable.config import RunConfig
+
+OFFLOADS = ("offload_optimizer", "offload_param")
+# Sections that the run replaces with its own optimizer, schedule and batches.
+_OURS = (
+    "optimizer",
+    "scheduler",
+    "activation_checkpointing",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)
+
+
+def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dict[str, Any]:
+    """The configuration for DeepSpeed: the JSON's values over the run's.
+
+    Args:
+        base: the configuration from the run's settings.
+        document: the JSON, already reconciled with them.
+        hidden_size: of the model, for bucket sizes that are ``auto``.
+    """
+    values = {key: value for key, value in document.values.items() if key not in _OURS}
+    filled = _filled(values, {"zero_optimization": automatic(hidden_size)}, ())
+    settings = _over(base, filled)
+    for part in OFFLOADS:  # swap in the run's own folder
+        ours = base["zero_optimization"].get(part, {})
+        if "nvme_path" in ours:
+            settings["zero_optimization"][part]["nvme_path"] = ours["nvme_path"]
+    for kind in ("bf16", "fp16"):  # the run's precision decides which is on
+        if kind in settings:
+            settings[kind] = {**settings[kind], "enabled": kind in base}
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        settings[key] = base[key]
+    return settings
+
+
+def _filled(values: Mapping[str, Any], sizes: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Replace each ``auto`` that has a value in ``sizes``; drop the others, so that the run's values hold."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            inside = sizes.get(key, {})
+            found[key] = _filled(value, inside if isinstance(inside, dict) else {}, (*path, key))
+        elif value != AUTO or (*path, key) == ("data_types", "keep_in_fp32_modules"):
+            found[key] = value
+        elif key in sizes:
+            found[key] = sizes[key]
+    return found
+
+
+def _over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` updated with ``values``, section by section."""
+    found = dict(base)
+    for key, value in values.items():
+        inside = found.get(key)
+        found[key] = _over(inside, value) if isinstance(value, dict) and isinstance(inside, dict) else value
+    return found
+
+
+SWAPPING = {
+    "zero_optimization.offload_param.buffer_size": "the size of the largest parameter's shard",
+    "zero_optimization.stage3_max_reuse_distance": "0, since parameters kept gathered would occupy all swap "
+    "buffers",
+}
+"""Values that the run chooses if parameters are swapped to disk."""
+
+
+def notes(config: RunConfig, document: Document) -> list[str]:
+    """Notes on the JSON for the user, one line each.
+
+    Args:
+        config: the run's, with the JSON's values.
+        document: the JSON.
+    """
+    swapped = config.memory.offload_params == "nvme"
+    changed = [
+        f"{path} {shown(document.get(path))} has no effect: the run uses {why}"
+        for path, why in SWAPPING.items()
+        if swapped and document.get(path) is not None
+    ]
+    return [f"{document.name}: {notice}" for notice in (*document.notices, *changed)]

@@ -1,0 +1,286 @@
+"""Reconcile a DeepSpeed JSON with the run's config.
+
+What both can express (batch sizes, precision, optimizer, schedule, clipping, offloading) goes into the run's
+config: a default yields to the JSON, a value that the user set must agree with it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from gpu.zero.config.blocks import adopt_optimizer, adopt_recompute, adopt_scheduler
+from gpu.zero.config.document import AUTO, KEY, Document, shown
+from gpu.zero.config.reading import strategy_of
+from portable.errors import UserError, one_line, require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portable.config import RunConfig
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """One setting that both the JSON and the run's config have.
+
+    Attributes:
+        path: its dotted path in the JSON.
+        key: its dotted name in the run's config.
+        convert: from the JSON's value to the config's.
+    """
+
+    path: str
+    key: str
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+SHARED = (
+    _Shared("train_batch_size", "train.global_batch_size"),
+    _Shared("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
+    _Shared("gradient_clipping", "train.max_grad_norm", lambda value: float(value) or None),
+    _Shared("fp16.initial_scale_power", "fp16.initial_scale_power"),
+    _Shared("fp16.loss_scale_window", "fp16.loss_scale_window"),
+    _Shared("fp16.hysteresis", "fp16.hysteresis"),
+    _Shared("fp16.min_loss_scale", "fp16.min_loss_scale"),
+    _Shared("zero_optimization.offload_optimizer.device", "memory.offload_optimizer"),
+    _Shared("zero_optimization.offload_param.device", "memory.offload_params"),
+)
+
+
+def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
+    """The config with the JSON's values in place of defaults.
+
+    Raises:
+        UserError: if the JSON contradicts a setting of the run, or itself.
+    """
+    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+
+    def put_default(key: str, value: Any, _: str) -> None:
+        if not config.is_set(key):
+            defaults[key] = value
+
+    def put(key: str, value: Any, path: str) -> None:
+        ours = config.get(key)
+        if config.is_set(key) and ours != AUTO and not _same(ours, value):
+            raise UserError(
+                f"{document.name}: {path} is {shown(value)} and {key} is {shown(ours)}; "
+                f"set one of the two, or {path} to auto"
+            )
+        if key in found and not _same(found[key], value):
+            raise UserError(
+                f"{document.name}: {path} sets {key} to {shown(value)}, and another key sets it to "
+                f"{shown(found[key])}; make them agree"
+            )
+        found[key] = value
+
+    strategy = strategy_of(config, document)
+    put("strategy", strategy, "zero_optimization.stage")
+    precision = _precision(document)
+    if precision is not None and not (precision == "fp32" and config.precision == "tf32"):
+        put("precision", precision, f"{'bf16' if precision == 'bf16' else 'fp16'}.enabled")
+    adopt_optimizer(document, put, put_default)
+    adopt_scheduler(document, put, put_default)
+    in_fp16 = (precision or config.precision) == "fp16"
+    for shared in SHARED:
+        value = document.get(shared.path)
+        if value is not None and (in_fp16 or not shared.path.startswith("fp16.")):
+            try:
+                put(shared.key, shared.convert(value), shared.path)
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{document.name}: {shared.path}: {one_line(error)}") from error
+    _batch(config, document, world_size, put)
+    nvme = next(
+        (
+            path
+            for part in ("offload_optimizer", "offload_param")
+            if (path := document.get(f"zero_optimization.{part}.nvme_path")) is not None
+            and document.get(f"zero_optimization.{part}.device") == "nvme"
+        ),
+        None,
+    )
+    if nvme is not None and not config.is_set("memory.nvme_path"):
+        found["memory.nvme_path"] = str(nvme)
+    if config.memory.activation_checkpointing != "selective":  # selective recomputes as well
+        adopt_recompute(document, put)
+    _check_switches(document, strategy)
+    _check_one_folder(document, world_size)
+    try:
+        return config.replaced({**defaults, **found}).with_document(KEY, document)
+    except UserError as error:
+        line = str(error).replace("train.schedule_params", "scheduler.params")
+        raise UserError(f"{document.name}: {line}") from error
+
+
+NEEDED = {
+    "bf16.check_grad_overflow": "non-finite updates would go unnoticed",
+    "zero_optimization.compute_grad_norm": "the gradient norm is needed for clipping and metrics",
+    "managed_gradient_accumulation": "DeepSpeed must know where a step ends",
+}
+
+# Switches to another engine, layout or computation, with the value that changes nothing.
+UNSUPPORTED: dict[str, Any] = {
+    "zero_optimization.zenflow": None,
+    "zero_optimization.offload_optimizer.super_offload": False,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
+    "tensor_parallel": None,
+    "expert_parallel": None,
+    "hybrid_engine.enabled": False,
+    "compile.deepcompile": False,
+    "checkpoint.writer": None,
+    "datastates_ckpt": None,
+    "fp16.fp16_master_weights_and_grads": False,
+    "bf16.bf16_master_weights_and_grads": False,
+    "torch_autocast.enabled": False,
+    "data_efficiency.enabled": False,
+    "weight_quantization": None,
+    "gradient_allreduce_op": "mean",
+}
+
+
+def _check_switches(document: Document, strategy: str) -> None:
+    """Raise UserError for a switch that the run needs, or does not support."""
+    for path, reason in NEEDED.items():
+        require(document.get(path) is not False, f"{document.name}: {path} false: {reason}; remove it")
+    for path, harmless in UNSUPPORTED.items():
+        value = document.get(path)
+        require(
+            value in (None, False, harmless),
+            f"{document.name}: {path} is not supported; remove it",
+        )
+    reduce_scatter = strategy != "no_shard" and document.get("zero_optimization.reduce_scatter") is not False
+    for path, harmless in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        value = document.get(path)
+        require(
+            value in (None, harmless) or not reduce_scatter,
+            f"{document.name}: {path} {shown(value)} needs zero_optimization.reduce_scatter false under "
+            "ZeRO; remove it, or set reduce_scatter to false",
+        )
+    if document.get("zero_optimization.stage") == 1 and document.get("bf16.enabled"):
+        require(
+            document.get("data_types.grad_accum_dtype") != "fp32",
+            f"{document.name}: data_types.grad_accum_dtype fp32 is supported at stages 2 and 3, where "
+            "gradients are sharded; use zero_optimization.stage 2",
+        )
+
+
+# DeepSpeed's monitors, and the package that each imports.
+_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+# Switches of ZeRO++ whose kernels exist for GPUs only.
+_GPU_KERNELS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+
+
+def check_installed(document: Document, device_type: str) -> None:
+    """Raise UserError if a package or a GPU kernel that the JSON asks for is missing.
+
+    Args:
+        document: the JSON.
+        device_type: of the run.
+    """
+    for monitor, package in _MONITORS.items():
+        require(
+            not document.get(f"{monitor}.enabled") or find_spec(package) is not None,
+            f"{document.name}: {monitor}.enabled true: {package} is not installed; run: pip install "
+            f"{package}, or set it to false (log.trackers works with any tracker)",
+        )
+    for switch in _GPU_KERNELS:
+        path = f"zero_optimization.{switch}"
+        require(
+            not document.get(path) or device_type != "cpu",
+            f"{document.name}: {path} true: DeepSpeed has quantization kernels for GPUs only; remove it, "
+            "or use backend cuda",
+        )
+
+
+def _check_one_folder(document: Document, world_size: int) -> None:
+    """Raise UserError if each node would keep its part of a checkpoint to itself."""
+    several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    path = "checkpoint.use_node_local_storage"
+    require(
+        not (several_nodes and document.get(path)),
+        f"{document.name}: {path} true: a resume reads the whole checkpoint, so all nodes must see it; "
+        "remove it, and set output_dir to shared storage",
+    )
+
+
+def _precision(document: Document) -> str | None:
+    """The precision that the JSON sets; None if it leaves it to the run."""
+    switches = {kind: document.values.get(kind, {}) for kind in ("bf16", "fp16")}
+    enabled = {kind: block.get("enabled") for kind, block in switches.items() if isinstance(block, dict)}
+    on = [kind for kind, value in enabled.items() if value is True]
+    require(len(on) < 2, f"{document.name}: bf16.enabled and fp16.enabled are both true; choose one")
+    if on:
+        return on[0]
+    return "fp32" if False in enabled.values() and AUTO not in enabled.values() else None
+
+
+def _batch(
+    config: RunConfig, document: Document, world_size: int, put: Callable[[str, Any, str], None]
+) -> None:
+    """Check that batch size = micro-batch x accumulation x ranks; compute the one that is missing."""
+    total = document.get("train_batch_size")
+    micro = document.get("train_micro_batch_size_per_gpu")
+    steps = document.get("gradient_accumulation_steps")
+    for key, number in (
+        ("train_batch_size", total),
+        ("train_micro_batch_size_per_gpu", micro),
+        ("gradient_accumulation_steps", steps),
+    ):
+        whole = isinstance(number, int) and not isinstance(number, bool) and number > 0
+        require(
+            number is None or whole,
+            f"{document.name}: {key} must be a positive integer or auto, not {shown(number)}",
+        )
+    if micro is None:
+        micro = config.train.micro_batch_size
+    if total is None and config.is_set("train.global_batch_size"):
+        total = config.train.global_batch_size
+    if micro == AUTO:
+        micro = None  # computed from the other two, or searched
+        total = config.train.global_batch_size if total is None else total
+    named = document.get("train_micro_batch_size_per_gpu") is not None
+    if steps is None:
+        if named and total is None:  # DeepSpeed accumulates only if asked to
+            put("train.global_batch_size", micro * world_size, "train_micro_batch_size_per_gpu")
+        elif _only_batch_size(config, document) and total % world_size == 0:  # nor does it split a batch
+            put("train.micro_batch_size", total // world_size, "train_batch_size")
+        elif named and total % (micro * world_size):
+            raise UserError(
+                f"{document.name}: a batch of {total} is not divisible by train_micro_batch_size_per_gpu "
+                f"{micro} x {world_size} ranks; set one of them to auto"
+            )
+        return
+    if total is None:
+        put("train.global_batch_size", micro * steps * world_size, "gradient_accumulation_steps")
+        put("train.micro_batch_size", micro, "gradient_accumulation_steps")
+        return
+    if total % (steps * world_size):
+        raise UserError(
+            f"{document.name}: a batch of {total} is not divisible by gradient_accumulation_steps {steps} x "
+            f"{world_size} ranks; set gradient_accumulation_steps to auto"
+        )
+    fitting = total // (steps * world_size)
+    if (named or config.is_set("train.micro_batch_size")) and micro != fitting:
+        raise UserError(
+            f"{document.name}: a batch of {total} is not train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {world_size} ranks; set one of them to auto"
+        )
+    put("train.micro_batch_size", fitting, "gradient_accumulation_steps")
+
+
+def _only_batch_size(config: RunConfig, document: Document) -> bool:
+    others = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return (
+        document.get("train_batch_size") is not None
+        and not any(key in document.values for key in others)
+        and not config.is_set("train.micro_batch_size")
+    )
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, tuple) and isinstance(theirs, list | tuple):
+        return list(ours) == list(theirs)
+    return bool(ours == theirs)

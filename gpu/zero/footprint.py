@@ -1,0 +1,292 @@
+"""Memory and traffic of DeepSpeed ZeRO, computed from a model's shapes.
+
+``tests/gpu/test_footprint.py`` compares the resident sizes with live engines, to the byte. See
+docs/planning.md.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from gpu.common.volumes import across_nodes, elements
+from gpu.zero import buckets
+from portable.planner.memory_model import COMPUTE_BYTES, MASTER, Cluster, Footprint, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from portable.config import RunConfig
+    from portable.planner.inventory import Inventory, Weight
+
+
+def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+    """Memory and traffic of ``model`` under ``config.strategy``, one of ZeRO's stages."""
+    return _Zero(model, config, cluster).footprint()
+
+
+class _Zero:
+    """The stages of ZeRO in DeepSpeed 0.19. Sizes are in elements unless they say bytes."""
+
+    def __init__(self, model: Inventory, config: RunConfig, cluster: Cluster) -> None:
+        self._config, self._cluster = config, cluster
+        self._ranks = cluster.devices
+        self._stage = int(config.strategy[-1])
+        self._compute = COMPUTE_BYTES[config.precision]
+        self._weights = model.weights
+        self._trained = [w for w in self._weights if w.trained]
+        self._whole = model.elements
+        self._largest = max(w.elements for w in self._weights)
+        self._hidden = model.hidden_size
+        self._optimizer_on_host = config.memory.offload_optimizer != "none"
+        self._parameters_on_host = config.memory.offload_params != "none"
+        self._optimizer_on_disk = config.memory.offload_optimizer == "nvme"
+        self._parameters_on_disk = config.memory.offload_params == "nvme"
+
+    def footprint(self) -> Footprint:
+        whole, compute, share = self._whole, self._compute, self._shard
+        master = MASTER * share
+        moments = self._moments()
+        gradients = self._gradients()
+        on_host = self._optimizer_on_host
+        resident = compute * (self._shard_of(self._weights) if self._stage == 3 else self._flat_row)
+        links = (self._ranks - 1) / self._ranks
+        summed = MASTER * whole * links
+        if self._stage == 3:
+            gathers = 1 if whole <= self._size("stage3_max_live_parameters") else 2
+            traffic = Traffic(per_pass=summed + gathers * compute * whole * links)
+        elif self._stage == 2:
+            traffic = Traffic(per_pass=summed, per_step=compute * whole * links)
+        else:
+            traffic = Traffic(per_step=summed + compute * whole * links)
+        passes, layers, at_end = self._in_passes()
+        network = Traffic(
+            across_nodes(traffic.per_pass, self._cluster), across_nodes(traffic.per_step, self._cluster)
+        )
+        return Footprint(
+            parameters=0 if self._parameters_on_host else resident,
+            gradients=gradients,
+            optimizer=0 if on_host else master + moments,
+            compute="cast",
+            gathered=passes,
+            in_layers=layers,
+            at_end=at_end,
+            in_update=self._in_update(),
+            # Stages 1 and 2 also save the compute copy.
+            also_saved=compute * whole if self._stage < 3 else 0,
+            host=self._host(resident),
+            disk=self._disk(),
+            links=traffic,
+            network=network,
+        )
+
+    # -- resident ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _groups(self) -> list[list[Weight]]:
+        """The optimizer's groups of parameters; see :func:`portable.optim.build.parameter_groups`."""
+        decaying = [w for w in self._trained if w.decays]
+        others = [w for w in self._trained if not w.decays]
+        return [group for group in (decaying, others) if group]
+
+    @cached_property
+    def _flat_row(self) -> int:
+        """All parameters under stages 1 and 2: groups are concatenated and padded to equal shares."""
+        alignment = 2 * self._ranks
+        row = sum(-(-elements(group) // alignment) * alignment for group in self._groups)
+        return row + self._whole - elements(self._trained)
+
+    @cached_property
+    def _shard(self) -> int:
+        """Elements that a rank updates."""
+        if self._stage == 3:
+            return self._shard_of(self._trained)
+        frozen = self._whole - elements(self._trained)
+        return (self._flat_row - frozen) // self._ranks
+
+    def _shard_of(self, weights: Iterable[Weight]) -> int:
+        return sum(-(-w.elements // self._ranks) for w in weights)
+
+    def _moments(self) -> int:
+        """Bytes of the moments of flat partitions, and their step counts."""
+        return self._moments_per_element * MASTER * self._shard + self._step_counts
+
+    @property
+    def _moments_per_element(self) -> int:
+        """Moments per element."""
+        return {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
+
+    @property
+    def _step_counts(self) -> int:
+        """Bytes: one step count per group or sub-group."""
+        if self._config.train.optimizer != "adamw":
+            return 0
+        return MASTER * len(self._groups if self._stage < 3 else self._sub_groups)
+
+    @cached_property
+    def _sub_groups(self) -> list[list[Weight]]:
+        """Parameters that stage 3 updates and swaps together."""
+        most = self._size("sub_group_size")
+        found: list[list[Weight]] = []
+        for group in self._groups:
+            filled = most  # start a new sub-group with each group
+            for parameter in group:
+                if filled >= most:
+                    found.append([])
+                    filled = 0
+                found[-1].append(parameter)
+                filled += self._shard_of([parameter])
+        return found
+
+    def _gradients(self) -> int:
+        """Bytes: unsharded in the compute type under stage 1, otherwise this rank's shard in fp32."""
+        trained = elements(self._trained)
+        if self._stage == 1:
+            return self._compute * trained
+        if self._optimizer_on_host and self._stage == 3:
+            return 0
+        if self._stage == 2 and self._compute == MASTER:
+            return MASTER * self._reached()
+        return MASTER * self._shard
+
+    def _reached(self) -> int:
+        """Elements of the parameters that overlap rank 0's share, which stage 2 keeps unsharded in fp32."""
+        reached = 0
+        for group in self._groups:
+            row, end = 0, -(-elements(group) // (2 * self._ranks)) * 2
+            for parameter in group:
+                if row < end:
+                    reached += parameter.elements
+                row += parameter.elements
+        return reached
+
+    def _host(self, resident: int) -> int:
+        """Bytes in host memory, buffers for gradients and parameters included."""
+        host = 0
+        if self._parameters_on_host:
+            host += self._host_of_swapped_parameters() if self._parameters_on_disk else resident
+        if not self._optimizer_on_host:
+            return host
+        in_memory = self._shard
+        if self._optimizer_on_disk:
+            largest = max(self._shard_of(group) for group in self._sub_groups)
+            in_memory -= sum(self._shard_of(group) for group in self._swapped_groups)
+            host += self._size("offload_optimizer.buffer_count") * buckets.aligned(largest, MASTER)
+        host += (
+            2 + self._moments_per_element
+        ) * MASTER * in_memory + self._step_counts  # with their gradients
+        if self._stage == 3:
+            return host + MASTER * self._shard
+        return host + self._compute * (self._shard + self._largest)
+
+    # -- on disk -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _swapped_groups(self) -> list[list[Weight]]:
+        """The sub-groups whose master weights and moments are swapped."""
+        if not self._optimizer_on_disk:
+            return []
+        least = buckets.SWAPPED_BYTES
+        return [group for group in self._sub_groups if MASTER * self._shard_of(group) >= least]
+
+    def _host_of_swapped_parameters(self) -> int:
+        """Bytes of swap buffers, and of compute copies that stay in memory."""
+        compute, ranks = self._compute, self._ranks
+        buffers = self._size("offload_param.buffer_count") * buckets.swap_buffer(self._largest, ranks)
+        most = self._size("offload_param.max_in_cpu")
+        in_memory = min(most, self._shard)
+        filled, outside = 0, 0
+        apart: list[list[Weight]] = []
+        for group in self._sub_groups:
+            share = self._shard_of(group)
+            if filled + share > in_memory:
+                apart.append(group)
+                outside += self._shard_of([w for w in group if not self._swaps(w)])
+            filled += share
+        outside += self._shard_of([w for w in self._weights if not w.trained and not self._swaps(w)])
+        # The rest is written through a buffer, which DeepSpeed sizes for unsharded parameters.
+        largest = max(apart, key=self._shard_of, default=[])
+        written = sum(buckets.aligned(w.elements, compute) for w in largest)
+        return compute * (buffers + in_memory + outside) + written
+
+    def _swaps(self, parameter: Weight) -> bool:
+        """Whether its compute copy is swapped to a file."""
+        return self._compute * self._shard_of([parameter]) >= buckets.SWAPPED_BYTES
+
+    def _disk(self) -> int:
+        """Bytes of all swap files."""
+        found = 0
+        for group in self._swapped_groups:
+            found += (1 + self._moments_per_element) * buckets.aligned(self._shard_of(group), MASTER)
+            gradients = [MASTER * self._shard_of([parameter]) for parameter in group]
+            found += sum(size for size in gradients if size >= buckets.SWAPPED_BYTES)
+        if self._parameters_on_disk:
+            swapped = [self._shard_of([w]) for w in self._weights if self._swaps(w)]
+            found += sum(buckets.aligned(share, self._compute) for share in swapped)
+        return found
+
+    # -- temporary -----------------------------------------------------------------------------------------
+
+    def _in_passes(self) -> tuple[int, int, int]:
+        """Bytes of buffers, gathered parameters and unreduced gradients: before the backward pass reaches the
+        layers, in them, and at the end, when few activations are left."""
+        bucket = self._size("reduce_bucket_size")
+        compute = self._compute
+        cast = 0 if compute == MASTER else MASTER
+        layer = max(w.elements for w in self._weights if not w.table)
+        if self._stage < 3:
+            buffer = compute * bucket
+            if self._optimizer_on_host:
+                buffer += compute * self._largest
+            # A gradient larger than the bucket is reduced alone, in an fp32 copy.
+            layers = buffer + cast * min(bucket, self._whole) + (compute + cast) * self._alone(layer)
+            own = compute * self._shard  # a copy of this rank's share after the reduction
+            return buffer, layers, buffer + own + (compute + cast) * self._alone(self._largest)
+        threshold = self._size("stage3_param_persistence_threshold")
+        persistent = sum(w.elements for w in self._weights if w.elements <= threshold)
+        coming = self._whole - persistent
+        # Swapped parameters are released after each use.
+        most = 0 if self._parameters_on_disk else self._size("stage3_max_live_parameters")
+        live = min(coming, max(most, self._largest))
+        # Gathered into one flat buffer ahead of the layers, and copied out to each parameter.
+        row = min(coming, max(self._size("stage3_prefetch_bucket_size"), self._largest))
+        there = MASTER * bucket + compute * (persistent + live)
+        layers = there + (compute + 2 * MASTER) * self._alone(layer)
+        if coming > live:  # gathering continues during the pass
+            there, layers = there + compute * row, layers + compute * row
+        end = (compute + 2 * MASTER) * self._alone(self._largest)
+        return there, layers, MASTER * bucket + compute * (persistent + live) + max(compute * row, end)
+
+    def _alone(self, elements: int) -> int:
+        """``elements`` if a gradient of that size is too large for a bucket, else 0."""
+        return elements if elements > self._size("reduce_bucket_size") else 0
+
+    def _in_update(self) -> int:
+        """Bytes of the flat fp32 gradients for the optimizer."""
+        if self._optimizer_on_host:
+            return 0
+        if self._stage == 1:
+            return (MASTER + 2 * self._compute) * self._shard - self._gradients()
+        if self._stage == 2 and self._compute != MASTER:
+            return 2 * MASTER * self._largest
+        if self._stage == 3:
+            return MASTER * max(self._shard_of(group) for group in self._sub_groups)
+        return MASTER * self._shard
+
+    # -- its JSON ------------------------------------------------------------------------------------------
+
+    def _size(self, name: str) -> int:
+        given: Any = self._document
+        for part in name.split("."):
+            given = given.get(part) if isinstance(given, dict) else None
+        if given is None:
+            return buckets.DEFAULTS[name]
+        return buckets.automatic(self._hidden)[name] if given == "auto" else int(given)
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        """The section zero_optimization of the run's DeepSpeed JSON; the run checks it."""
+        document, given = self._config.documents.get("deepspeed.config"), self._config.deepspeed.config
+        values = given if document is None else document.values
+        zero = values.get("zero_optimization") if isinstance(values, dict) else None
+        return {k: v for k, v in zero.items() if v is not None} if isinstance(zero, dict) else {}

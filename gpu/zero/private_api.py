@@ -1,0 +1,381 @@
+"""Every private or undocumented API of DeepSpeed that this package uses, as one small function each.
+
+Written for DeepSpeed :data:`TESTED_RELEASE`. ``tests/gpu/test_deepspeed_api.py`` holds the installed release
+to :data:`RELIED_ON`; after an upgrade, what it reports is changed here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pydantic import BaseModel
+    from torch import Tensor, nn
+
+TESTED_RELEASE = "0.19.8"
+
+_STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+_SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
+_SCALER = "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+
+RELIED_ON: Mapping[str, Mapping[str, tuple[str, ...] | None]] = {
+    _ENGINE: {
+        "basic_optimizer": None,
+        "checkpoint_engine": None,
+        "global_steps": None,
+    },
+    _STAGE_1_2: {
+        "bit16_groups": None,
+        "bit16_groups_flat": None,
+        "clip_grad": None,
+        "loss_scaler": None,
+        "update_lp_params": (),
+    },
+    _STAGE_3: {
+        "fp16_groups": None,
+        "fp32_partitioned_groups_flat": None,
+        "clip_grad": None,
+        "loss_scaler": None,
+        "empty_partition_cache": (),
+        "invalidate_secondary_tensor": (),
+        "_swappable_optimizer_subgroup": ("sub_group_id",),
+        "_optimizer_states_and_gradient_swap_in": ("sub_group_id", "timer_names"),
+        "_optimizer_states_and_gradient_swap_out": ("sub_group_id", "timer_names"),
+        "_reassign_or_swap_out_partitioned_parameters": (),  # a decorator hides its parameters
+    },
+    _INIT: {"param_id": None, "_convert_to_zero_parameters": ("param_list",)},
+    _SWAPPER: {
+        "param_id_to_buffer_id": None,
+        "synchronize_reads": (),
+        "remove_partition_and_release_buffers": ("params",),
+    },
+    _SCALER: {
+        "cur_scale": None,
+        "cur_iter": None,
+        "last_overflow_iter": None,
+        "cur_hysteresis": None,
+        "min_scale": None,
+        "dynamic": None,
+    },
+    "deepspeed.ops.adam:DeepSpeedCPUAdam": {"ds_opt_adam": None, "opt_id": None},
+    "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": {
+        "_register_deepspeed_module": ("module", "count")
+    },
+}
+"""By ``module:class``, attributes (None) and methods (their parameters after ``self``) that must exist."""
+
+
+# -- process-wide state ----------------------------------------------------------------------------------
+
+
+def disable_shared_memory_collectives(deepspeed: Any) -> None:
+    """Keep DeepSpeed from compiling its C++ collectives for CPU ranks, which takes a minute at start-up."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def restart_numbering(deepspeed: Any) -> None:
+    """Number parameters and modules from 0 again.
+
+    DeepSpeed numbers them over the life of the process and names swap files by the numbers, so a second run
+    would write checkpoints that cannot be matched. Ranks also compare the numbers and must agree on them.
+    """
+    deepspeed.zero.Init.param_id = 0
+    offload = deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload
+    offload._register_deepspeed_module.__defaults__[0][0] = 0
+
+
+def has_communicator(deepspeed: Any) -> bool:
+    """Whether DeepSpeed holds a communication backend."""
+    return deepspeed.comm.comm.cdb is not None
+
+
+def drop_communicator(deepspeed: Any) -> None:
+    """Make DeepSpeed start a new communication backend the next time."""
+    deepspeed.comm.comm.cdb = None
+
+
+def release_models(deepspeed: Any) -> None:
+    """Drop the references to models that stage 3 keeps for the life of the process, and free their memory."""
+    zero = deepspeed.runtime.zero
+    # A release without these attributes only leaks memory: no reason to fail at the end of a run.
+    with suppress(AttributeError, KeyError):
+        zero.parameter_offload.FWD_MODULE_STACK.clear()
+        # The cache of this method is shared by all instances and holds them and their modules.
+        coordinator = zero.partitioned_param_coordinator.PartitionedParameterCoordinator
+        cached = coordinator._PartitionedParameterCoordinator__params_to_release
+        inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
+
+
+# -- the engine ------------------------------------------------------------------------------------------
+
+
+def basic_optimizer(engine: Any) -> Any:
+    """The optimizer that was passed to ``deepspeed.initialize``."""
+    return engine.basic_optimizer
+
+
+def set_steps(engine: Any, steps: int) -> None:
+    """Set the step count, by which DeepSpeed names its folder inside a checkpoint."""
+    engine.global_steps = steps
+
+
+def set_max_norm(zero_optimizer: Any, max_norm: float) -> None:
+    """Set the gradient norm to clip to; 0 disables clipping."""
+    zero_optimizer.clip_grad = max_norm
+
+
+def dynamic_loss_scaler(zero_optimizer: Any) -> Any:
+    """DeepSpeed's loss scaler; None if the loss scale is fixed."""
+    scaler = zero_optimizer.loss_scaler
+    return scaler if scaler.dynamic else None
+
+
+def is_scale_exhausted(error: Exception) -> bool:
+    """Whether DeepSpeed's ``error`` means that gradients overflow at the lowest loss scale."""
+    return "loss scale already at minimum" in str(error)
+
+
+def replace_checkpoint_engine(engine: Any, make: Any) -> Any:
+    """Replace the writer of checkpoint files by ``make(zipfile_serialization)``; return the new one."""
+    engine.checkpoint_engine = made = make(engine.checkpoint_engine.zipfile_serialization)
+    return made
+
+
+# -- stages 1 and 2 --------------------------------------------------------------------------------------
+
+
+def flat_groups(zero_optimizer: Any) -> Iterator[tuple[list[Any], Tensor]]:
+    """For each parameter group its compute-type parameters, and the flat tensor that they are views of."""
+    return zip(zero_optimizer.bit16_groups, zero_optimizer.bit16_groups_flat, strict=True)
+
+
+def gather_compute_copies(zero_optimizer: Any) -> None:
+    """Cast the master weights and all-gather them into the compute copies. A collective."""
+    zero_optimizer.update_lp_params()
+
+
+# -- stage 3 ---------------------------------------------------------------------------------------------
+
+
+def partition(context: Any, parameter: nn.Parameter) -> None:
+    """Partition ``parameter`` in place. ``context`` is a ``deepspeed.zero.Init``."""
+    context._convert_to_zero_parameters([parameter])
+
+
+def is_partitioned(tensor: Any) -> bool:
+    """Whether ``tensor`` is a parameter that stage 3 has partitioned."""
+    return hasattr(tensor, "ds_tensor")
+
+
+def full_size(parameter: Any) -> int:
+    """Elements of the whole parameter."""
+    return int(parameter.ds_numel)
+
+
+def shard(parameter: Any) -> Tensor:
+    """This rank's flat shard of the compute copy, padding included."""
+    found: Tensor = parameter.ds_tensor
+    return found
+
+
+def shard_size(parameter: Any) -> int:
+    """Elements of a shard; the same on all ranks, since the last shards are padded."""
+    return int(parameter.ds_tensor.ds_numel)
+
+
+def drop_secondary_shard(parameter: Any) -> None:
+    """Drop hpZ's second copy of a frozen parameter. The optimizer step, which refreshes others, skips it."""
+    parameter.ds_secondary_tensor = None
+
+
+def drop_secondary_shards(zero_optimizer: Any) -> None:
+    """Drop hpZ's second copies, from which a forward pass would gather stale values."""
+    zero_optimizer.invalidate_secondary_tensor()
+
+
+def sub_groups(zero_optimizer: Any) -> list[list[Any]]:
+    """The parameters that stage 3 updates together, by sub-group."""
+    found: list[list[Any]] = zero_optimizer.fp16_groups
+    return found
+
+
+def is_swapped(zero_optimizer: Any, sub_group: int) -> bool:
+    """Whether the sub-group's optimizer state is on NVMe."""
+    return bool(zero_optimizer._swappable_optimizer_subgroup(sub_group))
+
+
+def swap_in(zero_optimizer: Any, sub_group: int) -> None:
+    """Read a sub-group's master weights and state from NVMe."""
+    zero_optimizer._optimizer_states_and_gradient_swap_in(sub_group)
+
+
+def swap_out(zero_optimizer: Any, sub_group: int) -> None:
+    """Write a sub-group's master weights and state back to NVMe."""
+    zero_optimizer._optimizer_states_and_gradient_swap_out(sub_group)
+
+
+def master_weights(zero_optimizer: Any, sub_group: int) -> Tensor:
+    """A sub-group's flat fp32 master weights on this rank."""
+    found: Tensor = zero_optimizer.fp32_partitioned_groups_flat[sub_group]
+    return found
+
+
+def update_compute_copies(zero_optimizer: Any, sub_group: int) -> None:
+    """Cast a sub-group's master weights into its compute copies, in memory or on NVMe."""
+    zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+
+
+def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None:
+    """Free the buffers that ``parameters`` were swapped in to, after waiting for reads under way."""
+    zero_optimizer.empty_partition_cache()
+    swapper = parameters[0].nvme_swapper
+    swapper.synchronize_reads()
+    held = swapper.param_id_to_buffer_id
+    swapper.remove_partition_and_release_buffers([p for p in parameters if p.ds_id in held])
+
+
+# -- optimizers ------------------------------------------------------------------------------------------
+
+
+def replay_cpu_adam(optimizer: Any, steps: int, nothing: Sequence[Tensor]) -> None:
+    """Run ``steps`` updates of DeepSpeedCPUAdam on ``nothing``; a no-op for other optimizers.
+
+    Its C++ side keeps running powers of the betas outside the state, and powers recomputed for a later step
+    round differently. An update takes a few microseconds.
+
+    Args:
+        optimizer: of ``deepspeed.initialize``.
+        steps: updates made so far.
+        nothing: parameter, gradient and two moments, one element each.
+    """
+    if not hasattr(optimizer, "ds_opt_adam"):
+        return
+    group = optimizer.param_groups[0]
+    betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
+    for step in range(1, steps + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *betas, eps, 0.0, correct, *nothing)
+
+
+def optimizer_classes() -> dict[str, tuple[type, ...]]:
+    """By name, torch's class and then DeepSpeed's own, which it prefers."""
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+    return {
+        "adamw": (torch.optim.AdamW, DeepSpeedCPUAdam, FusedAdam),
+        "sgd": (torch.optim.SGD,),
+        "lamb": (FusedLamb,),
+        "lion": (DeepSpeedCPULion, FusedLion),
+        "adagrad": (torch.optim.Adagrad,),
+    }
+
+
+def adam_switches() -> dict[str, Any]:
+    """Params that DeepSpeed itself reads from an Adam block, with their defaults."""
+    from deepspeed.runtime.config import ADAM_W_MODE, ADAM_W_MODE_DEFAULT, TORCH_ADAM_PARAM
+
+    return {TORCH_ADAM_PARAM: False, ADAM_W_MODE: ADAM_W_MODE_DEFAULT}
+
+
+def optimizer_names() -> Sequence[str]:
+    """The values of ``optimizer.type`` that DeepSpeed builds itself, in lower case."""
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    names: Sequence[str] = DEEPSPEED_OPTIMIZERS
+    return names
+
+
+def scheduler_class(kind: Any) -> type | None:
+    """The class behind ``scheduler.type``; None if DeepSpeed has no such scheduler."""
+    from deepspeed.runtime import lr_schedules
+
+    found = getattr(lr_schedules, kind, None) if isinstance(kind, str) else None
+    return found if inspect.isclass(found) else None
+
+
+# -- the configuration -----------------------------------------------------------------------------------
+
+CONSTANTS = (
+    "deepspeed.runtime.constants",
+    "deepspeed.runtime.activation_checkpointing.config",
+    "deepspeed.runtime.swap_tensor.constants",
+    "deepspeed.runtime.data_pipeline.constants",
+)
+"""Modules with pairs of key and default: ``GRADIENT_CLIPPING`` and ``GRADIENT_CLIPPING_DEFAULT``."""
+
+
+def config_models() -> dict[tuple[str, ...], type[BaseModel]]:
+    """The pydantic models that DeepSpeed reads sections of its configuration with, by section."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.runtime.config import HybridEngineConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    return {
+        ("bf16",): DeepSpeedBF16Config,
+        ("fp16",): DeepSpeedFP16Config,
+        ("zero_optimization",): DeepSpeedZeroConfig,
+        ("comms_logger",): CommsLoggerConfig,
+        ("compile",): CompileConfig,
+        ("hybrid_engine",): HybridEngineConfig,
+        ("tensor_parallel",): TPTrainingConfig,
+        ("timers", "throughput"): DeepSpeedThroughputTimerConfig,
+    }
+
+
+def monitor_model() -> type[BaseModel]:
+    """The pydantic model whose fields are the monitors' sections."""
+    from deepspeed.monitor.config import DeepSpeedMonitorConfig
+
+    found: type[BaseModel] = DeepSpeedMonitorConfig
+    return found
+
+
+def config_classes() -> dict[str, Any]:
+    """The plain classes that read other sections: their attributes, built from ``{}``, are the keys."""
+    from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+
+    return {"flops_profiler": DeepSpeedFlopsProfilerConfig, "autotuning": DeepSpeedAutotuningConfig}
+
+
+def removed_keys() -> Iterable[str]:
+    """Top-level keys of earlier releases, which DeepSpeed refuses with a message of its own."""
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
+
+    keys: Iterable[str] = _REMOVED_TOP_LEVEL_CONFIG_KEYS
+    return keys
+
+
+def removed_key_error(values: Mapping[str, Any]) -> Exception | None:
+    """DeepSpeed's error for a key that it has removed; None if ``values`` has none."""
+    from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys
+
+    try:
+        _reject_removed_config_keys(values)
+    except DeepSpeedConfigError as error:
+        found: Exception = error
+        return found
+    return None
+
+
+def parse(values: dict[str, Any]) -> None:
+    """Parse a configuration as DeepSpeed does; raises whatever DeepSpeed raises."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
+
+    DeepSpeedConfig(values)
+    for name, value in values.get("data_types", {}).items():
+        if name.endswith("_dtype"):
+            DtypeEnum(value)

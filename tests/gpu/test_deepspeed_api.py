@@ -1,0 +1,88 @@
+"""The installed DeepSpeed has the private APIs that ``gpu/zero/private_api.py`` uses."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from gpu.zero import private_api
+from gpu.zero import runtime as zero_runtime
+
+
+@pytest.fixture(scope="module")
+def deepspeed() -> Any:
+    return zero_runtime.import_deepspeed("cpu")
+
+
+source_of = cache(inspect.getsource)
+
+
+def difference(kind: type, name: str, parameters: tuple[str, ...] | None) -> str | None:
+    """How ``kind.name`` differs from what is relied on; None if it does not."""
+    if parameters is None:
+        sources = [source_of(base) for base in kind.__mro__ if base.__module__.startswith("deepspeed")]
+        # Many attributes exist on instances only: look for their assignment, by themselves or in a tuple.
+        assigned = re.compile(rf"\b(self|Init)\.{name}\b\s*(:[^=\n]+)?=[^=]")
+        there = hasattr(kind, name) or any(assigned.search(source) for source in sources)
+        return None if there else "is gone"
+    method = getattr(kind, name, None)
+    if method is None:
+        return "is gone"
+    found = tuple(inspect.signature(method).parameters)[1:]
+    return None if found[: len(parameters)] == parameters else f"takes {found}, not {parameters}"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(path, name) for path, names in private_api.RELIED_ON.items() for name in names]
+)
+def test_what_is_relied_on_is_there(path: str, name: str, deepspeed: Any) -> None:
+    module, _, kind = path.partition(":")
+    found = difference(
+        getattr(importlib.import_module(module), kind), name, private_api.RELIED_ON[path][name]
+    )
+    assert found is None, (
+        f"DeepSpeed {deepspeed.__version__}: {path}.{name} {found}; gpu/zero/private_api.py was written for "
+        f"{private_api.TESTED_RELEASE}"
+    )
+
+
+def test_a_difference_is_found() -> None:
+    class Changed:
+        def method(self, other: int) -> None: ...
+
+    assert difference(Changed, "gone", None) == "is gone"
+    assert difference(Changed, "gone", ()) == "is gone"
+    assert difference(Changed, "method", ("this",)) == "takes ('other',), not ('this',)"
+    assert difference(Changed, "method", ("other",)) is None
+
+
+def test_process_wide_state_is_there(deepspeed: Any) -> None:
+    """What ``release_models`` passes over in silence, and the others change."""
+    assert isinstance(deepspeed.ops.__compatible_ops__, dict)
+    assert hasattr(deepspeed.comm.comm, "cdb")
+    zero = deepspeed.runtime.zero
+    assert isinstance(zero.parameter_offload.FWD_MODULE_STACK, list)
+    register = zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module
+    assert isinstance(register.__defaults__[0], list)
+    coordinator = zero.partitioned_param_coordinator.PartitionedParameterCoordinator
+    cached = coordinator._PartitionedParameterCoordinator__params_to_release
+    assert callable(inspect.getclosurevars(cached).nonlocals["func"].cache_clear)
+
+
+def test_the_configuration_is_there(deepspeed: Any) -> None:
+    assert {("bf16",), ("fp16",), ("zero_optimization",)} <= private_api.config_models().keys()
+    assert private_api.config_classes()
+    assert private_api.monitor_model().model_fields
+    assert "adamw" in private_api.optimizer_names()
+    assert private_api.scheduler_class("WarmupLR") is not None
+    assert private_api.adam_switches() == {"torch_adam": False, "adam_w_mode": True}
+    removed = next(iter(private_api.removed_keys()))
+    assert private_api.removed_key_error({removed: {}}) is not None
+    assert private_api.removed_key_error({}) is None
