@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from gpu.backend import TorchBackend
+from gpu.backend import CudaDiagnostics, TorchBackend
 from gpu.common import torch_private
+from portable.backend import Diagnostics
 from portable.ranks.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def made(name: str, world_size: int) -> TorchBackend:
     backend = object.__new__(TorchBackend)
     backend.name, backend.rank, backend.world_size = name, 1, world_size
     backend.device = torch.device(name)
+    backend.diagnostics = CudaDiagnostics(backend.device, 1, world_size) if name == "cuda" else Diagnostics()
     return backend
 
 

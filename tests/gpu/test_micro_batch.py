@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gpu import memory_trial
-from gpu.backend import TorchBackend
+from gpu import devices, memory_trial
+from gpu.backend import CudaDiagnostics
+from gpu.package import CpuPackage
+from portable.backend import Diagnostics
 from portable.cli import main
 from portable.config import load_config
 from portable.errors import UserError
-from portable.planner import device_catalog as devices
 from portable.registry import World, backend_package
 from portable.run.micro_batch import FIRST_GUESS, divisors, largest_fitting
 from portable.run.rank import run_rank
@@ -205,7 +206,7 @@ def refusal_of_a_gpu(folder: Path, corpus: Path) -> str:
     settings = {"strategy": "no_shard", "train__micro_batch_size": 16}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "KEPT_FOR_COLLECTIVES", 0)
-        patch.setattr(TorchBackend, "driver_memory", lambda _: (0, 12 * MIB))
+        patch.setattr(Diagnostics, "driver_memory", lambda _: (0, 12 * MIB))
         return refusal(folder, corpus, settings, [30, 30], 0)
 
 
@@ -252,7 +253,9 @@ def snapshot_taken(folder: Path, corpus: Path) -> tuple[str, list[int]]:
     """The recording is mocked: torch has none for a CPU's memory."""
     recorded: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchBackend, "check", lambda *_: None)
+        patch.setattr(CpuPackage, "check", lambda *_: None)
+        patch.setattr(CudaDiagnostics, "driver_memory", lambda _: None)
+        patch.setattr("gpu.backend.Diagnostics", lambda: CudaDiagnostics(torch.device("cpu"), 0, 1))
         patch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: recorded.append(1))
         patch.setattr(
             torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("as torch.cuda writes it")

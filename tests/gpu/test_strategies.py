@@ -56,12 +56,13 @@ def test_the_precision_of_fp32_products_is_set_and_put_back(
     precision: str, expected: str, tmp_path: Path, corpus: Path
 ) -> None:
     """The flag alone: what it changes is on NVIDIA GPUs, and a CPU's check, left out here, refuses tf32."""
-    config = configured(tmp_path, corpus, backend="auto", precision=precision)
+    settled = settle(configured(tmp_path, corpus), "cpu")
+    settled.config.__dict__["precision"] = precision
     backend = TorchBackend("cpu")
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        restore(prepare(settle(config, backend.name), backend), None)
+        restore(prepare(settled, backend), None)
         assert torch.get_float32_matmul_precision() == expected
         backend.stop()
         assert torch.get_float32_matmul_precision() == "medium"
