@@ -172,7 +172,7 @@ class TorchBackend:
             return None
         return devices.peak_flops(torch.cuda.get_device_name(self.device), precision)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {} if self._engine is None else self._engine.metrics()
 
 

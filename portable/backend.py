@@ -222,5 +222,5 @@ class Backend(Protocol):
     def peak_flops(self, precision: str) -> float | None:
         """Dense peak FLOP/s of one device in ``precision``, from its data sheet; None where unknown."""
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """More metrics of this backend, by name, for ``metrics.jsonl``."""

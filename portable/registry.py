@@ -28,10 +28,8 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "cuda": ("gpu.package", "CUDA"),
     "xla": ("tpu.package", "XLA"),
 }
-"""Name of a backend -> the module with its record, and the record's name there."""
-
-AUTO_ORDER = ("xla", "cuda", "cpu")
-"""Which backend ``auto`` tries first."""
+"""Name of a backend -> the module with its record, and the record's name there. ``auto`` prefers
+later ones."""
 
 
 PLANNED_FOR_AUTO = "cuda"
@@ -132,7 +130,7 @@ def resolve_backend(name: str) -> str:
     """The backend that ``auto`` stands for on this machine; any other name comes back as it is."""
     if name != "auto":
         return name
-    return next(candidate for candidate in AUTO_ORDER if backend_package(candidate).is_here())
+    return next(candidate for candidate in reversed(BACKENDS) if backend_package(candidate).is_here())
 
 
 def create_backend(name: str) -> Backend:

@@ -83,9 +83,9 @@ def take_steps(config: RunConfig, steps: int) -> Steps:
     """Train from the start on ``config.backend``; nothing is read from the device before the last step."""
     with opened(config) as trial:
         backend = trial.backend
-        before = backend.figures()
+        before = backend.metrics()
         results = [trial.step() for _ in range(steps)]
-        figures = {name: value - before[name] for name, value in backend.figures().items()}
+        figures = {name: value - before[name] for name, value in backend.metrics().items()}
         losses = backend.read([result.loss for result in results])
         norms = backend.read([result.grad_norm for result in results])
         compiled: Any = getattr(trial.engine, "graphs", None)

@@ -147,7 +147,7 @@ class XlaBackend:
         kind = devices.accelerator_type()
         return None if kind is None else devices.peak_flops(kind, precision)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return graphs.counted()
 
 

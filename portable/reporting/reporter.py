@@ -43,12 +43,12 @@ class Reporter(Events):
         checkpoints: Checkpoints[Any],
         save: Callable[[Progress], None],
         profiler: Profiler | None,
-        leg: dict[str, Any],
+        facts: dict[str, Any],
     ) -> None:
         """Open the logs and record the start.
 
         Args:
-            leg: fields of the start event; ``source``, if given, is the checkpoint that the launch resumes.
+            facts: fields of the start event; ``source``, if given, is the checkpoint that the launch resumes.
         """
         self._backend = backend
         self._output = output
@@ -72,7 +72,7 @@ class Reporter(Events):
             self._metrics = MetricsFile(folder, from_step=progress.step)
             self._history = History(folder)
             self._history.record(
-                "resume" if leg.get("source") else "start", progress.step, samples=progress.samples, **leg
+                "resume" if facts.get("source") else "start", progress.step, samples=progress.samples, **facts
             )
             self._trackers = open_trackers(trackers, folder, config, from_step=progress.step)
             # A bar on a terminal; in a log file, a line for each logged step.
@@ -113,7 +113,7 @@ class Reporter(Events):
             "samples_per_second": samples_per_second,
             "memory": memory,
             "skipped_steps": progress.skipped,
-            **self._backend.figures(),
+            **self._backend.metrics(),
         }
         if self._peak_flops is not None:
             values["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops

@@ -200,7 +200,7 @@ def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress],
         checkpoints=opened.checkpoints,
         save=save_at,
         profiler=opened.profiler,
-        leg={
+        facts={
             "backend": backend.name,
             "strategy": config.strategy,
             "world_size": backend.world_size,

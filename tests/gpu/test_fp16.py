@@ -110,7 +110,7 @@ def overflow_of_one_rank(folder: Path, corpus: Path, strategy: str) -> list[Any]
             trial.step(1e-3)
             changed = not all(torch.equal(local(p), old) for p, old in zip(parameters, before, strict=True))
             everywhere = (backend.any(changed), not backend.any(not changed))
-            seen.append((everywhere, backend.figures()))
+            seen.append((everywhere, backend.metrics()))
         assert engine.health().first_bad_update is None
         return seen
 
@@ -156,7 +156,7 @@ def kept(folder: Path, corpus: Path, settings: dict[str, Any]) -> float:
     backend.start()
     settled = settle(configured(folder, corpus, **{**FP16, **settings}), backend.name)
     restore(prepare(settled, backend), folder / "checkpoints" / "step-000008")
-    scale = backend.figures()["loss_scale"]
+    scale = backend.metrics()["loss_scale"]
     backend.stop()
     return scale
 

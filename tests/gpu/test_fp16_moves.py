@@ -81,7 +81,7 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
         save(run, checkpoints, engine, after)
         checkpoints.finish()
         backend.barrier()
-        return loaded, backend.figures()
+        return loaded, backend.metrics()
     finally:
         backend.stop()
         del get_accelerator().is_fp16_supported

@@ -63,7 +63,7 @@ def fp16_steps(config: RunConfig) -> tuple[list[float], dict[str, float], str]:
     except RunError as error:
         ended = str(error)
     finally:
-        figures = backend.figures()
+        figures = backend.metrics()
         backend.stop()
         del get_accelerator().is_fp16_supported
     return losses, figures, ended

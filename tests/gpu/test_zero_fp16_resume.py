@@ -62,7 +62,7 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
                 learning_rate=run.schedule(step),
                 max_grad_norm=1.0,
             )
-            taken.append((float(result.loss), backend.figures()["loss_scale"]))
+            taken.append((float(result.loss), backend.metrics()["loss_scale"]))
         batches.close()
         save(run, checkpoints, engine, Progress(stop, stop * run.plan.global_batch_size))
         checkpoints.finish()
