@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from converters.storage.guarded import open_new
+from converters.storage.guarded import leads_out, open_new
+from portable.errors import UserError
 
 _PARTIAL_SUFFIX = ".partial"
 
@@ -44,3 +45,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def own_path(root: Path, *names: str) -> Path:
+    """The path ``names`` below ``root``, for a library that opens it by itself and follows links.
+
+    Makes the folder around it and removes a link in its place.
+
+    Raises:
+        UserError: if a folder on the way is a link that leads out of ``root``.
+    """
+    path = root.joinpath(*names)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if leads_out(path.parent, root):
+        raise UserError(f"output_dir: {path.parent} is a link that leads out of {root}; remove it")
+    if path.is_symlink():
+        path.unlink()
+    return path

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch.profiler import profile, schedule
 
+from portable.durable import own_path
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -43,6 +45,5 @@ class Profiler:
         self._profile.stop()
 
     def _write(self, recorded: profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(str(self.path))
+        recorded.export_chrome_trace(str(own_path(self._folder.parent, self._folder.name, self.path.name)))
         self.written = True

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portable.checkpoint.find import checkpoints_of, resume_source
+from portable.durable import own_path
 from portable.errors import RunError, ToldElsewhereError, UserError
 from portable.formatting import table
 from portable.loop import evaluate
@@ -145,8 +146,7 @@ def _cannot_write(error: OSError, output: Output) -> RunError | UserError | None
 def _memory_snapshot(backend: Backend, output: Output) -> str:
     """Write ``log.memory_snapshot`` of this rank; returns its place."""
     name = f"memory/rank{backend.rank}.pickle"
-    (output.work / name).parent.mkdir(parents=True, exist_ok=True)
-    backend.diagnostics.dump_memory(output.work / name)
+    backend.diagnostics.dump_memory(own_path(output.work, name))
     return str(output.place / name)
 
 

@@ -19,7 +19,8 @@ from converters.manifest import MANIFEST
 from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
 from portable.checkpoint.store import CheckpointFolder, TrainerState
-from portable.errors import RunError
+from portable.durable import own_path
+from portable.errors import RunError, UserError
 from portable.run.rank import run_rank
 from tests.runs import configured
 
@@ -306,3 +307,17 @@ def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "step-000001.kept" / "mine.txt").read_text() == "kept"
     assert "kept as" in capsys.readouterr().err
     assert [step for step, _ in checkpoints.complete()] == [1]
+
+
+def test_a_library_writes_through_no_link(tmp_path: Path) -> None:
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    mine.mkdir()
+    run.mkdir()
+    (mine / "file").write_text("mine")
+    (run / "profile").mkdir()
+    (run / "profile" / "rank0.json.gz").symlink_to(mine / "file")
+    own_path(run, "profile", "rank0.json.gz").write_text("a trace")
+    (run / "memory").symlink_to(mine)
+    with pytest.raises(UserError, match=r"memory is a link that leads out of .*; remove it"):
+        own_path(run, "memory/rank0.pickle")
+    assert (mine / "file").read_text() == "mine" and sorted(mine.iterdir()) == [mine / "file"]
