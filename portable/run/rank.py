@@ -42,14 +42,14 @@ def run_rank(
     profile: bool = False,
     replay: int | None = None,
 ) -> int:
-    """Train from where the run stands, as a rank of this process's launcher.
+    """Train, or resume, as one rank of this launch.
 
     Args:
         backend_name: cpu, cuda or xla.
-        settled: by the launcher; a config where the launcher is another program (torchrun), to settle here.
-        eval_only: evaluate, and train no step.
+        settled: from our launcher. A config is settled here: another program (torchrun) launched this rank.
+        eval_only: only evaluate.
         profile: write a trace of a few steps into ``profile`` in the run's folder.
-        replay: take this step again with :mod:`portable.run.replay`, and train no step.
+        replay: only take this step again, with :mod:`portable.run.replay`.
 
     Returns:
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
@@ -57,21 +57,21 @@ def run_rank(
     backend = create_backend(backend_name)
     config = settled.config if isinstance(settled, Settled) else settled
     output = open_output(config, backend.rank)
-    outcome: Prepared | UserError
+    prepared: Prepared | UserError
     try:
         if not isinstance(settled, Settled):
             writes = not eval_only and replay is None
             settled = settle(config, backend_name, writes=writes)
         if replay is not None:  # compiled layers cannot be looked into
             settled = replace(settled, config=settled.config.replaced({"compile": False}))
-        outcome = prepare(settled, backend)
+        prepared = prepare(settled, backend)
     except UserError as error:
         if backend.world_size == 1:
             raise
-        outcome = error
+        prepared = error
     try:
         backend.start()
-        prepared = all_or_none(outcome)
+        prepared = all_or_none(prepared)
         _agree(prepared, output)
         if prepared.config.log.memory_snapshot:
             backend.diagnostics.record_memory()
@@ -91,19 +91,20 @@ def run_rank(
         if isinstance(error, OSError) and (refused := _cannot_write(error, output)) is not None:
             leave_word(refused)
             raise refused from error
-        if not isinstance(error, DeviceMemoryError) and not backend.ran_out_of_memory(error):
+        full = isinstance(error, DeviceMemoryError) or backend.ran_out_of_memory(error)
+        if not full or not isinstance(prepared, Prepared):
             if (elsewhere := word_left()) is not None:
                 raise elsewhere from None
             raise
         step = error.step if isinstance(error, DeviceMemoryError) else None
         search, sequences = prepared.search, prepared.plan.micro_batch_size // backend.devices_per_rank
         snapshot = _memory_snapshot(backend, output) if prepared.config.log.memory_snapshot else None
-        del prepared, outcome  # they hold the model, and the engine has put into it what filled the memory
+        del prepared  # free the model, which holds what filled the memory
         backend.leave()
     finally:
         output.close()
         backend.stop()
-    # Only out here is the engine gone: the error's traceback held it.
+    # The engine is freed only here: the error's traceback referenced it.
     raise _out_of_device_memory(search, sequences, step, output, snapshot)
 
 
