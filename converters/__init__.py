@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.errors import CheckpointError
-    from converters.formats.dcp.checksums import item_checksums, write_seal
+    from converters.formats.dcp.checksums import item_checksums, write_shard_checksums
     from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
     from converters.tensors.tensor import Tensor
@@ -34,7 +34,7 @@ __all__ = [
     "read_pickled",
     "write_dcp",
     "write_safetensors",
-    "write_seal",
+    "write_shard_checksums",
 ]
 
 # Imported at the first use (PEP 562): numpy takes longer to import than a small checkpoint to convert, and
@@ -52,7 +52,7 @@ _HOMES = {
     "read_pickled": "converters.opening",
     "write_dcp": "converters.writers.dcp_writer",
     "write_safetensors": "converters.writers.safetensors_writer",
-    "write_seal": "converters.formats.dcp.checksums",
+    "write_shard_checksums": "converters.formats.dcp.checksums",
 }
 
 

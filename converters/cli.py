@@ -173,7 +173,7 @@ def _convert(options: argparse.Namespace) -> int:
         check_output(out, [source], overwrite=options.overwrite)
     checkpoint = open_checkpoint(source, options.tag)
     if options.config_from is not None:
-        checkpoint.take_companions(companions_from(options.config_from))
+        checkpoint = checkpoint.with_companions(companions_from(options.config_from))
     chosen = {
         "dtype": options.dtype,
         "max_shard_size": options.max_shard_size,

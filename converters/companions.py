@@ -14,13 +14,11 @@ from converters.storage.guarded import LinkError, read_small_text, real_path
 from converters.storage.object_store import RemotePath
 from converters.storage.path_or_url import place
 from converters.storage.store_errors import AccessDeniedError
-from converters.tensors.dtypes import CASTABLE, TO_TORCH
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from converters.storage.path_or_url import Place
-    from converters.writers.conversion import Entry
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +29,6 @@ _NAMES = re.compile(
 )
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # the second is what transformers before 4.56 reads
 _SUBFOLDERS = ("model", "hf", "tokenizer")
 _RUN_CHECKPOINTS = "checkpoints"
 # Nothing a tokenizer needs is larger; a `.model` that is belongs to something else.
@@ -120,47 +117,6 @@ def _companions_in(folders: Iterable[Place]) -> dict[str, Place]:
                 if _usable(real, entry.name):
                     found[entry.name] = real
     return found
-
-
-def with_dtype(
-    companions: Mapping[str, Place], entries: Iterable[Entry]
-) -> tuple[dict[str, bytes], dict[str, Place]]:
-    """The companions, with a `config.json` that names the type that the tensors have.
-
-    `from_pretrained` loads in the type that the config names, whatever the weights are in. A config of
-    quantised weights means another type by it, and stays as it is.
-
-    Returns:
-        What has to be written anew (name -> content), and what is copied as it is (name -> path).
-    """
-    copied = dict(companions)
-    path = copied.get("config.json")
-    config = None if path is None else json.loads(read_small_text(path))
-    if not isinstance(config, dict) or "quantization_config" in config:
-        return {}, copied
-    sizes: dict[str, int] = {}
-    for entry in entries:
-        if entry.dtype in CASTABLE and entry.tensor.shape:
-            sizes[TO_TORCH[entry.dtype]] = sizes.get(TO_TORCH[entry.dtype], 0) + entry.nbytes
-    told = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
-    # Of several types, the one that the config names is as good as any.
-    if not sizes or told.removeprefix("torch.") in sizes:
-        return {}, copied
-    _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
-    del copied["config.json"]
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    try:
-        return {"config.json": text.encode()}, copied
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON knows as an escape only
-        return {"config.json": (json.dumps(config, indent=2) + "\n").encode()}, copied
-
-
-def _set_dtype(config: dict[str, Any], name: str) -> None:
-    present = [key for key in _DTYPE_KEYS if key in config]
-    config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], name))
-    for key, part in config.items():
-        if key.endswith("_config") and isinstance(part, dict) and not part.keys().isdisjoint(_DTYPE_KEYS):
-            _set_dtype(part, name)
 
 
 def trainer_metadata(folder: Place) -> dict[str, Any]:

@@ -175,6 +175,6 @@ def _crc32(path: Place) -> int:
 
 def _directory(folder: Place, name: str) -> int:
     from converters.containers.torchzip import TorchZip
-    from converters.storage.bytes import Folder
+    from converters.storage.folder import Folder
 
     return TorchZip(Folder(folder).file(name)).checksum

@@ -67,7 +67,7 @@ def read_pickled(path: str | Place) -> Any:
     """
     from converters.containers.pickle_reader import plain
     from converters.containers.torchzip import TorchZip
-    from converters.storage.bytes import Folder
+    from converters.storage.folder import Folder
 
     path = place(path)
     try:

@@ -10,7 +10,8 @@ from converters.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from converters.storage.bytes import Folder, SourceFile
+    from converters.storage.bytes import SourceFile
+    from converters.storage.folder import Folder
 
 V = TypeVar("V")
 

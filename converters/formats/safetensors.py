@@ -20,11 +20,12 @@ from converters.formats import Format, Source
 from converters.formats.torch_save.reader import in_order, optimizer_beside
 from converters.names.canonical import plain_names, split_state_key
 from converters.names.module_order import module_order
-from converters.storage.bytes import Folder, SourceFile
+from converters.storage.folder import Folder
 from converters.tensors.dtypes import NUMPY, itemsize
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
+    from converters.storage.bytes import SourceFile
     from converters.storage.path_or_url import Place
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -55,7 +55,7 @@ def facts_of(folder: RemotePath) -> dict[str, Any]:
 def begin(folder: RemotePath, **facts: Any) -> str:
     """Mark the folder as being written, and as complete no longer; one process of a run does this.
 
-    Objects that are there already stay: `folder.remove_tree()` first where they should not.
+    Objects that are there already stay: `remove_tree` first where they should not.
 
     Args:
         facts: anything worth knowing about the folder if it is never completed; goes into `_INCOMPLETE`.
@@ -88,6 +88,22 @@ def complete(folder: RemotePath, token: str, **facts: Any) -> None:
         raise RemoteError(f"{folder}: another process began to write this folder meanwhile")
     (folder / COMPLETE).write_bytes(json.dumps({**facts, "completed": _now()}).encode())
     (folder / INCOMPLETE).unlink(missing_ok=True)
+
+
+def remove_tree(folder: RemotePath) -> None:
+    """Delete every object below, and abort uploads left open.
+
+    The marker of completion goes first. To clear a folder that may be read meanwhile, `begin` it before:
+    `_INCOMPLETE` goes last.
+    """
+    folder.abort_uploads()
+    names = folder.files()
+    if COMPLETE in names:
+        (folder / COMPLETE).unlink(missing_ok=True)
+    folder.remove([name for name in names if name not in (COMPLETE, INCOMPLETE)])
+    if INCOMPLETE in names:
+        (folder / INCOMPLETE).unlink(missing_ok=True)
+    folder.remove_folders()
 
 
 def _now() -> str:

@@ -25,7 +25,7 @@ Writing: an object appears whole or not at all, there are no folders to be made.
     path.upload(nbytes)                      the parts themselves, by several threads: see `Upload`
     path.move_to(other)                      one object, by another name; its bytes stay in the store
     path.unlink(missing_ok=...)              one object
-    path.remove_tree()                       every object below, and uploads that a killed process left open
+    path.remove(names), path.abort_uploads() objects below, and uploads that a killed process left open
 
 A folder that is written by several objects (a step, a converted model) is made whole by the markers of
 `converters.storage.completion`:
@@ -416,25 +416,16 @@ class RemotePath:
                 raise
         self._store.forget(self._key)
 
-    def remove_tree(self) -> None:
-        """Delete every object below, and abort uploads left open.
-
-        What says that they are complete goes first. To clear a folder that may be read meanwhile,
-        `completion.begin` it before: what says that it is unfinished goes last.
-        """
-        from converters.storage.completion import COMPLETE, INCOMPLETE
-
-        self.abort_uploads()
-        names = self.files()
-        if COMPLETE in names:
-            (self / COMPLETE).unlink(missing_ok=True)
-        keys = [f"{self._key}/{name}" for name in names if name not in (COMPLETE, INCOMPLETE)]
-        with suppress(FileNotFoundError):  # somebody else may delete them as well
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete objects below, by their names relative to this folder; those already gone are ignored."""
+        keys = [f"{self._key}/{name}" for name in names]
+        with suppress(FileNotFoundError):  # another process may delete them too
             if keys:
                 with_retries(str(self), "delete", lambda: self._store.fs.rm(keys))
-        if INCOMPLETE in names:
-            (self / INCOMPLETE).unlink(missing_ok=True)
-        with suppress(FileNotFoundError):  # empty folders, where the store has such
+
+    def remove_folders(self) -> None:
+        """Delete what `remove` leaves on stores that have real folders, and forget what was listed."""
+        with suppress(FileNotFoundError):
             with_retries(str(self), "delete", lambda: self._store.fs.rm(self._key, recursive=True))
         self.refresh()
 

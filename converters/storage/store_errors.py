@@ -123,7 +123,9 @@ def with_retries(where: str, what: str, call: Callable[[], T]) -> T:
         RemoteError: everything else; one line, without credentials.
     """
     limit = attempts()
-    for attempt in range(1, limit + 1):
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             return call()
         except CheckpointError:
@@ -148,7 +150,6 @@ def with_retries(where: str, what: str, call: Callable[[], T]) -> T:
                 wait,
             )
             time.sleep(wait)
-    raise AssertionError("unreachable")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

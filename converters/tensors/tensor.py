@@ -42,29 +42,29 @@ class View:
 class Box:
     """A piece of a tensor: the elements [offset, offset + size) along every dimension.
 
-    `view` is a `View` whose shape is `sizes`, or a function that finds it at the first read.
+    `view` is a `View` whose shape is `sizes`, or a function that returns it, called at the first read.
     """
 
-    __slots__ = ("_locate", "_view", "offsets", "sizes")
+    __slots__ = ("_found", "_view", "offsets", "sizes")
 
     def __init__(self, offsets: Shape, sizes: Shape, view: View | Callable[[], View]) -> None:
         self.offsets = offsets
         self.sizes = sizes
-        self._view: View | None = view if isinstance(view, View) else None
-        self._locate: Callable[[], View] | None = None if isinstance(view, View) else view
+        self._view = view
+        self._found: View | None = None
 
     @property
     def view(self) -> View:
-        view = self._view  # another thread may forget it in between
-        if view is None:
-            assert self._locate is not None
-            view = self._view = self._locate()
-        return view
+        if isinstance(self._view, View):
+            return self._view
+        found = self._found  # another thread may call `release` in between
+        if found is None:
+            found = self._found = self._view()
+        return found
 
     def release(self) -> None:
-        """Forget what the function found; it is asked again at the next read."""
-        if self._locate is not None:
-            self._view = None
+        """Drop what the function returned; the next read calls it again."""
+        self._found = None
 
 
 class Tensor:

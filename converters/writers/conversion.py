@@ -30,7 +30,7 @@ from converters.writers.parallel import in_parallel, threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from converters.checkpoint import Checkpoint, Scalar
+    from converters.checkpoint import Checkpoint, OptimizerState, Scalar
     from converters.storage.bytes import Touched
     from converters.storage.path_or_url import Place
     from converters.writers.draft import Draft, OutPiece
@@ -139,15 +139,20 @@ def _check_name(name: str, where: Place) -> None:
         raise CheckpointError(f"{where}: the tensor {name!r} has a name that is no text") from None
 
 
-def optimizer_entries(checkpoint: Checkpoint) -> list[tuple[str, str, Entry]]:
-    """(parameter, state name, entry) of all optimizer state, numbers as 0-d tensors, never cast."""
+def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
+    """The checkpoint's optimizer; CheckpointError if it has none."""
     optimizer = checkpoint.optimizer
     if optimizer is None:
         raise CheckpointError(f"{checkpoint.root}: holds no optimizer state; convert without --optimizer")
+    return optimizer
+
+
+def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str, str, Entry]]:
+    """(parameter, state name, entry) of all optimizer state: numbers become 0-d tensors, nothing is cast."""
     found = []
     for name, values in optimizer.state.items():
         for what, value in values.items():
-            _check_name(f"{name}.{what}", checkpoint.root)
+            _check_name(f"{name}.{what}", root)
             tensor = value if isinstance(value, Tensor) else _scalar(f"{name}.{what}", value)
             found.append((name, what, Entry(f"{name}.{what}", tensor.dtype, tensor)))
     return found

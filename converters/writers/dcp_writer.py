@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.companions import with_dtype
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError
 from converters.formats.dcp.reader import read_tensors
 from converters.storage.path_or_url import place
 from converters.tensors.dtypes import TO_TORCH
+from converters.writers.config_json import with_dtype
 from converters.writers.conversion import (
     Entry,
     Part,
@@ -24,6 +24,7 @@ from converters.writers.conversion import (
     carry_out,
     model_entries,
     optimizer_entries,
+    required_optimizer,
     shards,
 )
 from converters.writers.torchzip_writer import Call, Made, Name, pickle, tensor_parts, value_bytes
@@ -59,10 +60,10 @@ def plan_dcp(
         add(("model", entry.name), entry)
     values: dict[Key, Any] = {}
     if optimizer:
-        for name, what, entry in optimizer_entries(checkpoint):
+        found = required_optimizer(checkpoint)
+        for name, what, entry in optimizer_entries(found, checkpoint.root):
             add(("optim", "state", name, what), entry)
-        assert checkpoint.optimizer is not None
-        for i, group in enumerate(plain(checkpoint.optimizer.param_groups, limit=10_000_000)):
+        for i, group in enumerate(plain(found.param_groups, limit=10_000_000)):
             for what, value in group.items():
                 # What torch hands out as a tuple came back from a plain document as a list.
                 values["optim", "param_groups", i, what] = tuple(value) if what == "betas" else value

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.errors import CheckpointError
 from converters.storage.object_store import RemotePath
-from converters.writers.output_file import FLUSH_BYTES, OutputFile, copy_file, write_file
+from converters.storage.output_file import FLUSH_BYTES, OutputFile, copy_file, write_file
+from converters.writers.remote_draft import check_prefix, new_prefix
 from converters.writers.replace_folder import let_go, new_temporary, recover, replace_folder
 
 if TYPE_CHECKING:
@@ -91,8 +92,6 @@ def new_output(
         facts: what the marker in an object store is to tell besides.
     """
     if isinstance(target, RemotePath):
-        from converters.writers.remote_draft import new_prefix
-
         return new_prefix(target, overwrite=overwrite, names=names, facts=facts)
     return _new_local(target, needed=needed, overwrite=overwrite)
 
@@ -118,8 +117,6 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
         if origin.is_relative_to(where):  # type: ignore[arg-type]
             raise CheckpointError(f"{out}: holds {source}; give another output folder")
     if isinstance(target, RemotePath):
-        from converters.writers.remote_draft import check_prefix
-
         check_prefix(target, overwrite=overwrite)
     elif os.path.lexists(str(out)):
         if not overwrite:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import CheckpointError, printable
 from converters.storage.completion import COMPLETE, INCOMPLETE, begin, complete, facts_of, is_unfinished
 from converters.storage.object_store import RemotePath
-from converters.writers.output_file import FLUSH_BYTES
+from converters.storage.output_file import FLUSH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from converters.companions import with_dtype
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError
 from converters.formats.safetensors import GROUPS, MAX_HEADER, OPTIMIZER, read_file
-from converters.storage.bytes import Folder
+from converters.storage.folder import Folder
 from converters.storage.path_or_url import place
 from converters.tensors.dtypes import itemsize
+from converters.writers.config_json import with_dtype
 from converters.writers.conversion import (
     Entry,
     Plan,
@@ -22,6 +22,7 @@ from converters.writers.conversion import (
     carry_out,
     model_entries,
     optimizer_entries,
+    required_optimizer,
     shards,
 )
 
@@ -54,18 +55,18 @@ def plan_safetensors(
         index = {"metadata": {"total_size": total}, "weight_map": places}
         documents["model.safetensors.index.json"] = _document(index)
     if optimizer:
-        files.append(_file(OPTIMIZER, [entry for _, _, entry in optimizer_entries(checkpoint)]))
-        assert checkpoint.optimizer is not None
-        groups = plain(checkpoint.optimizer.param_groups, limit=10_000_000)
+        found = required_optimizer(checkpoint)
+        files.append(_file(OPTIMIZER, [entry for *_, entry in optimizer_entries(found, checkpoint.root)]))
+        groups = plain(found.param_groups, limit=10_000_000)
         documents[GROUPS] = _document({"param_groups": groups})
     names_written = [file.name for file in files]
 
     def reopen(folder: Place) -> dict[str, Tensor]:
         written = Folder(folder)
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in names_written:
-            found.update(read_file(written.file(name))[0])
-        return found
+            tensors.update(read_file(written.file(name))[0])
+        return tensors
 
     return Plan(tuple(files), documents, companions, reopen)
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
 from converters.tensors.tensor import row_major
 from converters.writers.conversion import Entry, Part, Trailer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -26,6 +23,7 @@ _END = struct.Struct("<4s4H2LH")
 # Sizes and CRC follow the data (bit 3), names are UTF-8 (bit 11): as torch itself writes.
 _FLAGS = 0x0808
 _ARCHIVE = "archive"
+_MEMBERS = 3
 
 
 @dataclass(frozen=True)
@@ -122,34 +120,34 @@ def tensor_parts(entry: Entry) -> list[Part]:
     else:
         dtype = Name("torch", TO_TORCH[entry.dtype])
         value = Call(Name("torch._utils", "_rebuild_tensor_v3"), (*place, hooks, dtype))
-    return _archive(pickle(value), entry)
+    return _with_data(pickle(value), entry)
 
 
 def value_bytes(value: Any) -> bytes:
     """A whole torch.save file holding one plain value."""
-    (data,) = _archive(pickle(value), None)
-    assert isinstance(data, bytes)
-    return data
+    out, directory = _members(pickle(value))
+    return bytes(out + directory + _end(_MEMBERS, len(directory), len(out)))
 
 
-def _archive(pickled: bytes, entry: Entry | None) -> list[Part]:
-    members: Mapping[str, bytes] = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
-    out = bytearray()
-    directory = bytearray()
-    for name, data in members.items():
+def _members(pickled: bytes) -> tuple[bytearray, bytearray]:
+    """The small members of every file, and their directory entries."""
+    out, directory = bytearray(), bytearray()
+    for name, data in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
         crc = zlib.crc32(data)
         directory += _central(name, crc, len(data), len(out))
         out += _local(name) + data + _DESCRIPTOR.pack(b"PK\7\x08", crc, len(data), len(data))
-    count = len(members)
-    if entry is None:
-        return [bytes(out + directory + _end(count, len(directory), len(out)))]
+    return out, directory
+
+
+def _with_data(pickled: bytes, entry: Entry) -> list[Part]:
+    out, directory = _members(pickled)
     header, nbytes = len(out), entry.nbytes
     out += _local("data/0")
 
     def trailer(crc: int) -> bytes:
         end = _DESCRIPTOR.pack(b"PK\7\x08", crc, nbytes, nbytes)
         listed = bytes(directory) + _central("data/0", crc, nbytes, header)
-        return end + listed + _end(count + 1, len(listed), len(out) + nbytes + len(end))
+        return end + listed + _end(_MEMBERS + 1, len(listed), len(out) + nbytes + len(end))
 
     return [bytes(out), entry, Trailer(len(trailer(0)), trailer)]
 

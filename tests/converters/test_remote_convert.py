@@ -198,7 +198,7 @@ def test_a_slice_fetches_little_more_than_itself(large: Path, s3: ObjectStore) -
 def test_runs_are_kept_within_bounds(
     large: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(remote_file, "KEPT_BYTES", 64 << 10)
+    monkeypatch.setattr(remote_file, "CACHE_BYTES", 64 << 10)
     monkeypatch.setattr(remote_file, "RUN_BYTES", 64 << 10)
     assert convert(s3.url("src"), tmp_path / "out") == 0
     assert convert(large, tmp_path / "local") == 0
@@ -409,7 +409,7 @@ def test_memory_does_not_grow_with_the_model(s3: ObjectStore, tmp_path: Path) ->
         "import pytest\nfrom tests.object_store import scale_down\nscale_down(pytest.MonkeyPatch())\n"
         "from converters.storage import range_reader\n"
         "from converters.writers import conversion, remote_draft\n"
-        "range_reader.KEPT_BYTES = 1 << 20\n"
+        "range_reader.CACHE_BYTES = 1 << 20\n"
         "remote_draft._Draft.threads = conversion._REMOTE_THREADS = 1"
     )
     small, large = peaks(s3, tmp_path, (2, 8), 4, few)

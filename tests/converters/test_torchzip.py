@@ -14,7 +14,7 @@ import torch
 
 from converters import CheckpointError, Tensor
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.storage.bytes import Folder
+from converters.storage.folder import Folder
 from converters.tensors.tensor import Box
 from tests.converters.compare import assert_same
 

@@ -17,20 +17,21 @@ from converters.companions import find_companions, trainer_metadata
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
-from converters.formats.dcp.checksums import SEAL
+from converters.formats.dcp.checksums import CHECKSUMS
+from converters.formats.dcp.files import is_metadata_file, metadata_files
 from converters.formats.dcp.metadata import (
     Dims,
     Entry,
     Item,
+    TensorEntry,
     chunk_key,
-    is_metadata_file,
-    metadata_files,
     read_metadata,
 )
 from converters.formats.dcp.optimizer import build_optimizer
 from converters.formats.torch_save.reader import in_order
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_names
-from converters.storage.bytes import Folder, Memory
+from converters.storage.bytes import Memory
+from converters.storage.folder import Folder
 from converters.storage.guarded import child
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Box, Tensor, View
@@ -84,8 +85,9 @@ def _open(source: Source) -> Checkpoint:
                 raise CheckpointError(f"{path}: the key {key!r} is stored twice")
     nested = {key: entry.path for key, entry in entries.items() if entry.path is not None}
     paths = nested if len(nested) == len(entries) else paths_without_nesting(entries, where=where)
-    roles = assign_roles(paths, frozenset(key for key, entry in entries.items() if entry.dtype), where=where)
-    stored = {name: _tensor(entries[key], name) for name, key in roles.model.items()}
+    found = {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
+    roles = assign_roles(paths, frozenset(found), where=where)
+    stored = {name: _tensor(found[key], name) for name, key in roles.model.items()}
     tensors = plain_names(stored, where=where)
 
     def optimizer(aliases: Aliases) -> OptimizerState | None:
@@ -113,7 +115,8 @@ def _open(source: Source) -> Checkpoint:
 
 def read_tensors(folder: Place) -> dict[str, Tensor]:
     """Every tensor of one DCP folder under its own key, containers and all."""
-    return {key: _tensor(entry, key) for key, entry in read_metadata(Folder(folder)).items() if entry.dtype}
+    entries = read_metadata(Folder(folder)).items()
+    return {key: _tensor(entry, key) for key, entry in entries if isinstance(entry, TensorEntry)}
 
 
 def _metadata(path: Place) -> dict[str, Any]:
@@ -131,16 +134,15 @@ def _counters(
     found: dict[str, Scalar] = {}
     for key in keys:
         entry = entries[key]
-        if paths[key][0] in _COUNTED and (entry.dtype is None or entry.shape == ()):
+        if paths[key][0] in _COUNTED and (not isinstance(entry, TensorEntry) or entry.shape == ()):
             value = _value(entry)
             if isinstance(value, (int, float)):
                 found[".".join(map(str, paths[key]))] = value
     return found
 
 
-def _tensor(entry: Entry, name: str) -> Tensor:
+def _tensor(entry: TensorEntry, name: str) -> Tensor:
     """The tensor of one key; its chunks are located when they are first read."""
-    assert entry.dtype is not None
     boxes = []
     for offsets, sizes in entry.chunks:
         item = entry.items.get(chunk_key(offsets))
@@ -165,7 +167,7 @@ class _Locator:
 
     __slots__ = ("entry", "item", "sizes")
 
-    def __init__(self, entry: Entry, item: Item, sizes: Dims) -> None:
+    def __init__(self, entry: TensorEntry, item: Item, sizes: Dims) -> None:
         self.entry = entry
         self.item = item
         self.sizes = sizes
@@ -184,24 +186,24 @@ class _Locator:
 
 
 def open_item(entry: Entry, item: Item) -> TorchZip:
-    """The zip that an item is; CheckpointError where it is damaged, or not the one that was sealed."""
+    """The zip of one item; CheckpointError where it is damaged or fails its recorded checksum."""
     file = entry.folder.file(item.file)
     archive = TorchZip(file, item.offset, item.length, what=f"item {entry.key!r}")
     if item.checksum is not None and archive.checksum != item.checksum:
-        raise CheckpointError(f"{archive.where}: damaged, or of another save than {SEAL}")
+        raise CheckpointError(f"{archive.where}: damaged, or from another save ({CHECKSUMS})")
     return archive
 
 
 def _value(entry: Entry) -> Any:
     """The value of one key: numbers for a tensor, else the plain pickled value."""
-    if entry.dtype is not None:
+    if isinstance(entry, TensorEntry):
         return _tensor(entry, entry.key).read().tolist()
-    return open_item(entry, entry.items[chunk_key(None)]).load()
+    return open_item(entry, entry.item).load()
 
 
 def _state(entry: Entry, name: str) -> Tensor | Scalar | None:
     """One piece of optimizer state: a tensor, a number, or None for anything else."""
-    if entry.dtype is not None:
+    if isinstance(entry, TensorEntry):
         return _tensor(entry, name)
     value = _value(entry)
     return value if isinstance(value, (int, float)) else None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.containers.pickle_reader import Standin
-    from converters.storage.bytes import Folder
+    from converters.storage.folder import Folder
     from converters.storage.path_or_url import Place
 
 Shapes = dict[str, tuple[int, ...]]
@@ -136,7 +136,7 @@ def load(folder: Folder, name: str) -> dict[str, Any]:
     return content
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelFile:
     """One `*_model_states.pt`.
 
@@ -202,7 +202,7 @@ def read_model(folder: Folder, name: str) -> ModelFile:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimFile:
     """One `*_optim_states.pt`: `state` is the ZeRO optimizer's own dict."""
 

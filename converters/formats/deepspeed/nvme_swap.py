@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from converters.formats.deepspeed.layout import WholeParameters
-    from converters.storage.bytes import Folder
+    from converters.storage.folder import Folder
 
 FOLDER = "offloaded_tensors"
 # Blocks are 1 KiB for each thread that writes; nobody uses so many.

@@ -7,6 +7,7 @@ the one that every other record describes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,14 @@ from converters.formats.deepspeed.nvme_swap import SwapFiles
 from converters.formats.deepspeed.optimizer import build_optimizer, optimizer_steps
 from converters.formats.deepspeed.unsharded import open_unsharded
 from converters.names.canonical import plain_names
-from converters.storage.bytes import Folder, Memory
+from converters.storage.bytes import Memory
+from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small
 from converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from converters.storage.path_or_url import Place
 
 LATEST = "latest"
@@ -173,11 +177,11 @@ class _Run:
             raise CheckpointError(f"{self.model.where}: says nothing of the parameters' shapes")
         self.shapes = self.model.groups
         self.flats = self._flats()
-        self.layouts: list[Layout] = (
-            [WholeParameters(shapes, self.world, where) for shapes in self.shapes]
-            if self.stage == 3
-            else [self._slices(group) for group in range(len(self.shapes))]
-        )
+        # Stages 1 and 2 only.
+        self.slices = [] if self.stage == 3 else [self._slices(group) for group in range(len(self.shapes))]
+        self.layouts: Sequence[Layout] = self.slices
+        if self.stage == 3:
+            self.layouts = [WholeParameters(shapes, self.world, where) for shapes in self.shapes]
 
     @staticmethod
     def _world(first: OptimFile) -> int:
@@ -224,8 +228,7 @@ class _Run:
             check_same(other.where, "frozen_param_shapes", other.frozen, model.frozen)
             check_same(other.where, "frozen parameters", set(other.fragments), set(model.fragments))
             check_same(other.where, "buffer_names", other.buffers, model.buffers)
-            other.module, other.content, other.groups = {}, {}, None
-            self.models.append(other)
+            self.models.append(replace(other, module={}, content={}, groups=None))
 
     def _flats(self) -> list[Flat]:
         """The fp32 masters, one flat run a group."""
@@ -380,8 +383,7 @@ class _Run:
     def _check_module(self, masters: dict[str, Tensor]) -> bool:
         """Hold the masters against the weights in the model states, shapes and a few values of each rank."""
         compared = 0
-        for layout, flat_ in zip(self.layouts, self.flats, strict=True):
-            assert isinstance(layout, EqualSlices)
+        for layout, flat_ in zip(self.slices, self.flats, strict=True):
             compared += check_against_module(layout, flat_, self.model, zenflow="zenflow" in self.options)
         return compared > 0
 

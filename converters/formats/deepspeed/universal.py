@@ -34,7 +34,7 @@ from converters.formats.deepspeed.layout import WholeParameters, join, piece_of
 from converters.formats.deepspeed.optimizer import number
 from converters.formats.deepspeed.reader import stored_tensor
 from converters.names.canonical import plain_names
-from converters.storage.bytes import Folder
+from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small
 from converters.tensors.tensor import Tensor
 
@@ -94,7 +94,8 @@ def _incomplete(source: Source) -> str | None:
 
 def _open(source: Source) -> Checkpoint:
     path = _folder(source)
-    assert path is not None
+    if path is None:
+        raise CheckpointError(f"{source.path}: no universal checkpoint here")
     return _Universal(Folder(path, verify=source.verify)).checkpoint(source.path)
 
 

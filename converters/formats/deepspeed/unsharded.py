@@ -26,12 +26,12 @@ from converters.names.canonical import plain_names
 from converters.names.index_keys import fit_in_order
 
 if TYPE_CHECKING:
-    from converters.storage.bytes import Folder
+    from converters.storage.folder import Folder
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Masters:
     """The fp32 copies: by name, and how the optimizer's groups count them."""
 
@@ -65,7 +65,7 @@ def open_unsharded(folder: Folder, name: str, root: Place) -> Checkpoint:
         if not isinstance(saved, dict):
             return None
         if masters.flat is not None:
-            return _flat_optimizer(saved, masters, model.where)
+            return _flat_optimizer(saved, masters.flat, masters.groups, model.where)
         state = saved if is_optimizer(saved) else saved.get("optimizer_state_dict")
         if masters.groups and isinstance(state, dict):
             state = _with_names(state, masters.groups, model.where)
@@ -179,12 +179,13 @@ def _with_names(state: dict[str, Any], groups: list[list[str]], where: str) -> d
     return {**state, "param_groups": named}
 
 
-def _flat_optimizer(saved: dict[str, Any], masters: _Masters, where: str) -> OptimizerState:
-    assert masters.flat is not None
-    # The same shape as a ZeRO run of one rank: one flat parameter a group.
+def _flat_optimizer(
+    saved: dict[str, Any], layouts: list[EqualSlices], groups: list[list[str]], where: str
+) -> OptimizerState:
+    # Laid out as by a ZeRO run of one rank: one flat parameter per group.
     alone = OptimFile(where, {"base_optimizer_state": saved.get("optimizer_state_dict")}, None, {})
-    names = {name: name for group in masters.groups for name in group}
-    built = build_optimizer(1, [alone], masters.flat, names)
+    names = {name: name for group in groups for name in group}
+    built = build_optimizer(1, [alone], layouts, names)
     if built is None:
         raise CheckpointError(f"{where}: the optimizer keeps no state")
     return built

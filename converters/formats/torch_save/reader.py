@@ -23,12 +23,13 @@ from converters.formats import Format, Source
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
 from converters.names.canonical import model_container, plain_names
 from converters.names.ties import pick_owner
-from converters.storage.bytes import Folder, SourceFile
+from converters.storage.folder import Folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from converters.names.canonical import Path as KeyPath
+    from converters.storage.bytes import SourceFile
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 

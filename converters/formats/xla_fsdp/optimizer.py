@@ -81,8 +81,7 @@ def read_optimizer(
                     for raw, _, _ in layouts[keys[index]].parts:
                         made.setdefault(raw, {})[str(what)] = kept
                 continue
-            for raw, tensor in join(layouts[keys[index]], parts, f"{keys[index]}.{what}").items():
-                tensor.name = f"{tensor.name}.{what}"
+            for raw, tensor in join(layouts[keys[index]], parts, keys[index], f".{what}").items():
                 made.setdefault(raw, {})[str(what)] = tensor
         state.update({plain_names[raw]: values for raw, values in made.items()})
 

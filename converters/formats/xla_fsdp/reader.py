@@ -22,7 +22,7 @@ from converters.formats import Format, Source
 from converters.formats.xla_fsdp.optimizer import read_optimizer
 from converters.formats.xla_fsdp.shards import Layout, join, read_layouts, whole
 from converters.names.canonical import plain_names
-from converters.storage.bytes import Folder
+from converters.storage.folder import Folder
 from converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:

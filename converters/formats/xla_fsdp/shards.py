@@ -156,16 +156,18 @@ def _flat_layout(
     return Layout(shape, tuple(parts))
 
 
-def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str) -> dict[str, Tensor]:
+def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str, suffix: str = "") -> dict[str, Tensor]:
     """The tensors that the ranks' shards of one key make, by name with wrappers.
 
     Args:
         shards: (file, value) of every rank, in order.
+        suffix: appended to the tensors' own names (`.exp_avg`), not to the keys of the result.
 
     Raises:
-        CheckpointError: shards of different types or shapes, or of a size that sharding never leaves.
+        CheckpointError: shards of different dtypes or shapes, or of a size that sharding never produces.
     """
     where, first = shards[0]
+    key += suffix
     stored: list[StoredTensor] = []
     for file, value in shards:
         if not isinstance(value, StoredTensor) or not isinstance(first, StoredTensor):
@@ -178,8 +180,8 @@ def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str) -> dict[st
         stored.append(value)
     with blame(where):
         if len(first.shape) == 1:
-            return _join_flat(layout, stored, key)
-        return {layout.parts[0][0]: _join_rows(layout, stored, key)}
+            return _join_flat(layout, stored, key, suffix)
+        return {layout.parts[0][0]: _join_rows(layout, stored, key, suffix)}
 
 
 def whole(stored: StoredTensor, name: str) -> Tensor:
@@ -188,7 +190,7 @@ def whole(stored: StoredTensor, name: str) -> Tensor:
     return Tensor(plain_name(name), stored.dtype, stored.shape, [Box(origin, stored.shape, stored.view)])
 
 
-def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str) -> dict[str, Tensor]:
+def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix: str) -> dict[str, Tensor]:
     length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
     if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):
         raise CheckpointError(
@@ -207,11 +209,11 @@ def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str) -> dict
             low, high = max(start, rank * length), min(stop, (rank + 1) * length)
             at = (stored[rank].offset + low - rank * length) * width
             pieces.append((low - start, high - start, sources[rank], at))
-        made[name] = Tensor.from_flat(plain_name(name), dtype, shape, pieces)
+        made[name] = Tensor.from_flat(plain_name(name) + suffix, dtype, shape, pieces)
     return made
 
 
-def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str) -> Tensor:
+def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
     rows, *rest = stored[0].shape or (0,)
     if (
         layout.flat
@@ -229,7 +231,7 @@ def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str) -> Tens
         size = min(rows, layout.shape[0] - low)
         if size > 0:  # the rest is padding
             boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.view))
-    return Tensor(plain_name(layout.parts[0][0]), stored[0].dtype, layout.shape, boxes)
+    return Tensor(plain_name(layout.parts[0][0]) + suffix, stored[0].dtype, layout.shape, boxes)
 
 
 def _span(shard: StoredTensor) -> FileSpan:
