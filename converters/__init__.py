@@ -1,4 +1,4 @@
-"""How checkpoint formats lie on disk, and one logical view of them all.
+"""Read training checkpoints of many formats through one logical view, and convert them.
 
 from converters import open_checkpoint
 
@@ -37,9 +37,9 @@ __all__ = [
     "write_shard_checksums",
 ]
 
-# Imported at the first use (PEP 562): numpy takes longer to import than a small checkpoint to convert, and
+# Imported at the first use (PEP 562): importing numpy takes longer than converting a small checkpoint, and
 # neither `portable-convert --help` nor a mistyped option needs it.
-_HOMES = {
+_MODULES = {
     "Checkpoint": "converters.checkpoint",
     "CheckpointError": "converters.errors",
     "OptimizerState": "converters.checkpoint",
@@ -57,7 +57,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return value

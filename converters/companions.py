@@ -1,4 +1,4 @@
-"""The small files that make weights loadable: config.json, the tokenizer, and their like."""
+"""The small files that `from_pretrained` needs beside the weights: config.json, the tokenizer, ..."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
 _SUBFOLDERS = ("model", "hf", "tokenizer")
 _RUN_CHECKPOINTS = "checkpoints"
-# Nothing a tokenizer needs is larger; a `.model` that is belongs to something else.
+# No tokenizer file is larger; a larger `.model` is something else.
 _MAX_BYTES = 1 << 30
 
 
 def find_companions(root: Place) -> dict[str, Place]:
     """Files to copy beside converted weights: name -> path.
 
-    Looked for in `root` (or the folder of a file), in its `model/`, then upwards to its parent, and on to the
-    run folder where `root` lies in `<run>/checkpoints/`. The nearest file of a name wins. A link that leads
-    out of the one of these folders that it was found in is passed over with a warning.
+    Searches `root` (or the folder of a file), its `model/`, `hf/` and `tokenizer/`, then its parent, and the
+    run folder where `root` lies in `<run>/checkpoints/`. The nearest file of a name wins. A link that leaves
+    the folder it was found in is skipped with a warning.
     """
     folder = root if root.is_dir() else root.parent
     folder = folder.absolute()
@@ -49,7 +49,7 @@ def find_companions(root: Place) -> dict[str, Place]:
         upwards.append(folder.parent.parent)
     elif folder.parent.parent.name == _RUN_CHECKPOINTS:
         upwards += [folder.parent.parent, folder.parent.parent.parent]
-    # Of a checkpoint of this project, what is copied is what was saved.
+    # From a checkpoint of this project, copy only what was saved with it.
     manifest = check_manifest(
         folder, only=lambda name: name == "trainer_state.json" or _NAMES.fullmatch(name)
     )
@@ -63,10 +63,10 @@ def find_companions(root: Place) -> dict[str, Place]:
 
 
 def companions_from(named: str) -> dict[str, Place]:
-    """The files (name -> path) of the model that a person names: its folder, its `config.json`, its hub id.
+    """The files (name -> path) of a model given by its folder, its `config.json` or its hub id.
 
     Raises:
-        CheckpointError: no model's config there.
+        CheckpointError: there is no model config.
     """
     folder = place(named)
     if folder.is_file():
@@ -84,15 +84,15 @@ def _from_hub(name: str) -> Place:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(
-            f"--config-from {name}: no such folder, and asking the hub needs the package huggingface_hub"
+            f"--config-from {name}: no such folder, and the hub needs the package huggingface_hub: pip install huggingface_hub"
         ) from None
     try:
-        # As a string in its own cache; nothing but small files is fetched.
+        # Into the hub's own cache; only small files are fetched.
         return place(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-    except Exception as error:  # its own, and those of whatever it connects by
+    except Exception as error:  # its own, and those of its HTTP client
         why = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
-            f"--config-from {name}: neither a folder here nor to be had from the hub ({why[:200]})"
+            f"--config-from {name}: neither a local folder nor available from the hub ({why[:200]})"
         ) from None
 
 
@@ -102,7 +102,10 @@ def _companions_in(folders: Iterable[Place]) -> dict[str, Place]:
         for where in (folder, *(folder / name for name in _SUBFOLDERS)):
             try:
                 entries: list[Place] = list(where.iterdir())
-            except (OSError, AccessDeniedError):  # credentials often reach no higher than the checkpoint
+            except (
+                OSError,
+                AccessDeniedError,
+            ):  # credentials often do not cover the folders above the checkpoint
                 continue
             for entry in sorted(entries, key=_name):
                 if entry.name in found or not _NAMES.fullmatch(entry.name):
@@ -112,7 +115,7 @@ def _companions_in(folders: Iterable[Place]) -> dict[str, Place]:
                 except LinkError as error:
                     _log.warning("warning: %s; not copied", printable(error))
                     continue
-                # By its own name unless it is a link: what is copied is then what was looked at.
+                # Resolve a link now, so that the file checked here is the file copied later.
                 real = real if not isinstance(entry, RemotePath) and entry.is_symlink() else entry
                 if _usable(real, entry.name):
                     found[entry.name] = real
@@ -120,7 +123,7 @@ def _companions_in(folders: Iterable[Place]) -> dict[str, Place]:
 
 
 def trainer_metadata(folder: Place) -> dict[str, Any]:
-    """What a `trainer_state.json` in `folder` tells (ours, or the Trainer's): its content and the step."""
+    """The content and step of a `trainer_state.json` in `folder` (ours, or the Trainer's)."""
     try:
         state = json.loads(read_small_text(folder / "trainer_state.json"))
     except (OSError, ValueError, RecursionError):
@@ -144,5 +147,5 @@ def _usable(path: Place, name: str) -> bool:
         config = json.loads(read_small_text(path))
     except (OSError, ValueError, RecursionError):
         return False
-    # Any tool may leave a config.json about; a model's says which model.
+    # Other tools write a config.json too; a model's names its type.
     return isinstance(config, dict) and ("model_type" in config or "architectures" in config)

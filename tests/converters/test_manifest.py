@@ -72,5 +72,5 @@ def test_a_conversion_copies_what_was_saved(
     text = (folder / name).read_text()
     (folder / name).write_text(text.replace("l", "m").replace("1", "2"))  # as long as it was
     assert main([str(folder), str(tmp_path / "other")]) == 2
-    assert f"{name}: damaged, or of another save" in capsys.readouterr().err
+    assert f"{name}: damaged, or from another save" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

@@ -236,12 +236,12 @@ def test_missing_credentials_are_named(s3: ObjectStore, monkeypatch: pytest.Monk
     ("url", "said"),
     [
         ("memory://run", "one process only"),
-        ("https://host/run", "neither be listed"),
+        ("https://host/run", "neither listed"),
         ("s3://key:hidden-password@bucket/run", "credentials do not belong"),
         ("s3://bucket/run?X-Amz-Signature=hidden-password", "leave out the query"),
         ("simplecache::s3://bucket/run", "chained"),
         ("s3://", "names no bucket"),
-        ("s3://bucket/../x", "mean nothing"),
+        ("s3://bucket/../x", "not supported in a URL"),
         ("nonsense://bucket/x", "knows no protocol"),
     ],
 )

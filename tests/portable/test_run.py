@@ -515,8 +515,8 @@ def _forge(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (_flip_in_samples, "trainer_state.json: damaged, or of another save"),
-        (_swap_shards, "damaged, or of another save"),
+        (_flip_in_samples, "trainer_state.json: damaged, or from another save"),
+        (_swap_shards, "damaged, or from another save"),
         (_forge, r"trainer_state.json: damaged \(ValueError: step is 8\)"),
         (lambda folder: (folder / CHECKSUMS).unlink(), f"{CHECKSUMS}: missing, and"),
         (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST}: missing"),

@@ -62,12 +62,12 @@ def read_checksums(folder: Folder) -> ShardChecksums | None:
     """The checksums of a DCP folder, None where it has none; CheckpointError where they are damaged."""
     if not (folder.path / CHECKSUMS).is_file():
         if is_named(folder.path, CHECKSUMS):
-            raise CheckpointError(f"{folder.path / CHECKSUMS}: missing, and {MANIFEST} names it")
+            raise CheckpointError(f"{folder.path / CHECKSUMS}: missing, although {MANIFEST} names it")
         return None
     file = folder.file(CHECKSUMS)
     found = read_json(file, file.read(0, file.nbytes))
     if not isinstance(found, dict) or found.get("version") != _VERSION:
-        raise CheckpointError(f"{file.path}: damaged, or of a newer version")
+        raise CheckpointError(f"{file.path}: damaged, or written by a newer version of this program")
     metadata, items = found.get("metadata"), found.get("items")
     tables = (metadata, items, *(items.values() if isinstance(items, dict) else ()))
     if (
