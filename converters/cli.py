@@ -83,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(DTYPES),
         default="keep",
         metavar="{keep,float32,bfloat16,float16}",
-        help="dtype of floating-point tensors (also bf16, fp16, fp32), recorded in config.json; keep (default) "
-        "is the highest precision in SRC. Integers and 0-d tensors are never cast",
+        help="dtype of floating-point tensors (also bf16, fp16, fp32), recorded in config.json; keep "
+        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast",
     )
     parser.add_argument(
         "--config-from",

@@ -84,7 +84,7 @@ def _from_hub(name: str) -> Place:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(
-            f"--config-from {name}: no such folder, and the hub needs the package huggingface_hub: pip install huggingface_hub"
+            f"--config-from {name}: no such folder, and the hub needs the package huggingface_hub"
         ) from None
     try:
         # Into the hub's own cache; only small files are fetched.

@@ -30,7 +30,7 @@ class CheckpointError(Exception):
 
 @contextmanager
 def blame(path: object) -> Iterator[None]:
-    """Prefix the message of a `CheckpointError` raised within by `path`, for code that does not know files."""
+    """Prefix the message of a `CheckpointError` raised within by `path`."""
     try:
         yield
     except CheckpointError as error:

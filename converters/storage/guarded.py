@@ -34,7 +34,7 @@ def real_path(path: Path, within: Path) -> str:
     """The path with links resolved.
 
     Raises:
-        LinkError: it is outside `within`, and not a blob of the hub repository that `within` is a snapshot of.
+        LinkError: outside `within`, and no blob of the hub repository that `within` is a snapshot of.
     """
     real, root = os.path.realpath(path), os.path.realpath(within)
     if not (_below(real, root) or any(_below(real, blobs) for blobs in _blobs(root))):
@@ -69,7 +69,7 @@ def _below(path: str, folder: str) -> bool:
 
 
 def _blobs(root: str) -> list[str]:
-    """The blob folders that a snapshot in the hub's cache links to: `<repository>/snapshots/<revision>/...`."""
+    """The blob folders for a snapshot in the hub's cache: `<repository>/snapshots/<revision>/...`."""
     return [
         str(folder.parent / "blobs")
         for folder in Path(root).parents

@@ -190,8 +190,8 @@ class RemotePath:
         """The path of a URL.
 
         Raises:
-            RemoteError: the URL is malformed, holds credentials or a query, or has a protocol that is unknown,
-                not supported, or whose package is not installed.
+            RemoteError: the URL is malformed, or holds credentials or a query; its protocol is unknown or not
+                supported, or needs a package that is not installed.
         """
         protocol, found, rest = url.partition("://")
         protocol = protocol.lower()
@@ -199,7 +199,7 @@ class RemotePath:
             raise RemoteError(f"{redact(url)}: not a URL")
         if "@" in rest.partition("/")[0]:
             raise RemoteError(
-                f"{redact(url)}: credentials do not belong in a URL; configure them as for the store's own tools"
+                f"{redact(url)}: credentials do not belong in a URL; set them up as for the store's own tools"
             )
         if "?" in rest:
             raise RemoteError(f"{redact(url)}: a signed URL cannot name a folder; leave out the query")
@@ -356,7 +356,7 @@ class RemotePath:
         return self.read_bytes().decode(encoding)
 
     def open(self, mode: str = "rb") -> io.BytesIO:
-        """A small object as a stream, for reading; see `read_range` and `create` for large ones and writing."""
+        """A small object as a stream, for reading; see also `read_range` and `create`."""
         if mode != "rb":
             raise ValueError(f"mode {mode!r}")
         return io.BytesIO(self.read_bytes())

@@ -148,7 +148,7 @@ class Tensor:
             `out`, or a new array, 0-d for a scalar; BF16 and F8_* have a dtype of `ml_dtypes`.
 
         Raises:
-            CheckpointError: a file is missing, short or damaged (the stored CRCs of what is read are checked).
+            CheckpointError: a file is missing, short or damaged; stored CRCs of what is read are checked.
             ValueError: `index` or `out` does not fit the tensor.
         """
         lows, sizes = self._region(index)
@@ -226,7 +226,7 @@ class Tensor:
             box.release()
 
     def whole_span(self) -> FileSpan | None:
-        """The row-major bytes of the whole tensor, if they are contiguous in one file and need no CRC check."""
+        """The row-major bytes of the tensor, if they are contiguous in one file and need no CRC check."""
         if len(self.boxes) != 1 or self.boxes[0].sizes != self.shape:
             return None
         view = self.boxes[0].view

@@ -1,4 +1,4 @@
-"""An output folder that appears whole or not at all: on a disk by its name, elsewhere by a marker."""
+"""Output folders that appear atomically: by a rename on a disk, by a marker in an object store."""
 
 from __future__ import annotations
 
@@ -24,72 +24,72 @@ if TYPE_CHECKING:
 
 
 class OutPiece(Protocol):
-    """A run of bytes of a file, written from its start to its end by one thread."""
+    """A range of a file, written sequentially by one thread."""
 
     def write(self, data: memoryview | bytes) -> None:
         """Append `data`."""
         ...
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
-        """Append the bytes of `span` unread; False, and nothing done, where that is not possible."""
+        """Let the kernel append the bytes of `span`; False, with nothing written, where it cannot."""
         ...
 
     def finish(self) -> None:
-        """Tell the file that this piece is done."""
+        """End this piece."""
         ...
 
 
 class OutFile(Protocol):
-    """A file being written in pieces, which may come from any thread in any order."""
+    """A file written in pieces, from any thread and in any order."""
 
     def piece(self, number: int) -> OutPiece:
-        """Piece `number` of the lengths that the file was made with."""
+        """Piece `number`, of the lengths given to `Draft.file`."""
         ...
 
 
 class Draft(Protocol):
-    """An output folder before it is there."""
+    """An output folder before it is published."""
 
     @property
     def folder(self) -> Place:
-        """Where to read back what has been written, once `settle` has been called."""
+        """Where to read back what was written, after `commit`."""
         ...
 
     @property
     def threads(self) -> int | None:
-        """How many to write with, None for as many as the processors."""
+        """The number of threads to write with; None for the number of CPUs."""
         ...
 
     def run_bytes(self, nbytes: int) -> int:
-        """About how long the pieces of a file of `nbytes` should be."""
+        """The approximate length of the pieces of a file of `nbytes`."""
         ...
 
     def file(self, name: str, lengths: Sequence[int]) -> OutFile:
         """A new file of pieces of these lengths."""
         ...
 
-    def settle(self) -> None:
-        """All pieces of all files are done; small files may follow."""
+    def commit(self) -> None:
+        """Finish the files, after all their pieces; `write` and `copy` may follow."""
         ...
 
     def write(self, name: str, data: bytes) -> None:
-        """A small new file."""
+        """Write a small file."""
         ...
 
     def copy(self, path: Place, name: str) -> None:
-        """A small file as it is elsewhere."""
+        """Copy a small file."""
         ...
 
 
 def new_output(
     target: Place, *, needed: int, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
 ) -> AbstractContextManager[Draft]:
-    """A draft that becomes `target` when the block ends well, and vanishes otherwise.
+    """A draft that becomes `target` at the end of the block, and is removed after an exception.
 
     Args:
         needed: bytes that will be written.
         names: of all files that will be written.
-        facts: what the marker in an object store is to tell besides.
+        facts: extra fields for the completion marker in an object store.
     """
     if isinstance(target, RemotePath):
         return new_prefix(target, overwrite=overwrite, names=names, facts=facts)
@@ -97,10 +97,10 @@ def new_output(
 
 
 def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Place:
-    """The absolute output folder, or CheckpointError if writing there could harm what is there.
+    """The absolute output folder; CheckpointError if writing there could destroy something.
 
     Args:
-        sources: folders and files that are read; the output may neither hold one nor lie in one.
+        sources: folders and files that are read; the output may neither contain one nor lie in one.
     """
     target = out.resolve()
     if isinstance(target, Path):
@@ -115,29 +115,29 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
         if where.is_relative_to(origin):  # type: ignore[arg-type]
             raise CheckpointError(f"{out}: lies inside {source}; give an output folder outside it")
         if origin.is_relative_to(where):  # type: ignore[arg-type]
-            raise CheckpointError(f"{out}: holds {source}; give another output folder")
+            raise CheckpointError(f"{out}: contains {source}; give another output folder")
     if isinstance(target, RemotePath):
         check_prefix(target, overwrite=overwrite)
     elif os.path.lexists(str(out)):
         if not overwrite:
             raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
         if isinstance(out, Path) and out.is_symlink():
-            raise CheckpointError(f"{out}: is a link; give the folder that it leads to")
+            raise CheckpointError(f"{out}: is a link; give the folder that it points to")
         if not target.is_dir():
             raise CheckpointError(f"{out}: is not a folder")
         if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
-            raise CheckpointError(f"{out}: holds the current or the home folder and will not be replaced")
+            raise CheckpointError(f"{out}: contains the current or the home folder and will not be replaced")
     return target
 
 
 def _resolved(place: Place) -> Place:
-    """By links, and `file://` URLs, which are other names of paths."""
+    """With links resolved, and `file://` URLs as paths."""
     local = place.local if isinstance(place, RemotePath) else place
     return place if local is None else local.resolve()
 
 
 class _LocalDraft:
-    """A folder under another name."""
+    """A temporary folder on a disk."""
 
     threads = None
 
@@ -150,7 +150,7 @@ class _LocalDraft:
     def file(self, name: str, lengths: Sequence[int]) -> OutFile:
         return _LocalFile(self.folder / name, lengths)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         pass
 
     def write(self, name: str, data: bytes) -> None:
@@ -177,12 +177,12 @@ def _new_local(target: Path, *, needed: int, overwrite: bool) -> Iterator[Draft]
 
 @contextmanager
 def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its place when the block ends well, else vanishes.
+    """A temporary folder beside `target` that replaces it at the end of the block.
 
     Args:
-        needed: bytes that will be written, held against the free space before anything is.
+        needed: bytes that will be written, checked against the free disk space first.
 
-    A killed process leaves `target` as it was or as it was to be; `check_output` removes what else it left.
+    A killed process leaves `target` old or new, never partial; `check_output` removes its leftovers.
 
     Raises:
         CheckpointError: no space, no permission, or any other failure to write.
@@ -213,7 +213,7 @@ def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the folder's entries durable."""
+    """Fsync a folder, which makes its entries durable."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -222,7 +222,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    """Create `folder`; the folders that were missing, innermost first."""
+    """Create `folder`; returns the folders that were missing, innermost first."""
     missing = []
     current = folder
     while not current.exists():
@@ -239,7 +239,7 @@ def _swap(temporary: Path, target: Path, *, overwrite: bool) -> None:
     if not target.exists():
         temporary.rename(target)
     elif not overwrite:
-        raise CheckpointError(f"{target}: appeared while it was being written; nothing was replaced")
+        raise CheckpointError(f"{target}: was created by another process meanwhile; nothing was replaced")
     else:
         replace_folder(temporary, target)
     sync_folder(target.parent)

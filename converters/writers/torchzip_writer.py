@@ -1,4 +1,4 @@
-"""torch.save files written without torch: the pickle by hand, the zip member by member.
+"""torch.save files written without torch.
 
 Source: torch/serialization.py, caffe2/serialize/inline_container.cc, APPNOTE.TXT, PEP 307 (protocol 2).
 """
@@ -28,7 +28,7 @@ _MEMBERS = 3
 
 @dataclass(frozen=True)
 class Name:
-    """A global, pickled by name: a class, a function or a dtype."""
+    """A global, pickled by name: a class, function or dtype."""
 
     module: str
     name: str
@@ -36,7 +36,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Call:
-    """What a function or class makes of arguments; pickled by name, run by whoever loads it."""
+    """A call of a function or class, run when the pickle is loaded."""
 
     function: Name
     args: tuple[Any, ...]
@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)  # a dict key by identity
 class Made:
-    """An object of a class, made without arguments, and its state."""
+    """An object of a class, constructed without arguments, and its state."""
 
     kind: Name
     state: Any
@@ -52,13 +52,13 @@ class Made:
 
 @dataclass(frozen=True)
 class Persistent:
-    """A persistent id: how torch.save points from the pickle to a storage."""
+    """A persistent id, by which torch.save references a storage."""
 
     value: tuple[Any, ...]
 
 
 def pickle(value: Any) -> bytes:
-    """A protocol 2 pickle of plain containers and of the objects above; TypeError for anything else."""
+    """A protocol 2 pickle of plain containers and the objects above; TypeError for anything else."""
     out = bytearray(b"\x80\x02")
     _emit(value, out)
     return bytes(out + b".")
@@ -107,7 +107,7 @@ def _emit(value: Any, out: bytearray) -> None:
 
 
 def tensor_parts(entry: Entry) -> list[Part]:
-    """A whole torch.save file holding one tensor, as parts of a planned file."""
+    """A complete torch.save file with one tensor, as parts of a planned file."""
     width = itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
     kind = Name("torch", storage) if storage else Name("torch.storage", "UntypedStorage")
@@ -124,7 +124,7 @@ def tensor_parts(entry: Entry) -> list[Part]:
 
 
 def value_bytes(value: Any) -> bytes:
-    """A whole torch.save file holding one plain value."""
+    """A complete torch.save file with one plain value."""
     out, directory = _members(pickle(value))
     return bytes(out + directory + _end(_MEMBERS, len(directory), len(out)))
 
@@ -154,7 +154,7 @@ def _with_data(pickled: bytes, entry: Entry) -> list[Part]:
 
 def _local(name: str) -> bytes:
     path = f"{_ARCHIVE}/{name}".encode()
-    # The zip64 field says that the sizes in the descriptor after the data are 64 bits wide.
+    # The zip64 field makes the sizes in the data descriptor 64 bits wide.
     extra = struct.pack("<2H2Q", 1, 16, 0, 0)
     wide = 0xFFFFFFFF
     return _LOCAL.pack(b"PK\3\4", 45, _FLAGS, 0, 0, 0, 0, wide, wide, len(path), len(extra)) + path + extra

@@ -59,7 +59,7 @@ def test_keys_of_one_hash(shape: str) -> None:
     pairs = b"".join(numbers[i : i + 13] + b"N" for i in range(0, len(numbers), 13))
     data = {"dict": b"}(" + pairs + b"u.", "set": b"\x8f(" + numbers + b"\x90.",
             "instance": b"cm\nC\n)\x81(" + pairs + b"u."}[shape]  # fmt: skip
-    with quick(), pytest.raises(CheckpointError, match="a number beyond reason"):
+    with quick(), pytest.raises(CheckpointError, match="too large a number"):
         unpickle(b"\x80\x04" + data, where="f", standins={"m.C": None})
 
 
@@ -199,7 +199,7 @@ def test_one_file_is_not_many_shards(tmp_path: Path) -> None:
     maps = (many, {**pair, "t1": "linked.safetensors"}, {**pair, "t1": "link.safetensors"})
     for weight_map in maps:
         index.write_text(json.dumps({"weight_map": weight_map}))
-        with quick(), pytest.raises(CheckpointError, match="names one file as"):
+        with quick(), pytest.raises(CheckpointError, match="lists one file twice"):
             open_checkpoint(tmp_path)
 
 

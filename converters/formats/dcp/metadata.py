@@ -1,8 +1,8 @@
-"""DCP's `.metadata`: what each key is, and where its chunks lie.
+"""DCP's `.metadata`: the keys of the state dict, and where their chunks lie.
 
 A pickled `Metadata` holds three tables: shapes and chunks by key (`state_dict_metadata`), where each chunk
 lies (`storage_data`), and the nesting the keys were flattened from (`planner_data`). The file carries no
-checksum, so the tables are held against each other and against the sizes of the files.
+checksum, so the tables are checked against each other and against the sizes of the files.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py, default_planner.py.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Dims = tuple[int, ...]
 
-# Dicts and lists within each other.
+# Nesting of dicts and lists.
 _MAX_PATH = 64
 _CLASSES = "torch.distributed.checkpoint."
 
@@ -81,7 +81,7 @@ Entry = TensorEntry | ValueEntry
 
 
 def chunk_key(offsets: Dims | None) -> str:
-    """What a chunk is looked up by: not its numbers, which a file chooses (see `pickle_reader.MAX_KEY`)."""
+    """The dict key of a chunk: a string, since numbers can be chosen to collide (`pickle_reader.MAX_KEY`)."""
     return repr(offsets)
 
 
@@ -89,8 +89,8 @@ def read_metadata(folder: Folder) -> dict[str, Entry]:
     """Every key of one DCP folder.
 
     Raises:
-        CheckpointError: metadata that is damaged or foreign, a file that is missing or too short, a name that
-            leaves the folder, or two items that share bytes.
+        CheckpointError: the metadata is damaged or not DCP's, a file is missing or too short, a file name leaves
+            the folder, or two items share bytes.
     """
     merged: dict[str, Entry] = {}
     checksums = read_checksums(folder)
@@ -118,14 +118,14 @@ def _read_file(folder: Folder, name: str, checksums: ShardChecksums | None) -> d
     if not described.keys() >= items.keys() or (planned is not None and planned.keys() != described.keys()):
         raise CheckpointError(f"{where}: damaged, its tables name different keys")
     entries: dict[str, Entry] = {}
-    # planner_data keeps the order of the state dict; the other tables list what each rank happened to write.
+    # planner_data keeps the order of the state dict; the other tables are in the order the ranks wrote.
     for key in described if planned is None else planned:
         description = described[key]
         if not isinstance(key, str):
             raise CheckpointError(f"{where}: damaged, a key is not a string")
         if len(key) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{where}: holds a key of {len(key):,} characters, which names no parameter"
+                f"{where}: holds a key of {len(key):,} characters, too long for a parameter"
             )
         path = None if planned is None else _path(planned[key], key, where)
         kind = description.key.rpartition(".")[2] if isinstance(description, Instance) else ""
@@ -179,7 +179,7 @@ def _dims(value: Any, what: str, where: str) -> Dims:
 
 
 def _path(path: Any, key: str, where: str) -> KeyPath:
-    # Writers join the path with dots to make the key, so each confirms the other.
+    # The key is the path joined with dots, so each verifies the other.
     named = isinstance(path, tuple) and path and all(type(part) is str or is_index(part) for part in path)
     if named and len(path) <= _MAX_PATH and ".".join(map(str, path)) == key:
         return tuple(path)
@@ -189,24 +189,26 @@ def _path(path: Any, key: str, where: str) -> KeyPath:
 def _items(
     folder: Folder, stored: dict[Any, Any], where: str, checksums: ShardChecksums | None
 ) -> dict[str, dict[str, Item]]:
-    """Key -> `chunk_key` -> where it lies; no two may share a byte."""
+    """Key -> `chunk_key` -> item; no two items may share a byte."""
     items: dict[str, dict[str, Item]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for index, info in stored.items():
-        at, place = _fields(index, "MetadataIndex", where), _fields(info, "_StorageInfo", where)
-        key, name = at.get("fqn"), place.get("relative_path")
+        at, stored_at = _fields(index, "MetadataIndex", where), _fields(info, "_StorageInfo", where)
+        key, name = at.get("fqn"), stored_at.get("relative_path")
         if not isinstance(key, str) or not isinstance(name, str):
             raise CheckpointError(f"{where}: damaged storage entry")
         if len(key) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{where}: holds a key of {len(key):,} characters, which names no parameter"
+                f"{where}: holds a key of {len(key):,} characters, too long for a parameter"
             )
         chunk = chunk_key(
             None if at.get("offset") is None else _dims(at["offset"], f"a chunk of {key!r}", where)
         )
-        offset, length = _dims((place.get("offset"), place.get("length")), f"the place of {key!r}", where)
-        if place.get("transform_descriptors"):
-            raise CheckpointError(f"{where}: {key!r} is compressed by a DCP extension; save it again without")
+        offset, length = _dims(
+            (stored_at.get("offset"), stored_at.get("length")), f"the position of {key!r}", where
+        )
+        if stored_at.get("transform_descriptors"):
+            raise CheckpointError(f"{where}: {key!r} is compressed by a DCP extension; save again without it")
         file = folder.file(name)
         if offset + length > file.nbytes:
             raise CheckpointError(
@@ -217,7 +219,7 @@ def _items(
         items[key][chunk] = Item(name, offset, length, checksums.item(name, offset) if checksums else None)
         spans.setdefault(name, []).append((offset, offset + length, key))
     files: dict[object, list[tuple[int, int, str]]] = {}
-    for name, taken in spans.items():  # one file may go by several names
+    for name, taken in spans.items():  # one file may have several names
         files.setdefault(folder.file(name).identity(), []).extend(taken)
     for taken in files.values():
         taken.sort()

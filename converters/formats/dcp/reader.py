@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint (DCP): `.metadata` and `__<rank>_<n>.distcp` files.
 
 Each chunk of a tensor, and each pickled value, is a complete torch.save zip within a `.distcp` file. It is
-located, checked and held against `.metadata` when it is first read: a large run has a hundred thousand.
+located and checked against `.metadata` at its first read, since a large run has a hundred thousand.
 
 Source: torch/distributed/checkpoint/filesystem.py (`_write_item`).
 """
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from converters.names.canonical import Path as KeyPath
     from converters.storage.path_or_url import Place
 
-# accelerate and the Trainer: one folder for the model, one for the optimizer, numbered.
+# Accelerate and the Trainer: numbered folders, one for the model and one for the optimizer.
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
 _COUNTED = ("train_state", "lr_scheduler")
 
 
 def _folders(path: Place) -> list[Place]:
-    """The DCP folders that make up the checkpoint at `path`: itself, or accelerate's pair below it."""
+    """The DCP folders of the checkpoint at `path`: itself, or Accelerate's pair below it."""
     if metadata_files(path):
         return [path]
     pair = [path / f"{_MODEL_FOLDER}0", path / f"{_OPTIMIZER_FOLDER}0"]
@@ -68,9 +68,7 @@ def _incomplete(source: Source) -> str | None:
         return f"{path}: one file of a DCP checkpoint; give its folder"
     for folder in (path, path / f"{_MODEL_FOLDER}0"):
         if folder.is_dir() and any(entry.suffix == ".distcp" for entry in folder.iterdir()):
-            return (
-                f"{folder}: holds .distcp files but no .metadata; the save did not finish, take another step"
-            )
+            return f"{folder}: holds .distcp files but no .metadata: an unfinished save; choose another step"
     return None
 
 
@@ -114,23 +112,23 @@ def _open(source: Source) -> Checkpoint:
 
 
 def read_tensors(folder: Place) -> dict[str, Tensor]:
-    """Every tensor of one DCP folder under its own key, containers and all."""
+    """Every tensor of one DCP folder, under its full key."""
     entries = read_metadata(Folder(folder)).items()
     return {key: _tensor(entry, key) for key, entry in entries if isinstance(entry, TensorEntry)}
 
 
 def _metadata(path: Place) -> dict[str, Any]:
-    """The number of writers, and what this project's trainer says beside the shards."""
+    """The number of writers, and this project's `trainer_state.json`."""
     names = [entry.name for folder in _folders(path) for entry in folder.iterdir()]
-    ranks = {found[1] for name in names if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
-    told: dict[str, Any] = {"world_size": len(ranks)} if ranks else {}
-    return {**told, **trainer_metadata(path)}
+    ranks = {match[1] for name in names if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
+    found: dict[str, Any] = {"world_size": len(ranks)} if ranks else {}
+    return {**found, **trainer_metadata(path)}
 
 
 def _counters(
     keys: list[str], paths: Mapping[str, KeyPath], entries: Mapping[str, Entry]
 ) -> dict[str, Scalar]:
-    """The numbers of a trainer and its schedule, where torchtitan keeps them."""
+    """The counters that torchtitan keeps of its trainer and schedule."""
     found: dict[str, Scalar] = {}
     for key in keys:
         entry = entries[key]
@@ -142,15 +140,15 @@ def _counters(
 
 
 def _tensor(entry: TensorEntry, name: str) -> Tensor:
-    """The tensor of one key; its chunks are located when they are first read."""
+    """The tensor of one key; its chunks are located at their first read."""
     boxes = []
     for offsets, sizes in entry.chunks:
         item = entry.items.get(chunk_key(offsets))
         if not prod(sizes):
             if prod(entry.shape):
-                continue  # an empty shard holds nothing, whether stored or not
+                continue  # an empty shard, stored or not
             if item is not None:
-                _Locator(entry, item, sizes)()  # never read later, so held against .metadata now
+                _Locator(entry, item, sizes)()  # never read later, so check it now
             boxes.append(Box(offsets, sizes, View(Memory(b""), 0, (0,) * len(sizes))))
             continue
         if item is None:
@@ -163,7 +161,7 @@ def _tensor(entry: TensorEntry, name: str) -> Tensor:
 
 
 class _Locator:
-    """Finds one chunk in its `.distcp` file and holds it against what `.metadata` says."""
+    """Finds one chunk in its `.distcp` file and checks it against `.metadata`."""
 
     __slots__ = ("entry", "item", "sizes")
 
@@ -202,7 +200,7 @@ def _value(entry: Entry) -> Any:
 
 
 def _state(entry: Entry, name: str) -> Tensor | Scalar | None:
-    """One piece of optimizer state: a tensor, a number, or None for anything else."""
+    """One optimizer state: a tensor, a number, or None for anything else."""
     if isinstance(entry, TensorEntry):
         return _tensor(entry, name)
     value = _value(entry)
