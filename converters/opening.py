@@ -149,4 +149,4 @@ def _why_not(source: Source) -> str:
         if reason:
             return reason
     names = ", ".join(known.name for known in formats())
-    return f"{source.path}: not a checkpoint of a known format ({names})"
+    return f"{source.path}: no checkpoint of a known format here ({names})"

@@ -130,7 +130,7 @@ def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
                 pairs += [(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
             if len(pairs) > _MAX_PAIRS:
                 raise CheckpointError(
-                    f"damaged, {len(by_end[suffix]):,} tensors have names like {suffix!r}, and may be tied to "
-                    "as many others; no model has so many"
+                    f"damaged, {len(by_end[suffix]):,} tensors have names like {suffix!r}, and may be "
+                    "tied to as many others; no model has so many"
                 )
     return pairs

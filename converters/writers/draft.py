@@ -239,7 +239,7 @@ def _swap(temporary: Path, target: Path, *, overwrite: bool) -> None:
     if not target.exists():
         temporary.rename(target)
     elif not overwrite:
-        raise CheckpointError(f"{target}: was created by another process meanwhile; nothing was replaced")
+        raise CheckpointError(f"{target}: appeared while it was being written; nothing was replaced")
     else:
         replace_folder(temporary, target)
     sync_folder(target.parent)

@@ -136,14 +136,12 @@ class _Draft:
         """Replace the content of the folder by the uploaded objects, marked as incomplete."""
         self.folder.refresh()
         if not self._overwrite and self.folder.exists():
-            raise CheckpointError(
-                f"{self.folder}: was created by another process meanwhile; nothing was replaced"
-            )
+            raise CheckpointError(f"{self.folder}: appeared while it was being written; nothing was replaced")
         there = versions(self.folder)
         for name, version in there.items():
             if self._there.get(name) != version:  # --overwrite did not cover it
                 raise CheckpointError(
-                    f"{printable(self.folder / name)}: written by another process meanwhile; "
+                    f"{printable(self.folder / name)}: appeared while {self.folder} was being written; "
                     "nothing was replaced"
                 )
         self._token = begin(self.folder, facts=self._facts, objects=there, names=self._planned)

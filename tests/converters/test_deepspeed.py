@@ -146,7 +146,7 @@ def test_paths(deepspeed_written: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
             open_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("global_step7")
-    with pytest.raises(CheckpointError, match="names 'global_step7', where no DeepSpeed files are"):
+    with pytest.raises(CheckpointError, match="names 'global_step7', which holds no DeepSpeed files"):
         open_checkpoint(tmp_path)
 
 

@@ -124,7 +124,7 @@ def test_a_run_of_another_world_size_left_files(deepspeed_written: Path, copy: C
     shutil.copy(
         deepspeed_written / "zero2-fp32-3/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt", step
     )
-    with pytest.raises(CheckpointError, match="left by two runs"):
+    with pytest.raises(CheckpointError, match="from two runs"):
         open_checkpoint(step)
 
 
@@ -148,8 +148,8 @@ def test_a_hostile_world_size_is_refused_at_once(copy: Callable[[str], Path], na
         ("expert_0_mp_rank_00_model_states.pt", "expert parallel"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "expert parallel"),
         ("zero_pp_rank_1_mp_rank_00_model_states.pt", "two runs"),
-        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "two runs|same rank"),
-        ("zero_pp_rank_00_mp_rank_00_optim_states.pt", "same rank"),
+        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "two runs|are both of rank"),
+        ("zero_pp_rank_00_mp_rank_00_optim_states.pt", "are both of rank"),
     ],
 )
 def test_what_is_not_supported_is_named(copy: Callable[[str], Path], file: str, why: str) -> None:
@@ -175,7 +175,12 @@ OPTIM = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
         ("zero2-fp32-3", OPTIM, lambda c: c.update(ds_version="0.0.1"), "ds_version"),
         ("zero2-fp32-3", OPTIM, lambda c: c["ds_config"].update(seed=1), "ds_config"),
         ("zero2-fp32-3", OPTIM, lambda c: c["optimizer_state_dict"].update(zero_stage=1), "zero_stage"),
-        ("zero2-fp32-3", OPTIM, lambda c: c["optimizer_state_dict"].update(group_paddings=[4]), "one size"),
+        (
+            "zero2-fp32-3",
+            OPTIM,
+            lambda c: c["optimizer_state_dict"].update(group_paddings=[4]),
+            "differ in size",
+        ),
         ("zero2-fp32-3", OPTIM, lambda c: mapping(c).popitem(), "param_slice_mappings"),
         ("zero2-fp32-3", OPTIM, lambda c: setattr(next(iter(mapping(c).values())), "start", 3), "mappings"),
         ("zero2-fp32-3", OPTIM, lambda c: state(c)["step"].add_(1), "step"),

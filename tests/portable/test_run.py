@@ -518,11 +518,11 @@ def _forge(checkpoint: Path) -> None:
         (_flip_in_samples, "trainer_state.json: damaged, or from another save"),
         (_swap_shards, "damaged, or from another save"),
         (_forge, r"trainer_state.json: damaged \(ValueError: step is 8\)"),
-        (lambda folder: (folder / CHECKSUMS).unlink(), f"{CHECKSUMS}: missing, and"),
+        (lambda folder: (folder / CHECKSUMS).unlink(), f"{CHECKSUMS}: missing, although"),
         (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST}: missing"),
         (lambda folder: (folder / MANIFEST).write_text("{}"), f"{MANIFEST}: damaged"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: has 2 bytes, and"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json: missing, and"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json: missing, although"),
     ],
     ids=["samples", "shards", "another step", "seal", "no manifest", "manifest", "tokenizer", "config"],
 )

@@ -89,7 +89,7 @@ def read_metadata(folder: Folder) -> dict[str, Entry]:
     """Every key of one DCP folder.
 
     Raises:
-        CheckpointError: the metadata is damaged or not DCP's, a file is missing or too short, a file name leaves
+        CheckpointError: the metadata is damaged or not DCP's, a file is missing or too short, a name leaves
             the folder, or two items share bytes.
     """
     merged: dict[str, Entry] = {}

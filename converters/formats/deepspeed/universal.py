@@ -176,7 +176,7 @@ class _Universal:
                 strange = [name for name in files if not name.endswith(_SUFFIX)]
                 if strange or (path.name not in self.shapes and path.name not in self.model.module):
                     raise CheckpointError(
-                        f"{path / strange[0] if strange else path}: does not belong to a parameter of the model"
+                        f"{path / strange[0] if strange else path}: belongs to no parameter of the model"
                     )
                 found[path.name] = [name.removesuffix(_SUFFIX) for name in files]
         for name in self.shapes:

@@ -154,7 +154,7 @@ def _decayed(
     indices: Sequence[Sequence[int]],
     wanted: Sequence[Sequence[Shape | None]],
 ) -> dict[int, str] | None:
-    """Index -> key for the Trainer's two groups, if each fits its shards in one way."""
+    """Index -> key for the Trainer's two groups, if each fits in one way."""
     keys: dict[int, str] = {}
     for group, bare in enumerate((False, True)):
         part = [(key, shape) for key, shape in candidates if bool(pattern.search(key.lower())) == bare]
@@ -177,8 +177,8 @@ def _cut(what: Any, value: Any, shard: Shape, where: str) -> bool:
     if isinstance(value, StoredTensor) and value.shape and what != "step":
         if value.shape != shard:
             raise CheckpointError(
-                f"{where}: the optimizer's {what!r} of {list(value.shape)} is not sharded like its parameter, "
-                f"{list(shard)}; convert without --optimizer"
+                f"{where}: the optimizer's {what!r} of {list(value.shape)} is not sharded like its "
+                f"parameter, {list(shard)}; convert without --optimizer"
             )
         return True
     if value is None or isinstance(value, (int, float, StoredTensor)):
