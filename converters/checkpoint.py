@@ -1,4 +1,4 @@
-"""The logical view that every checkpoint format opens into."""
+"""The logical view of a checkpoint, which every format opens into."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Checkpoint:
 
 
 def _by_owner(optimizer: OptimizerState | None, aliases: Mapping[str, str]) -> OptimizerState | None:
-    """The same state with tied parameters under their owner's name, as the tensors are."""
+    """The same state, with tied parameters under their owner's name."""
     if optimizer is None or not any(alias in optimizer.state for alias in aliases):
         return optimizer
     state = {name: value for name, value in optimizer.state.items() if name not in aliases}

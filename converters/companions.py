@@ -102,24 +102,27 @@ def _companions_in(folders: Iterable[Place]) -> dict[str, Place]:
         for where in (folder, *(folder / name for name in _SUBFOLDERS)):
             try:
                 entries: list[Place] = list(where.iterdir())
-            except (
-                OSError,
-                AccessDeniedError,
-            ):  # credentials often do not cover the folders above the checkpoint
+            except (OSError, AccessDeniedError):  # credentials may not cover folders above the checkpoint
                 continue
             for entry in sorted(entries, key=_name):
                 if entry.name in found or not _NAMES.fullmatch(entry.name):
                     continue
                 try:
-                    real = entry if isinstance(entry, RemotePath) else Path(real_path(entry, folder))  # type: ignore[arg-type]
+                    path = _resolved(entry, folder)
                 except LinkError as error:
                     _log.warning("warning: %s; not copied", printable(error))
                     continue
-                # Resolve a link now, so that the file checked here is the file copied later.
-                real = real if not isinstance(entry, RemotePath) and entry.is_symlink() else entry
-                if _usable(real, entry.name):
-                    found[entry.name] = real
+                if _usable(path, entry.name):
+                    found[entry.name] = path
     return found
+
+
+def _resolved(entry: Place, folder: Place) -> Place:
+    """`entry`, with a link resolved, so that the file copied is the file checked; LinkError if it leaves."""
+    if isinstance(entry, RemotePath) or isinstance(folder, RemotePath):
+        return entry
+    real = real_path(entry, folder)
+    return Path(real) if entry.is_symlink() else entry
 
 
 def trainer_metadata(folder: Place) -> dict[str, Any]:

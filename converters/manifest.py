@@ -94,15 +94,17 @@ def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -
     found = read_manifest(folder)
     if found is None:
         return None
-    listed = folder.files() if isinstance(folder, RemotePath) else None
+    listed = folder.files() if isinstance(folder, RemotePath) else {}
     for name, entry in found["files"].items():
         if only is not None and not only(name):
             continue
         path = folder / name
         try:
-            if listed is None:
-                real_path(path, folder)  # type: ignore[arg-type]
-            size = path.stat().st_size if listed is None else listed[name]
+            if isinstance(folder, RemotePath):
+                size = listed[name]
+            else:
+                real_path(folder / name, folder)
+                size = path.stat().st_size
             if size != entry["bytes"]:
                 raise CheckpointError(
                     f"{printable(path)}: has {size:,} bytes, {entry['bytes']:,} were written"

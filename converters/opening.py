@@ -32,7 +32,7 @@ def open_checkpoint(
     Args:
         path: a run folder (its newest complete step), a step folder, a folder of shards, or one file; a local
             path or a URL (`s3://bucket/run`), of which only the needed ranges are fetched.
-        tag: the step to take from a folder of several: its folder's name (`step-000100`) or number (`100`).
+        tag: the step to open in a folder of several: its folder's name (`step-000100`) or number (`100`).
         verify: check the CRCs that the format stores on everything read. Turn off only for files that were
             checked just before.
         order: the names of the model's parameters in the order of its modules, if the caller has the model.

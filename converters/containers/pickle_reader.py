@@ -1,4 +1,4 @@
-"""A pickle reader that cannot call anything.
+"""A pickle reader that runs no code.
 
 It interprets the opcodes itself and builds plain containers. Globals are looked up in an allow-list of
 stand-ins: functions of this package that turn the arguments into inert data. Any other global is an error
@@ -31,7 +31,7 @@ MAX_NAME = 1024
 _WORK, _FREE_WORK = 8, 100_000
 # Values per byte of the pickle, shared ones counted each time. Without sharing there is less than one.
 _NODES, _FREE_NODES = 4, 20_000
-# Containers within containers.
+# Nesting of containers.
 _MAX_DEPTH = 200
 # Python does not randomize the hash of numbers: larger ones, and tuples of numbers, can be chosen to collide,
 # and a dict of n colliding keys takes n * n comparisons.
@@ -42,7 +42,7 @@ _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 class Global:
-    """A name that the pickle mentions, as data. `key` is `module.qualified.name`."""
+    """A global named by the pickle, as data. `key` is `module.qualified.name`."""
 
     __slots__ = ("key", "standin")
 

@@ -58,7 +58,7 @@ def begin(folder: RemotePath, **facts: Any) -> str:
     Existing objects stay; call `remove_tree` first to delete them.
 
     Args:
-        facts: stored in `_INCOMPLETE`, for whoever finds the folder unfinished.
+        facts: stored in `_INCOMPLETE`, for finding out who left a folder unfinished.
 
     Returns:
         A token for `complete`, which detects a second writer of the same folder by it.

@@ -106,11 +106,11 @@ class Tensor:
     def from_flat(
         cls, name: str, dtype: str, shape: Sequence[int], pieces: Sequence[tuple[int, int, Source, int]]
     ) -> Tensor:
-        """A tensor cut as a flat run of elements, as ZeRO and FSDP's flat parameters are.
+        """A tensor sharded as a flat run of elements, like the flat parameters of ZeRO and FSDP.
 
         Args:
             pieces: (start, stop, source, byte offset in the source): elements [start, stop) of the raveled
-                tensor. A cut may fall anywhere, also within a row; empty pieces are dropped.
+                tensor. Shards may end within a row; empty pieces are dropped.
         """
         shape = possible_shape(name, dtype, shape)
         width = numpy_dtype(dtype).itemsize

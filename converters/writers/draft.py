@@ -108,13 +108,11 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
     where = _resolved(out)
     for source in sources:
         origin = _resolved(source)
-        if isinstance(where, RemotePath) != isinstance(origin, RemotePath):
-            continue
         if where == origin:
             raise CheckpointError(f"{out}: is the checkpoint itself; give another output folder")
-        if where.is_relative_to(origin):  # type: ignore[arg-type]
+        if _is_within(where, origin):
             raise CheckpointError(f"{out}: lies inside {source}; give an output folder outside it")
-        if origin.is_relative_to(where):  # type: ignore[arg-type]
+        if _is_within(origin, where):
             raise CheckpointError(f"{out}: contains {source}; give another output folder")
     if isinstance(target, RemotePath):
         check_prefix(target, overwrite=overwrite)
@@ -128,6 +126,12 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
         if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
             raise CheckpointError(f"{out}: contains the current or the home folder and will not be replaced")
     return target
+
+
+def _is_within(path: Place, folder: Place) -> bool:
+    if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
+        return isinstance(path, RemotePath) and path.is_relative_to(folder)
+    return path.is_relative_to(folder)
 
 
 def _resolved(place: Place) -> Place:

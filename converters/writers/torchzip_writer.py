@@ -20,7 +20,7 @@ _DESCRIPTOR = struct.Struct("<4sL2Q")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
-# Sizes and CRC follow the data (bit 3), names are UTF-8 (bit 11): as torch itself writes.
+# Sizes and CRC follow the data (bit 3), names are UTF-8 (bit 11), as written by torch.
 _FLAGS = 0x0808
 _ARCHIVE = "archive"
 _MEMBERS = 3

@@ -138,7 +138,7 @@ def test_a_run_folder_gives_its_newest_whole_step(
     assert open_checkpoint(s3.url("run")).metadata["step"] == 2
     assert open_checkpoint(s3.url("run"), "1").metadata["step"] == 1
     for source in ("run/checkpoints/step-000003", "run/checkpoints/step-000003/.metadata"):
-        assert "_INCOMPLETE and no marker of completion" in refused(capsys, s3.url(source), tmp_path / "out")
+        assert "_INCOMPLETE and no completion marker" in refused(capsys, s3.url(source), tmp_path / "out")
     assert "_INCOMPLETE" in refused(capsys, s3.url("run"), tmp_path / "out", "--tag", "3")
     s3.put("run/checkpoints/step-000003/_COMPLETE", b"{}")
     assert open_checkpoint(s3.url("run")).metadata["step"] == 3

@@ -100,10 +100,10 @@ def swap(left: Path, right: Path) -> None:
 def test_files_that_do_not_belong(step: Path, written_universal: Path) -> None:
     zero = step / "zero"
     (zero / "big.bias" / "exp_avg.pt").rename(step / "away")
-    assert "exp_avg.pt: is missing" in refused(step)
+    assert "exp_avg.pt: missing" in refused(step)
     (step / "away").rename(zero / "big.bias" / "exp_avg.pt")
     (zero / "big.bias" / "fp32.pt").rename(step / "away")
-    assert "fp32.pt: is missing" in refused(step)
+    assert "fp32.pt: missing" in refused(step)
     (step / "away").rename(zero / "big.bias" / "fp32.pt")
     swap(zero / "big.bias" / "fp32.pt", zero / "big.bias" / "exp_avg.pt")
     assert "was saved as" in refused(step)

@@ -115,7 +115,7 @@ def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) ->
     """CheckpointError unless there is exactly one file for every rank of `world`."""
     missing = world - sum(rank < world for rank in ranks)
     if missing:
-        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # world may be hostile
+        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # `world` is untrusted
         raise CheckpointError(f"{path}: the {what} states of rank {first} are missing ({missing} of {world})")
     extra = [name for rank, name in ranks.items() if rank >= world]
     if extra:

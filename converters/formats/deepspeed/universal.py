@@ -291,7 +291,7 @@ class _Universal:
         )
 
     def _frozen(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Frozen parameters: whole below stage 3, else in a fragment a rank."""
+        """Frozen parameters: whole below stage 3, else one fragment per rank."""
         made: dict[str, Tensor] = {}
         for name, shape in (self.model.frozen or {}).items():
             where = f"{self.model.where}: {name!r}"

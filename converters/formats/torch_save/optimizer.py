@@ -21,7 +21,7 @@ from converters.tensors.tensor import Box, Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# State that has the shape of its parameter, in every optimizer that uses the name.
+# State with the shape of its parameter, in all optimizers that use the name.
 _SHAPED = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"),
     *("sum", "acc_delta", "prev", "ax"),
@@ -105,13 +105,14 @@ def _names(
         return {key: _known(plain_name(key), tensors, where) for key in flat}
     if not all(type(key) is int for key in flat):
         raise CheckpointError(f"{where}: damaged, its groups mix names and numbers")
-    told = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    listed = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
     if all(
-        isinstance(names, list) and len(names) == len(group) for names, group in zip(told, keys, strict=True)
+        isinstance(names, list) and len(names) == len(group)
+        for names, group in zip(listed, keys, strict=True)
     ):
         return {
             key: _known(plain_name(str(name)), tensors, where)
-            for group, names in zip(keys, told, strict=True)
+            for group, names in zip(keys, listed, strict=True)
             for key, name in zip(group, names or [], strict=True)
         }
     if order is None:
@@ -146,7 +147,6 @@ def _state(values: Any, key: str, where: str) -> dict[str, StoredTensor | Scalar
         elif value is not None:
             raise CheckpointError(
                 f"{where}: the state {str(what)!r} of {key!r} is neither a tensor nor a number"
-                " (not supported)"
             )
     return found
 

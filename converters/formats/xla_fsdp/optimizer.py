@@ -78,9 +78,9 @@ def read_optimizer(
                     _same(parts, f"the optimizer's {what!r}")
                 one_run = one_run or isinstance(value, StoredTensor)
                 if value is not None:
-                    kept = value if not isinstance(value, StoredTensor) else whole(value, str(what))
+                    replicated = value if not isinstance(value, StoredTensor) else whole(value, str(what))
                     for raw, _, _ in layouts[keys[index]].parts:
-                        made.setdefault(raw, {})[str(what)] = kept
+                        made.setdefault(raw, {})[str(what)] = replicated
                 continue
             for raw, tensor in join(layouts[keys[index]], parts, keys[index], f".{what}").items():
                 made.setdefault(raw, {})[str(what)] = tensor
