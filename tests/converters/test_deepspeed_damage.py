@@ -206,7 +206,7 @@ OPTIM = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
             "zero2-fp32-3",
             "mp_rank_00_model_states.pt",
             lambda c: reverse(c["param_shapes"]),
-            "not at the position|differs|is missing or not",
+            "not at the position|param_slice_mappings disagree",
         ),
         ("zero2-fp32-3", "mp_rank_00_model_states.pt", lambda c: c["module"].pop("counts"), "counts"),
         (
