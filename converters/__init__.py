@@ -1,4 +1,4 @@
-"""How checkpoint formats lie on disk, and one logical view of them all.
+"""Read training checkpoints of many formats through one logical view, and convert them.
 
 from converters import open_checkpoint
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.errors import CheckpointError
-    from converters.formats.dcp.checksums import item_checksums, write_seal
+    from converters.formats.dcp.checksums import item_checksums, write_shard_checksums
     from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
     from converters.tensors.tensor import Tensor
@@ -34,12 +34,12 @@ __all__ = [
     "read_pickled",
     "write_dcp",
     "write_safetensors",
-    "write_seal",
+    "write_shard_checksums",
 ]
 
-# Imported at the first use (PEP 562): numpy takes longer to import than a small checkpoint to convert, and
+# Imported at the first use (PEP 562): importing numpy takes longer than converting a small checkpoint, and
 # neither `portable-convert --help` nor a mistyped option needs it.
-_HOMES = {
+_MODULES = {
     "Checkpoint": "converters.checkpoint",
     "CheckpointError": "converters.errors",
     "OptimizerState": "converters.checkpoint",
@@ -52,12 +52,12 @@ _HOMES = {
     "read_pickled": "converters.opening",
     "write_dcp": "converters.writers.dcp_writer",
     "write_safetensors": "converters.writers.safetensors_writer",
-    "write_seal": "converters.formats.dcp.checksums",
+    "write_shard_checksums": "converters.formats.dcp.checksums",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return value

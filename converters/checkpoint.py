@@ -1,4 +1,4 @@
-"""The logical view that every checkpoint format opens into."""
+"""The logical view of a checkpoint, which every format opens into."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class OptimizerState:
     """Optimizer state by parameter name.
 
     Attributes:
-        state: parameter name -> state name -> `Tensor` or number. The state names are whatever the optimizer
-            keeps (`exp_avg`, `exp_avg_sq`, `step`, a factored optimizer's rows and columns, ...); a tensor
-            has the full shape of the state, whatever the world size that wrote it.
+        state: parameter name -> state name -> `Tensor` or number. The state names are the optimizer's own
+            (`exp_avg`, `exp_avg_sq`, `step`, a factored optimizer's rows and columns, ...); a tensor has the
+            full shape of the state, whatever world size wrote it.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class OptimizerState:
 
     @property
     def param_groups(self) -> ParamGroups:
-        """One dict a group: `params` (a list of names) and the hyperparameters (`lr`, `betas`, ...).
+        """One dict per group: `params` (a list of names) and the hyperparameters (`lr`, `betas`, ...).
 
-        Read from disk at the first use, since some formats keep each value in a file item of its own.
+        Read at the first use, since some formats store each value in a file item of its own.
         """
         if callable(self._param_groups):
             self._param_groups = self._param_groups()
@@ -50,17 +50,17 @@ class OptimizerState:
 
 
 class Checkpoint:
-    """One checkpoint, whatever wrote it. Nothing but headers is in memory; tensors read what they are asked.
+    """One checkpoint of any format. Only headers are in memory; tensors are read slice by slice on demand.
 
     Attributes:
         format: the name of the format, for example `"dcp"` or `"safetensors"`.
         root: the folder (or file) that was opened.
-        metadata: what else the format tells (`step`, `world_size`, ...), as plain Python values.
+        metadata: what else the format records (`step`, `world_size`, ...), as plain Python values.
         companions: `config.json`, tokenizer files and the like found beside the shards: file name -> path.
 
-    A format that has to work to name its optimizer state passes a function of `aliases` for `optimizer`,
-    called at the first use, so that the model can be read where the optimizer cannot; `counters` are found in
-    the same way. (Neither may know the checkpoint: its files close as soon as nobody has it any more.)
+    `optimizer` may be a function of `aliases`, called at the first use, so that the model is readable where
+    the optimizer is not; `counters` is called likewise. These callables must not reference the `Checkpoint`:
+    the cycle would keep its files open.
     """
 
     def __init__(
@@ -83,61 +83,61 @@ class Checkpoint:
         self._known_aliases = dict(aliases or {})
         self._optimizer = optimizer
         self._counters = counters
-        self._named_by_owner = False
-        self._resolved: tuple[dict[str, Tensor], dict[str, str]] | None = None
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """Parameters and persistent buffers by plain Hugging Face name, tied aliases left out."""
-        return self._resolve()[0]
+        return self._resolved[0]
 
     @property
     def aliases(self) -> Mapping[str, str]:
         """Tied alias -> the name in `tensors` that owns the values."""
-        return self._resolve()[1]
+        return self._resolved[1]
 
-    @property
+    @cached_property
     def optimizer(self) -> OptimizerState | None:
         """The optimizer state, or None where the checkpoint holds none.
 
         Raises:
-            CheckpointError: there is one, but which state belongs to which parameter cannot be told.
+            CheckpointError: there is one, but its state cannot be matched to parameters.
         """
-        if callable(self._optimizer):
-            self._optimizer = self._optimizer(self.aliases)
-        if not self._named_by_owner:
-            self._optimizer, self._named_by_owner = _by_owner(self._optimizer, self.aliases), True
-        return self._optimizer
+        found = self._optimizer(self.aliases) if callable(self._optimizer) else self._optimizer
+        return _by_owner(found, self.aliases)
 
     @cached_property
     def counters(self) -> Mapping[str, Scalar]:
-        """What the program that wrote it had counted, by that program's own names, as far as the shards tell.
+        """The counters of the program that wrote it, under that program's own names.
 
         DeepSpeed's `global_steps`, `global_samples` and `skipped_steps`; what torchtitan keeps under
         `train_state` and `lr_scheduler` (`train_state.step`); `step` or `global_step` beside a state dict.
 
         Raises:
-            CheckpointError: a damaged one.
+            CheckpointError: a counter is damaged.
         """
         return {} if self._counters is None else dict(self._counters())
 
-    def take_companions(self, files: Mapping[str, Place]) -> None:
-        """Let `files` (name -> path) go before what was found beside the shards; before anything is read."""
-        self.companions = {**self.companions, **files}
-        self._resolved = None
+    def with_companions(self, files: Mapping[str, Place]) -> Checkpoint:
+        """The same checkpoint with `files` (name -> path), which override those found beside the shards."""
+        return Checkpoint(
+            format=self.format,
+            root=self.root,
+            tensors=self._stored,
+            aliases=self._known_aliases,
+            optimizer=self._optimizer,
+            metadata=self.metadata,
+            companions={**self.companions, **files},
+            counters=self._counters,
+        )
 
-    def _resolve(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        if self._resolved is None:
-            with blame(self.root):
-                tensors, aliases = resolve_ties(
-                    self._stored, self._known_aliases, self.companions.get("config.json")
-                )
-            self._resolved = tensors, aliases
-        return self._resolved
+    @cached_property
+    def _resolved(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        config = self.companions.get("config.json")
+        with blame(self.root):
+            return resolve_ties(self._stored, self._known_aliases, config)
 
 
 def _by_owner(optimizer: OptimizerState | None, aliases: Mapping[str, str]) -> OptimizerState | None:
-    """The same state with tied parameters under their owner's name, as the tensors are."""
+    """The same state, with tied parameters under their owner's name."""
     if optimizer is None or not any(alias in optimizer.state for alias in aliases):
         return optimizer
     state = {name: value for name, value in optimizer.state.items() if name not in aliases}

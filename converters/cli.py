@@ -1,4 +1,4 @@
-"""`portable-convert`: any sharded checkpoint in, plain safetensors out."""
+"""`portable-convert`: sharded checkpoints in, plain safetensors out."""
 
 from __future__ import annotations
 
@@ -33,29 +33,28 @@ _UNITS = {
     "GIB": 2**30,
 }
 
-# Seconds from SIGTERM to the end.
-_PATIENCE = 20
+# Seconds after SIGTERM within which clean-up must finish.
+_CLEANUP_SECONDS = 20
 
 _DESCRIPTION = """\
 Turn a training checkpoint into a folder that from_pretrained loads.
 
-SRC may be a run folder (the newest complete step is taken), one step, a folder of shards, or one
-file. The format is found out by looking. Nothing is loaded whole: memory stays flat whatever the
-model's size. SRC is never changed, and OUT appears complete or not at all. Both may be URLs of an object
-store (s3://, gs://).
+SRC may be a run folder (its newest complete step is converted), one step, a folder of shards, or one
+file. The format is detected. Tensors are streamed, so memory use does not grow with the model. SRC is
+never changed, and OUT appears complete or not at all. Both may be URLs of an object store (s3://, gs://).
 """
 
 _EXAMPLES = """\
 examples:
-  portable-convert runs/quickstart out/                    newest step, every value as it was trained
-  portable-convert runs/quickstart out/ --tag step-000100  a certain step
-  portable-convert s3://bucket/run s3://bucket/model       from and to an object store, without a disk
+  portable-convert runs/quickstart out/                    newest step, values unchanged
+  portable-convert runs/quickstart out/ --tag step-000100  a given step
+  portable-convert s3://bucket/run s3://bucket/model       between object stores, without a local copy
   portable-convert ckpt/ out/ --dtype bfloat16             half the size, for inference
-  portable-convert zero/ out/ --config-from org/model      config and tokenizer of the model it began as
-  portable-convert ckpt/ out/ --optimizer                  the optimizer's moments too
+  portable-convert zero/ out/ --config-from org/model      config and tokenizer from the base model
+  portable-convert ckpt/ out/ --optimizer                  the optimizer state too
   portable-convert ckpt/ out/ --to dcp --optimizer         for torch.distributed.checkpoint
-  portable-convert ckpt/ out/ --dry-run                    what would be written; writes nothing
-  portable-convert ckpt/ out/ --verify                     read OUT back and compare before it appears
+  portable-convert ckpt/ out/ --dry-run                    show what would be written
+  portable-convert ckpt/ out/ --verify                     read OUT back and compare it with SRC
 
 then:
   AutoModelForCausalLM.from_pretrained("out/")
@@ -78,39 +77,43 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("src", metavar="SRC", help="run folder, step folder, folder of shards, or file")
     parser.add_argument("out", metavar="OUT", help="folder to create")
-    parser.add_argument("--tag", help="which step of SRC: a folder name (step-000100) or a number (100)")
+    parser.add_argument("--tag", help="step of SRC: a folder name (step-000100) or a number (100)")
     parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
         default="keep",
         metavar="{keep,float32,bfloat16,float16}",
-        help="type of floating tensors (also bf16, fp16, fp32), which config.json then names; keep (default) "
-        "is the highest precision SRC holds. Integer and 0-d buffers stay exact",
+        help="dtype of floating-point tensors (also bf16, fp16, fp32), recorded in config.json; keep "
+        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast",
     )
     parser.add_argument(
         "--config-from",
         metavar="FOLDER_OR_ID",
-        help="take config.json and the tokenizer from this model's folder or hub id, for a SRC that has none",
+        help="take config.json and the tokenizer from this folder or hub id, if SRC has none",
     )
     parser.add_argument(
         "--max-shard-size",
         type=_size,
         default=5 * 10**9,
         metavar="SIZE",
-        help="split above this size: 5GB (default), 500MB, 2GiB, or bytes",
+        help="maximum size of a shard: 5GB (default), 500MB, 2GiB, or bytes",
     )
     parser.add_argument(
         "--optimizer", action="store_true", help="also write optimizer.safetensors and optimizer.json"
     )
     parser.add_argument("--to", choices=list(WRITERS), default="safetensors", help="format to write")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
-    parser.add_argument("--verify", action="store_true", help="compare OUT with SRC before it appears")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be written, and write nothing"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read OUT back and compare it with SRC before it appears"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
     parser.add_argument(
         "--expand",
         action="store_true",
-        help=f"write OUT even where it comes to more than {EXPANSION} times the size of SRC, because tensors "
-        "there repeat the same bytes",
+        help=f"allow OUT to be more than {EXPANSION} times as large as SRC, where tensors of SRC share the "
+        "same bytes",
     )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parser.add_argument("--version", action=ShowVersion, help="print the version and stop")
@@ -127,11 +130,11 @@ def _size(text: str) -> int:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `portable-convert`; returns the exit code, as `converters.commands.EXIT_CODES` has it."""
+    """Run `portable-convert`; returns an exit code of `converters.commands.EXIT_CODES`."""
     previous = None
     try:
         options = _parser().parse_args(argv)
-        with contextlib.suppress(ValueError):  # not the main thread: the signal is someone else's
+        with contextlib.suppress(ValueError):  # not the main thread: signals cannot be handled here
             previous = signal.signal(signal.SIGTERM, _terminated)
         return _convert(options)
     except CheckpointError as error:
@@ -147,15 +150,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _terminated(signum: int, frame: object) -> NoReturn:
-    # An exception, so that the temporary folder is removed on the way out. Should a disk not answer, the
-    # system ends the process all the same, and the next conversion removes the folder.
+    # An exception, so that the temporary folder is removed. If clean-up hangs, SIGALRM ends the process and
+    # the next conversion removes the folder.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_PATIENCE)
+    signal.alarm(_CLEANUP_SECONDS)
     raise SystemExit(BY_SIGNAL + signum)
 
 
 def _convert(options: argparse.Namespace) -> int:
-    # Imported here, so that help and a mistyped option answer at once.
+    # Imported here, so that --help and a mistyped option answer at once.
     from converters.companions import companions_from
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
@@ -173,7 +176,7 @@ def _convert(options: argparse.Namespace) -> int:
         check_output(out, [source], overwrite=options.overwrite)
     checkpoint = open_checkpoint(source, options.tag)
     if options.config_from is not None:
-        checkpoint.take_companions(companions_from(options.config_from))
+        checkpoint = checkpoint.with_companions(companions_from(options.config_from))
     chosen = {
         "dtype": options.dtype,
         "max_shard_size": options.max_shard_size,
@@ -197,18 +200,17 @@ def _convert(options: argparse.Namespace) -> int:
     if not options.quiet:
         count = sum(len(file.entries) for file in plan.files)
         checked = ", compared with the source" if options.verify else ""
-        told = f"{out}: {count} tensors, {_bytes(plan.nbytes)} in {len(plan.files)} file(s){checked}"
-        say(printable(told))
+        say(printable(f"{out}: {count} tensors, {_bytes(plan.nbytes)} in {len(plan.files)} file(s){checked}"))
     _note_config(plan, source, options)
     return 0
 
 
 def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None:
-    """Say what `from_pretrained` will miss, before somebody finds out by it."""
+    """Warn that `from_pretrained` cannot load OUT without a config.json."""
     if options.to == "safetensors" and not options.quiet and "config.json" not in plan.names:
         print(
-            f"note: {source} holds no config.json, so from_pretrained cannot load {options.out} as it is; "
-            "--config-from FOLDER_OR_ID takes it from the model that was trained",
+            f"note: {source} holds no config.json, so from_pretrained cannot load {options.out}; "
+            "take it from the base model with --config-from FOLDER_OR_ID",
             file=sys.stderr,
         )
 

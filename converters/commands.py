@@ -1,4 +1,4 @@
-"""What the commands have in common: exit codes, `--version`, and an end without a traceback."""
+"""Shared by all commands: exit codes, `--version`, and exiting without a traceback."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BROKEN_PIPE = BY_SIGNAL + 13
 
 EXIT_CODES = {
     DONE: "done, or train.stop_after reached",
-    FAILED: "failed, through nothing that the input shows: no memory, no network, a rank that died",
+    FAILED: "failed, and not because of the input: out of memory, no network, a rank died",
     REFUSED: "refused: one `error:` line names the file or setting and the remedy; nothing was changed",
-    STOPPED: "stopped by a signal with a checkpoint saved; the same command goes on",
-    BY_SIGNAL: "and the signal's number: ended at once by it, with nothing more saved (130: Ctrl-C)",
+    STOPPED: "stopped by a signal after saving a checkpoint; the same command continues",
+    BY_SIGNAL: "plus the signal number: ended by a signal, nothing more was saved (130: Ctrl-C)",
 }
-"""What the exit code of a command means: the one table, which `--help` shows."""
+"""The meaning of each exit code, as `--help` shows it."""
 
 
 def exit_codes(*codes: int) -> str:
@@ -47,7 +47,7 @@ def version_line() -> str:
 
 
 class ShowVersion(argparse.Action):
-    """`--version` for argparse, which looks for the version only when it is asked."""
+    """`--version` for argparse, which looks the version up only on request."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
@@ -58,8 +58,8 @@ class ShowVersion(argparse.Action):
 
 
 def command(main: Main) -> Callable[..., int]:
-    """Make `main` end without a traceback on Ctrl-C, and where its reader has gone (`... | head`) or
-    standard output, memory or threads have run out."""
+    """Make `main` exit without a traceback on Ctrl-C, on a closed pipe (`... | head`), and when standard
+    output cannot be written or memory or threads run out."""
 
     @wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def command(main: Main) -> Callable[..., int]:
             try:
                 return main(argv)
             finally:
-                flush()  # what fails now would be told after the end, where nobody can answer
+                flush()  # at interpreter exit, a failure could not be handled
         except BrokenPipeError:
             streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
             gone = [stream for stream in streams if _has_no_reader(stream)]
@@ -88,7 +88,7 @@ def command(main: Main) -> Callable[..., int]:
         except RuntimeError as error:
             if "start new thread" not in str(error):
                 raise
-            complain("error: the system starts no more threads")
+            complain("error: the system cannot start another thread")
             return FAILED
 
     return guarded

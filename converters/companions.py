@@ -1,4 +1,4 @@
-"""The small files that make weights loadable: config.json, the tokenizer, and their like."""
+"""The small files that `from_pretrained` needs beside the weights: config.json, the tokenizer, ..."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from converters.storage.guarded import LinkError, read_small_text, real_path
 from converters.storage.object_store import RemotePath
 from converters.storage.path_or_url import place
 from converters.storage.store_errors import AccessDeniedError
-from converters.tensors.dtypes import CASTABLE, TO_TORCH
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from converters.storage.path_or_url import Place
-    from converters.writers.conversion import Entry
 
 _log = logging.getLogger(__name__)
 
@@ -31,19 +29,18 @@ _NAMES = re.compile(
 )
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # the second is what transformers before 4.56 reads
 _SUBFOLDERS = ("model", "hf", "tokenizer")
 _RUN_CHECKPOINTS = "checkpoints"
-# Nothing a tokenizer needs is larger; a `.model` that is belongs to something else.
+# No tokenizer file is larger; a larger `.model` is something else.
 _MAX_BYTES = 1 << 30
 
 
 def find_companions(root: Place) -> dict[str, Place]:
     """Files to copy beside converted weights: name -> path.
 
-    Looked for in `root` (or the folder of a file), in its `model/`, then upwards to its parent, and on to the
-    run folder where `root` lies in `<run>/checkpoints/`. The nearest file of a name wins. A link that leads
-    out of the one of these folders that it was found in is passed over with a warning.
+    Searches `root` (or the folder of a file), its `model/`, `hf/` and `tokenizer/`, then its parent, and the
+    run folder where `root` lies in `<run>/checkpoints/`. The nearest file of a name wins. A link that leaves
+    the folder it was found in is skipped with a warning.
     """
     folder = root if root.is_dir() else root.parent
     folder = folder.absolute()
@@ -52,7 +49,7 @@ def find_companions(root: Place) -> dict[str, Place]:
         upwards.append(folder.parent.parent)
     elif folder.parent.parent.name == _RUN_CHECKPOINTS:
         upwards += [folder.parent.parent, folder.parent.parent.parent]
-    # Of a checkpoint of this project, what is copied is what was saved.
+    # From a checkpoint of this project, copy only what was saved with it.
     manifest = check_manifest(
         folder, only=lambda name: name == "trainer_state.json" or _NAMES.fullmatch(name)
     )
@@ -66,10 +63,10 @@ def find_companions(root: Place) -> dict[str, Place]:
 
 
 def companions_from(named: str) -> dict[str, Place]:
-    """The files (name -> path) of the model that a person names: its folder, its `config.json`, its hub id.
+    """The files (name -> path) of a model given by its folder, its `config.json` or its hub id.
 
     Raises:
-        CheckpointError: no model's config there.
+        CheckpointError: there is no model config.
     """
     folder = place(named)
     if folder.is_file():
@@ -87,15 +84,15 @@ def _from_hub(name: str) -> Place:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(
-            f"--config-from {name}: no such folder, and asking the hub needs the package huggingface_hub"
+            f"--config-from {name}: no such folder, and the hub needs the package huggingface_hub"
         ) from None
     try:
-        # As a string in its own cache; nothing but small files is fetched.
+        # Into the hub's own cache; only small files are fetched.
         return place(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-    except Exception as error:  # its own, and those of whatever it connects by
+    except Exception as error:  # its own, and those of its HTTP client
         why = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
-            f"--config-from {name}: neither a folder here nor to be had from the hub ({why[:200]})"
+            f"--config-from {name}: neither a local folder nor available from the hub ({why[:200]})"
         ) from None
 
 
@@ -105,66 +102,31 @@ def _companions_in(folders: Iterable[Place]) -> dict[str, Place]:
         for where in (folder, *(folder / name for name in _SUBFOLDERS)):
             try:
                 entries: list[Place] = list(where.iterdir())
-            except (OSError, AccessDeniedError):  # credentials often reach no higher than the checkpoint
+            except (OSError, AccessDeniedError):  # credentials may not cover folders above the checkpoint
                 continue
             for entry in sorted(entries, key=_name):
                 if entry.name in found or not _NAMES.fullmatch(entry.name):
                     continue
                 try:
-                    real = entry if isinstance(entry, RemotePath) else Path(real_path(entry, folder))  # type: ignore[arg-type]
+                    path = _resolved(entry, folder)
                 except LinkError as error:
                     _log.warning("warning: %s; not copied", printable(error))
                     continue
-                # By its own name unless it is a link: what is copied is then what was looked at.
-                real = real if not isinstance(entry, RemotePath) and entry.is_symlink() else entry
-                if _usable(real, entry.name):
-                    found[entry.name] = real
+                if _usable(path, entry.name):
+                    found[entry.name] = path
     return found
 
 
-def with_dtype(
-    companions: Mapping[str, Place], entries: Iterable[Entry]
-) -> tuple[dict[str, bytes], dict[str, Place]]:
-    """The companions, with a `config.json` that names the type that the tensors have.
-
-    `from_pretrained` loads in the type that the config names, whatever the weights are in. A config of
-    quantised weights means another type by it, and stays as it is.
-
-    Returns:
-        What has to be written anew (name -> content), and what is copied as it is (name -> path).
-    """
-    copied = dict(companions)
-    path = copied.get("config.json")
-    config = None if path is None else json.loads(read_small_text(path))
-    if not isinstance(config, dict) or "quantization_config" in config:
-        return {}, copied
-    sizes: dict[str, int] = {}
-    for entry in entries:
-        if entry.dtype in CASTABLE and entry.tensor.shape:
-            sizes[TO_TORCH[entry.dtype]] = sizes.get(TO_TORCH[entry.dtype], 0) + entry.nbytes
-    told = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
-    # Of several types, the one that the config names is as good as any.
-    if not sizes or told.removeprefix("torch.") in sizes:
-        return {}, copied
-    _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
-    del copied["config.json"]
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    try:
-        return {"config.json": text.encode()}, copied
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON knows as an escape only
-        return {"config.json": (json.dumps(config, indent=2) + "\n").encode()}, copied
-
-
-def _set_dtype(config: dict[str, Any], name: str) -> None:
-    present = [key for key in _DTYPE_KEYS if key in config]
-    config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], name))
-    for key, part in config.items():
-        if key.endswith("_config") and isinstance(part, dict) and not part.keys().isdisjoint(_DTYPE_KEYS):
-            _set_dtype(part, name)
+def _resolved(entry: Place, folder: Place) -> Place:
+    """`entry`, with a link resolved, so that the file copied is the file checked; LinkError if it leaves."""
+    if isinstance(entry, RemotePath) or isinstance(folder, RemotePath):
+        return entry
+    real = real_path(entry, folder)
+    return Path(real) if entry.is_symlink() else entry
 
 
 def trainer_metadata(folder: Place) -> dict[str, Any]:
-    """What a `trainer_state.json` in `folder` tells (ours, or the Trainer's): its content and the step."""
+    """The content and step of a `trainer_state.json` in `folder` (ours, or the Trainer's)."""
     try:
         state = json.loads(read_small_text(folder / "trainer_state.json"))
     except (OSError, ValueError, RecursionError):
@@ -188,5 +150,5 @@ def _usable(path: Place, name: str) -> bool:
         config = json.loads(read_small_text(path))
     except (OSError, ValueError, RecursionError):
         return False
-    # Any tool may leave a config.json about; a model's says which model.
+    # Other tools write a config.json too; a model's names its type.
     return isinstance(config, dict) and ("model_type" in config or "architectures" in config)

@@ -1,4 +1,4 @@
-"""What a command prints, also where nobody can read it any more."""
+"""Printing from a command, also to a closed pipe or a full disk."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ if TYPE_CHECKING:
 
 
 class OutputError(Exception):
-    """Standard output takes no more: the disk that it goes to is full. `converters.commands` tells it."""
+    """Standard output cannot be written, for example to a full disk; `converters.commands` reports it."""
 
 
 def say(text: str) -> None:
-    """Print `text`, all of it, now.
+    """Print `text` and flush.
 
     Raises:
-        BrokenPipeError: the reader has gone (`| head`).
-        OutputError: it cannot be written for any other reason.
+        BrokenPipeError: the reader has exited (`| head`).
+        OutputError: writing fails for any other reason.
     """
-    with _told():
+    with _output_errors():
         print(text)
     flush()
 
 
 def flush() -> None:
-    """Have everything written that was printed; raises what `say` does."""
-    if sys.stdout is not None:  # it is where standard output was closed from the start
-        with _told():
+    """Flush standard output; raises what `say` does."""
+    if sys.stdout is not None:  # None if it was closed at start-up
+        with _output_errors():
             sys.stdout.flush()
 
 
 def complain(line: str) -> None:
-    """Print `line` on standard error, if anybody can read it."""
+    """Print `line` on standard error; ignored if that is closed."""
     with suppress(OSError):
         print(line, file=sys.stderr)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _output_errors() -> Iterator[None]:
     """Turn a failure to write into an `OutputError`."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        # The interpreter flushes standard output once more at its end: then in vain, and in silence.
+        # The interpreter flushes standard output again at exit: let that succeed silently.
         with suppress(OSError, ValueError):
             descriptor = os.open(os.devnull, os.O_WRONLY)
             os.dup2(descriptor, sys.stdout.fileno())

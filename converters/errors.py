@@ -1,4 +1,4 @@
-"""The one exception a user of the converters sees."""
+"""The exception of this package, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# More than a screen of it helps nobody, and a name in a file may be as long as the file.
-_MOST_SHOWN = 2000
+# A name in a file may be as long as the file.
+_MAX_SHOWN = 2000
 
 
 def printable(text: object) -> str:
-    """`text` in one line without control characters, for a terminal: names in files are anybody's."""
+    """`text` on one line without control characters, for a terminal: names in files are untrusted."""
     line = " ".join(str(text).split())
-    if len(line) > _MOST_SHOWN:
-        line = f"{line[:_MOST_SHOWN]}... ({len(line):,} characters)"
+    if len(line) > _MAX_SHOWN:
+        line = f"{line[:_MAX_SHOWN]}... ({len(line):,} characters)"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 class CheckpointError(Exception):
-    """A checkpoint, an output folder or an option that is refused.
+    """A checkpoint, output folder or option is refused.
 
-    The message is one line: it names the file or key at fault and, where there is one, the remedy.
+    The message is one line that names the file or key and, where there is one, the remedy.
     """
 
 
 @contextmanager
 def blame(path: object) -> Iterator[None]:
-    """Put `path` before the message of a `CheckpointError` raised within, where it says nothing of files."""
+    """Prefix the message of a `CheckpointError` raised within by `path`."""
     try:
         yield
     except CheckpointError as error:

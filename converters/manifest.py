@@ -1,13 +1,12 @@
-"""The manifest of a checkpoint of this project: every file of it, with its size and what it is checked by.
+"""The manifest of a checkpoint of this project: every file with its size and a checksum.
 
     {"version": 1, "step": 100, "run": "1f0c...", "files": {"config.json": {"bytes": 654, "crc32": 123},
      "__0_0.distcp": {"bytes": 9876}, "mp_rank_00_model_states.pt": {"bytes": 8765, "directory": 456}},
      "crc32": 789}
 
-It holds a CRC32 of itself. No shard is read for it: a file of DCP items is sealed already, by a seal that
-the manifest names (see :mod:`converters.formats.dcp.checksums`), and the directory of a torch.save file
-holds the
-CRC32s of what is in the file, as torch took them while it wrote. Whoever reads a tensor checks those.
+It holds a CRC32 of itself. Writing it reads no tensor data: `.distcp` files have checksums of their own, in a
+file that the manifest names (:mod:`converters.formats.dcp.checksums`), and the zip directory of a torch.save
+file holds the CRC32s that torch computed while writing. Reading a tensor checks those.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "checkpoint_manifest.json"
 _VERSION = 1
-_SEALED = ".distcp"
+_DISTCP = ".distcp"
 _ZIP = b"PK\x03\x04"
 _CHUNK = 1 << 22
 
@@ -39,13 +38,13 @@ Entries = dict[str, dict[str, int]]
 
 
 def manifest_entries(folder: Path) -> Entries:
-    """What a manifest tells of the files below ``folder``, on this machine."""
+    """The manifest entries of the files below a local ``folder``."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     entries: Entries = {}
     for path in paths:
         name = path.relative_to(folder).as_posix()
         entry = {"bytes": path.stat().st_size}
-        if path.suffix != _SEALED:
+        if path.suffix != _DISTCP:
             with path.open("rb") as file:
                 zipped = file.read(len(_ZIP)) == _ZIP
             entry |= {"directory": _directory(folder, name)} if zipped else {"crc32": _crc32(path)}
@@ -54,11 +53,11 @@ def manifest_entries(folder: Path) -> Entries:
 
 
 def manifest_text(entries: Mapping[str, Mapping[str, int]], **about: Any) -> str:
-    """A manifest of these files.
+    """The text of a manifest.
 
     Args:
-        entries: as :func:`manifest_entries` gives them, of all ranks.
-        about: what else it tells: the step, the run.
+        entries: from :func:`manifest_entries`, of all ranks.
+        about: other fields: the step, the run.
     """
     document = {"version": _VERSION, **about, "files": dict(sorted(entries.items()))}
     return json.dumps({**document, "crc32": _own_crc32(document)}) + "\n"
@@ -76,83 +75,85 @@ def read_manifest(folder: Place) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not _whole(found):
         raise CheckpointError(f"{path}: damaged")
     if found.get("version") != _VERSION:
-        raise CheckpointError(f"{path}: of a newer version than this program")
+        raise CheckpointError(f"{path}: written by a newer version of this program; upgrade portable-trainer")
     return found
 
 
 def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -> dict[str, Any] | None:
-    """Hold the files of a checkpoint against its manifest; None where it has none.
+    """Check the files of a checkpoint against its manifest; None where it has none.
 
-    Files that the manifest does not name are nobody's concern here.
+    Files that the manifest does not name are ignored.
 
     Args:
         folder: of the checkpoint.
-        only: whether a file of that name is to be looked at; all are by default.
+        only: whether to check the file of that name; by default all are checked.
 
     Raises:
-        CheckpointError: a file is missing, or another one than was written.
+        CheckpointError: a file is missing, or differs from what was written.
     """
     found = read_manifest(folder)
     if found is None:
         return None
-    there = folder.files() if isinstance(folder, RemotePath) else None
-    for name, told in found["files"].items():
+    listed = folder.files() if isinstance(folder, RemotePath) else {}
+    for name, entry in found["files"].items():
         if only is not None and not only(name):
             continue
         path = folder / name
         try:
-            if there is None:
-                real_path(path, folder)  # type: ignore[arg-type]
-            size = path.stat().st_size if there is None else there[name]
-            if size != told["bytes"]:
+            if isinstance(folder, RemotePath):
+                size = listed[name]
+            else:
+                real_path(folder / name, folder)
+                size = path.stat().st_size
+            if size != entry["bytes"]:
                 raise CheckpointError(
-                    f"{printable(path)}: has {size:,} bytes, and {told['bytes']:,} were written"
+                    f"{printable(path)}: has {size:,} bytes, {entry['bytes']:,} were written"
                 )
-            if "crc32" in told and _crc32(path) != told["crc32"]:
-                raise CheckpointError(f"{printable(path)}: damaged, or of another save")
-            if "directory" in told and _directory(folder, name) != told["directory"]:
-                raise CheckpointError(f"{printable(path)}: damaged, or of another save")
+            if "crc32" in entry and _crc32(path) != entry["crc32"]:
+                raise CheckpointError(f"{printable(path)}: damaged, or from another save")
+            if "directory" in entry and _directory(folder, name) != entry["directory"]:
+                raise CheckpointError(f"{printable(path)}: damaged, or from another save")
         except (KeyError, FileNotFoundError):
-            raise CheckpointError(f"{printable(path)}: missing, and {MANIFEST} names it") from None
+            raise CheckpointError(f"{printable(path)}: missing, although {MANIFEST} names it") from None
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
     return found
 
 
 def is_named(folder: Place, name: str) -> bool:
-    """Whether a checkpoint has a manifest, and it names such a file."""
+    """Whether a checkpoint has a manifest that names this file."""
     found = read_manifest(folder)
     return found is not None and name in found["files"]
 
 
 def _whole(found: dict[str, Any]) -> bool:
-    """Whether a manifest is as it was written, and each of its entries is one."""
+    """Whether a manifest matches its own CRC32 and all its entries are well formed."""
     rest = {key: value for key, value in found.items() if key != "crc32"}
     try:
         if found.get("crc32") != _own_crc32(rest):
             return False
-    except RecursionError:  # as deep as can just be read
+    except RecursionError:  # nested just within what json.loads accepts
         return False
     files = found.get("files")
-    return isinstance(files, dict) and all(map(_sound, files.items()))
+    return isinstance(files, dict) and all(map(_well_formed, files.items()))
 
 
-def _sound(item: tuple[str, Any]) -> bool:
-    """Whether an entry names a file below the folder, and tells numbers of it."""
-    name, told = item
+def _well_formed(item: tuple[str, Any]) -> bool:
+    """Whether an entry names a file below the folder and holds only integers."""
+    name, entry = item
     path = PurePosixPath(name)
     return (
         _is_file_name(name)
         and not path.is_absolute()
         and ".." not in path.parts
-        and isinstance(told, dict)
-        and isinstance(told.get("bytes"), int)
-        and all(isinstance(value, int) for value in told.values())
+        and isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and all(isinstance(value, int) for value in entry.values())
     )
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether a file can have this name: it has no NUL in it, nor half of a surrogate pair."""
+    """Whether a file can have this name: no NUL, no lone surrogate."""
     try:
         return bool(name) and b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:
@@ -175,6 +176,6 @@ def _crc32(path: Place) -> int:
 
 def _directory(folder: Place, name: str) -> int:
     from converters.containers.torchzip import TorchZip
-    from converters.storage.bytes import Folder
+    from converters.storage.folder import Folder
 
     return TorchZip(Folder(folder).file(name)).checksum

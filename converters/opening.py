@@ -1,4 +1,4 @@
-"""From a path that a person typed to the checkpoint it means."""
+"""Find the checkpoint that a path means, and open it."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def open_checkpoint(
     """Open a checkpoint of any supported format.
 
     Args:
-        path: a run folder (its newest complete step), a step folder, a folder of shards, or one file; on this
-            machine or as a URL (`s3://bucket/run`), of which only the ranges that are needed are fetched.
-        tag: the step to take from a folder of several: its folder's name (`step-000100`) or number (`100`).
-        verify: check the CRCs that the format stores on everything read. Turn off only where something else
-            has checked the same files just now.
-        order: the names of the model's parameters in the order of its modules, for whoever has the model.
-            It names optimizer state that is kept by number where the files do not tell the order.
+        path: a run folder (its newest complete step), a step folder, a folder of shards, or one file; a local
+            path or a URL (`s3://bucket/run`), of which only the needed ranges are fetched.
+        tag: the step to open in a folder of several: its folder's name (`step-000100`) or number (`100`).
+        verify: check the CRCs that the format stores on everything read. Turn off only for files that were
+            checked just before.
+        order: the names of the model's parameters in the order of its modules, if the caller has the model.
+            It names optimizer state that is keyed by index where the files do not record the order.
 
     Returns:
         A `Checkpoint`; only headers have been read.
 
     Raises:
-        CheckpointError: nothing there, not a known format, damaged, or in an object store and not complete.
-            One line, naming the file.
+        CheckpointError: missing, of no known format, damaged, or incomplete in an object store. One line
+            that names the file.
     """
     root = place(path)
     if not root.exists():
@@ -58,16 +58,16 @@ def open_checkpoint(
 
 
 def read_pickled(path: str | Place) -> Any:
-    """What `torch.save` wrote into one small file, as dicts, lists, strings and numbers; nothing is run.
+    """The content of one small `torch.save` file as dicts, lists, strings and numbers; no code is run.
 
-    Tensors and objects come as the names of their classes.
+    Tensors and objects become the names of their classes.
 
     Raises:
-        CheckpointError: damaged, or an object of a class that torch itself does not write.
+        CheckpointError: damaged, or it holds a class that torch itself does not write.
     """
     from converters.containers.pickle_reader import plain
     from converters.containers.torchzip import TorchZip
-    from converters.storage.bytes import Folder
+    from converters.storage.folder import Folder
 
     path = place(path)
     try:
@@ -96,7 +96,7 @@ def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]
         return found, source
     if tag is not None:
         known = ", ".join(step.name for _, step in steps[:8]) or "none"
-        raise CheckpointError(f"{root}: no checkpoint is tagged {tag!r}; there are: {known}")
+        raise CheckpointError(f"{root}: no checkpoint has the tag {tag!r}; available: {known}")
     for _, step in steps:
         candidate = Source(_inside(root, step), None, verify)
         found = detect(candidate) if _whole(step) else None
@@ -106,14 +106,14 @@ def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]
 
 
 def _inside(root: Place, step: Place) -> Place:
-    """`step`, refused where it is a link, or lies behind one, that leads out of the run's folder."""
+    """`step`; LinkError if a link in it leaves the run folder."""
     if not isinstance(step, RemotePath) and not isinstance(root, RemotePath):
         real_path(step, root)
     return step
 
 
 def _whole(path: Place) -> bool:
-    """Whether nobody has begun to write here and not come to the end: on a disk the rename sees to that."""
+    """Whether no unfinished write is marked here; on a disk the final rename makes every folder whole."""
     if not isinstance(path, RemotePath):
         return True
     return not is_unfinished(path.parent if path.is_file() else path)
@@ -121,8 +121,8 @@ def _whole(path: Place) -> bool:
 
 def _unfinished(path: Place) -> str:
     return (
-        f"{path}: holds {INCOMPLETE} and no marker of completion, so its writer is at work or was stopped; "
-        "take another one"
+        f"{path}: holds {INCOMPLETE} and no completion marker: its writer is still running or was killed; "
+        "choose another step"
     )
 
 

@@ -1,8 +1,8 @@
-"""What `portable-convert` lets one choose, apart from the code behind it, which takes long to import."""
+"""The choices of `portable-convert`, apart from the code behind them, which is slow to import."""
 
 from __future__ import annotations
 
-# --dtype -> the element type under its safetensors name; None keeps each tensor's own.
+# --dtype -> the element type by its safetensors name; None keeps each tensor's own.
 DTYPES: dict[str, str | None] = {
     "keep": None,
     "float32": "F32",
@@ -12,8 +12,8 @@ DTYPES: dict[str, str | None] = {
     "bf16": "BF16",
     "fp16": "F16",
 }
-# A conversion writes at most so many times the bytes that SRC's files hold, unless --expand asks for more.
-# A cast to a wider type makes up to four.
+# A conversion writes at most this many times the bytes of SRC's files, unless --expand is given. A cast to a
+# wider dtype writes up to four times as many.
 EXPANSION = 8
 # --to -> a module with `plan_<name>` and `write_<name>`.
 WRITERS = {"safetensors": "converters.writers.safetensors_writer", "dcp": "converters.writers.dcp_writer"}

@@ -51,7 +51,7 @@ def scale_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
     sizes = {
         remote: ["PART_BYTES"],
-        remote_file: ["RUN_BYTES", "DATA_BYTES", "HEADER_BYTES", "KEPT_BYTES"],
+        remote_file: ["RUN_BYTES", "DATA_BYTES", "HEADER_BYTES", "CACHE_BYTES"],
         remote_output: ["FLUSH_BYTES"],
         writing: ["BLOCK_BYTES"],
     }

@@ -1,1 +1,1 @@
-"""Files that hold tensors: pickles, torch.save archives, shard indexes. None is executed."""
+"""Files that hold tensors: pickles, torch.save archives and shard indexes. No code in them is run."""

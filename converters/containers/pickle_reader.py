@@ -1,13 +1,13 @@
-"""A pickle reader that cannot call anything.
+"""A pickle reader that runs no code.
 
-It interprets the opcodes itself and builds plain containers. A global is looked up in an explicit table of
-stand-ins: small functions of ours that turn the arguments into inert data. A global outside the table ends
-the reading with an error that names it. Nothing is imported, no attribute is set, no constructor runs.
+It interprets the opcodes itself and builds plain containers. Globals are looked up in an allow-list of
+stand-ins: functions of this package that turn the arguments into inert data. Any other global is an error
+that names it. Nothing is imported, no attribute is set, no constructor runs.
 
-A pickle may name one object many times, so a small file can describe a value without end. Work and size are
-therefore bounded by the length of the pickle: what opcodes copy out of containers that are there already
-(`_WORK`), and how large the value is with every shared part counted wherever it stands (`_NODES`). Whoever
-compares, shows or walks a value that came from here does so in time that the file's size bounds.
+A pickle can reference one object many times, so a small file can describe a huge value. Work and size are
+therefore bounded by the length of the pickle: the items that opcodes copy out of existing containers
+(`_WORK`), and the size of the value with shared parts counted at every reference (`_NODES`). Comparing,
+showing or walking a value from here thus takes time bounded by the size of the file.
 
 Source: Lib/pickletools.py and PEP 3154 (protocol 4), PEP 574 (protocol 5).
 """
@@ -22,19 +22,19 @@ from converters.errors import CheckpointError
 
 Standin = Callable[..., Any]
 _SCALARS = (str, int, float, bool, bytes, type(None))
-# Longer integers are no size, step or seed; refusing them keeps every later conversion cheap.
+# No size, step or seed is longer; the limit keeps later conversions of integers cheap.
 _MAX_INT_BYTES = 32
-# A module or class has no longer name; a storage's key neither.
+# No module, class or storage key has a longer name.
 MAX_NAME = 1024
-# Items copied out of containers (arguments, keys) for each byte of the pickle, and for any pickle at all. A
-# pickle that a library wrote copies less than one.
+# Items copied out of containers (arguments, keys) per byte of the pickle, and allowed for any pickle. Pickles
+# written by libraries copy less than one per byte.
 _WORK, _FREE_WORK = 8, 100_000
-# Values for each byte of the pickle, shared ones counted each time. Without sharing there is less than one.
+# Values per byte of the pickle, shared ones counted each time. Without sharing there is less than one.
 _NODES, _FREE_NODES = 4, 20_000
-# Containers within containers.
+# Nesting of containers.
 _MAX_DEPTH = 200
-# Python's hash of a number is no secret: of larger ones, and of tuples of numbers, as many with one hash are
-# easily made as one likes, and a table of n of them takes n * n comparisons.
+# Python does not randomize the hash of numbers: larger ones, and tuples of numbers, can be chosen to collide,
+# and a dict of n colliding keys takes n * n comparisons.
 MAX_KEY = 1 << 60
 _MAX_TUPLE_KEYS = 10_000
 # Protocols below 3 write these modules under their Python 2 names.
@@ -42,7 +42,7 @@ _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 class Global:
-    """A name that the pickle mentions, as data. `key` is `module.qualified.name`."""
+    """A global named by the pickle, as data. `key` is `module.qualified.name`."""
 
     __slots__ = ("key", "standin")
 
@@ -55,7 +55,7 @@ class Global:
 
 
 class Instance:
-    """An object of a class that is known by name only: constructor arguments, state, list and dict items."""
+    """An object of a class known by name only: constructor arguments, state, list and dict items."""
 
     __slots__ = ("args", "elements", "items", "key", "state")
 
@@ -67,19 +67,19 @@ class Instance:
         self.elements: list[Any] = []
 
     def parts(self) -> tuple[Any, ...]:
-        """What it was made of."""
+        """The values that it holds."""
         return self.args, self.state, self.items, self.elements
 
 
-# What a stand-in may copy.
+# Types that a stand-in may copy.
 _SIZED = (str, bytes, tuple, list, dict, set, frozenset)
-# What a value may be nested in; sets hold plain values only.
+# Types that nest values; sets hold only scalars.
 _NESTING = (tuple, list, dict)
-_TOO_MUCH = "copies more than a pickle of its length ever does; nothing was run"
+_TOO_MUCH = "copies more data than any valid pickle of its length; no code was run"
 
 
 class _RefusedError(Exception):
-    """What is wrong with the pickle; `unpickle` adds where it lies."""
+    """The pickle is refused; `unpickle` adds the file to the message."""
 
 
 class Mark:
@@ -103,7 +103,7 @@ def unpickle(
         persistent: resolves persistent ids (torch.save's storages); without it they are refused.
 
     Raises:
-        CheckpointError: a global outside the allow-list, an unknown opcode, truncated or malformed data.
+        CheckpointError: a global is not on the allow-list, an opcode is unknown, or the data is damaged.
     """
     try:
         value = _Machine(data, standins, prefixes, persistent).run()
@@ -140,7 +140,7 @@ class _Machine:
         self.tuple_keys = _MAX_TUPLE_KEYS
 
     def call(self, made: Any, args: Any) -> Any:
-        """What a class or function gives: a stand-in may copy its arguments, so their lengths are work."""
+        """Call a stand-in; it may copy its arguments, so their lengths count as work."""
         if type(made) is not Global or type(args) is not tuple:
             raise _RefusedError("calls something that is not a known class")
         self.work -= len(args)
@@ -155,17 +155,17 @@ class _Machine:
         """A dict key or set item that is cheap to hash and to find."""
         kind = type(key)
         if kind is int and not -MAX_KEY < key < MAX_KEY:
-            raise _RefusedError("a dict key or set item that is a number beyond reason")
+            raise _RefusedError("a dict key or set item is too large a number")
         if kind in _SCALARS or kind is Instance or kind is Global:
             return key
-        if kind is tuple:  # nested ones can be made exponentially slow
+        if kind is tuple:  # hashing nested tuples can take exponential time
             self.work -= len(key)
             self.tuple_keys -= 1
             if self.work < 0 or self.tuple_keys < 0:
                 raise _RefusedError(_TOO_MUCH)
             if all(type(item) in _SCALARS for item in key):
                 return key
-        raise _RefusedError("a dict key or set item that is not a plain value")
+        raise _RefusedError("a dict key or set item is not a plain value")
 
     def set_items(self, target: Any, flat: list[Any]) -> None:
         if type(target) is Instance:
@@ -178,21 +178,21 @@ class _Machine:
 
     def global_(self, module: Any, name: Any) -> Global:
         if type(module) is not str or type(name) is not str:
-            raise _RefusedError("a global without a name")
+            raise _RefusedError("a global has no name")
         if len(module) > MAX_NAME or len(name) > MAX_NAME:
-            raise _RefusedError("a global with a name of unreasonable length")
+            raise _RefusedError("a global has too long a name")
         key = f"{_PYTHON2.get(module, module)}.{name}"
         known = self.globals.get(key)
         if known is None:
             if key not in self.standins and not key.startswith(self.prefixes or ("\0",)):
                 shown = key if len(key) < 100 and key.isprintable() else "with an unprintable name"
                 raise _RefusedError(
-                    f"holds the Python object {shown}, which is not on the allow-list; nothing was run"
+                    f"holds the Python object {shown}, which is not on the allow-list; no code was run"
                 )
             known = self.globals[key] = Global(key, self.standins.get(key))
         return known
 
-    def run(self) -> Any:  # one loop; the opcodes stand in the order of how often they come
+    def run(self) -> Any:  # one loop; the most frequent opcodes come first
         data, end = self.data, len(self.data)
         stack: list[Any] = []
         push, pop = stack.append, stack.pop
@@ -230,7 +230,7 @@ class _Machine:
                 state, target = pop(), stack[-1]
                 if type(target) is Instance:
                     target.state = state
-                elif type(target) is not dict:  # an OrderedDict's own attributes (`_metadata`) say nothing
+                elif type(target) is not dict:  # attributes of an OrderedDict (`_metadata`) are not needed
                     raise _RefusedError("sets the state of something that is not a known class")
             elif op == 0x8C or op == 0x58 or op == 0x8D:  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
                 width = 1 if op == 0x8C else 4 if op == 0x58 else 8
@@ -267,7 +267,7 @@ class _Machine:
                 width = 1 if op == 0x8A else 4
                 count = int.from_bytes(data[pos : pos + width], "little")
                 if count > _MAX_INT_BYTES:
-                    raise _RefusedError("an integer of unreasonable length")
+                    raise _RefusedError("an integer is too long")
                 pos += width + count
                 push(int.from_bytes(data[pos - count : pos], "little", signed=True))
             elif op == 0x89:  # NEWFALSE
@@ -345,7 +345,7 @@ class _Machine:
                 pos += 8
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
-                    raise _RefusedError("the pickle ends with a muddled stack")
+                    raise _RefusedError("the pickle ends with values left on the stack")
                 return stack[0]
             else:
                 raise _RefusedError(f"the pickle opcode 0x{op:02x} is not supported")
@@ -362,15 +362,15 @@ def _extend(target: Any, values: list[Any]) -> None:
 
 
 def _check_size(root: Any, limit: int) -> None:
-    """Refuse a value that is larger than `limit` with every shared part counted each time, or too deep.
+    """Refuse a value that nests too deeply, or exceeds `limit` with shared parts counted at every reference.
 
-    What lies within an `Instance` counts for itself: instances are neither compared nor shown by content.
+    The content of an `Instance` is checked on its own: instances are not compared or shown by content.
     """
-    # Container -> (values within it, itself included; depth). All of them live as long as the root does.
+    # id of a container -> (values within it, itself included; depth). All live as long as the root does.
     known: dict[int, tuple[int, int]] = {}
     roots = [root]
     while roots:
-        # Those whose parts are not all known yet; one that is met again before they are contains itself.
+        # Containers with unmeasured parts; meeting one of them again means that it contains itself.
         waiting: set[int] = set()
         stack = [roots.pop()]
         while stack:
@@ -413,25 +413,25 @@ def _check_size(root: Any, limit: int) -> None:
             if depth >= _MAX_DEPTH or len(waiting) > _MAX_DEPTH:
                 raise _RefusedError(f"holds containers nested more than {_MAX_DEPTH} deep")
             if size > limit:
-                raise _RefusedError("names the same objects so often that its value has no end")
+                raise _RefusedError("references the same objects so often that its value is too large")
 
 
 def is_index(value: Any) -> bool:
-    """Whether a value counts something, and may be looked up in a table: see `MAX_KEY`."""
+    """Whether a value is an index that is safe as a dict key: see `MAX_KEY`."""
     return type(value) is int and 0 <= value < MAX_KEY
 
 
 def shown(value: Any) -> str:
-    """A value from a file as a message may show it: a number, a short text, or of anything else its type."""
+    """A value from a file, for a message: a number, a short string, or the type of anything else."""
     if type(value) is str:
         return repr(value if len(value) <= 80 else value[:77] + "...")
     return repr(value) if type(value) in (int, float, bool, type(None)) else f"a {type(value).__name__}"
 
 
 def plain(value: Any, *, limit: int = 100_000) -> Any:
-    """`value` with only dicts, lists, strings and numbers left, fit for JSON; objects become class names.
+    """`value` reduced to dicts, lists, strings and numbers, for JSON; objects become class names.
 
-    Shared and cyclic references are what makes a small pickle large: more than `limit` nodes end in "...".
+    Shared and cyclic references can make a small pickle large: beyond `limit` nodes, values become "...".
     """
     left = [limit]
 

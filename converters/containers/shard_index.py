@@ -1,4 +1,4 @@
-"""The JSON index beside numbered shards: which tensor lies in which file, and whether the files agree."""
+"""The JSON index beside numbered shards: which tensor is in which file, checked against the files."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from converters.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from converters.storage.bytes import Folder, SourceFile
+    from converters.storage.bytes import SourceFile
+    from converters.storage.folder import Folder
 
 V = TypeVar("V")
 
 
 def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str, V]]) -> dict[str, V]:
-    """What the shards hold, in the order of the shards and of each shard's own tensors.
+    """The content of all shards, in the order of the shards and of the tensors within each.
 
     Args:
         name: the index, `<stem>.index.json`.
         read: one shard's content by tensor name.
 
     Raises:
-        CheckpointError: no index, a shard is missing, or one holds more or less than the index says.
+        CheckpointError: not an index, a shard is missing, or its content differs from the index.
     """
     file = folder.file(name)
     index = read_json(file, file.read(0, file.nbytes))
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{file.path}: not an index of shards (no weight_map)")
+        raise CheckpointError(f"{file.path}: not a shard index (no weight_map)")
     files = {shard: folder.file(shard) for shard in sorted(set(weight_map.values()))}
     _check_distinct(folder, name, files)
     shards = {shard: read(held) for shard, held in files.items()}
@@ -48,21 +49,21 @@ def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str,
 
 
 def _check_distinct(folder: Folder, name: str, files: Mapping[str, SourceFile]) -> None:
-    """Refuse one file under two names (`a/../b`, a link): it would be read as often as it is named."""
+    """Refuse one file under two names (a link, `a//b`), which would be read several times."""
     known: dict[object, str] = {}
     for shard, file in files.items():
         other = known.setdefault(file.identity(), shard)
         if other != shard:
-            raise CheckpointError(f"{folder.path / name}: names one file as {other!r} and {shard!r}")
+            raise CheckpointError(f"{folder.path / name}: lists one file twice, as {other!r} and {shard!r}")
 
 
 def read_json(file: SourceFile, data: bytes) -> Any:
-    """The parsed text; CheckpointError where it is no JSON or names a key twice."""
+    """The parsed JSON; CheckpointError where it is invalid or repeats a key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
-            raise CheckpointError(f"{file.path}: names a key twice")
+            raise CheckpointError(f"{file.path}: holds a key twice")
         return made
 
     try:

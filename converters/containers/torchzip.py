@@ -1,7 +1,7 @@
-"""torch.save files: a stored zip holding one pickle and one member a storage.
+"""torch.save files: an uncompressed zip of one pickle and one member per storage.
 
 Source: torch/serialization.py, caffe2/serialize/inline_container.cc, and APPNOTE.TXT for the zip.
-A file may be a whole `.pt`, or one item of a `.distcp` file, which is a complete zip at an offset.
+A whole `.pt` file is one zip; each item of a `.distcp` file is a complete zip at an offset.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENCRYPTED = 1
 
 @dataclass(frozen=True)
 class Member:
-    """One file of the zip, as the central directory has it; offsets count from the start of the zip."""
+    """One member, from the central directory; offsets count from the start of the zip."""
 
     name: str
     header: int
@@ -49,7 +49,7 @@ class TorchZip:
         checksum: CRC32 of the directory, which holds the CRC32s of all members.
 
     Raises:
-        CheckpointError: not a zip, compressed, encrypted, truncated, with members that overlap or come twice.
+        CheckpointError: not a zip, compressed, encrypted, truncated, or members overlap or repeat.
     """
 
     def __init__(self, file: SourceFile, offset: int = 0, length: int | None = None, what: str = "") -> None:
@@ -60,16 +60,16 @@ class TorchZip:
         self.where = f"{file.path}: {what}" if what else str(file.path)
         if offset < 0 or self.length < 0 or offset + self.length > file.nbytes:
             raise CheckpointError(f"{self.where}: would end at byte {offset + self.length} of {file.nbytes}")
-        # One read gets the end records and, for small zips, the whole directory.
+        # One read fetches the end records and, for small zips, the whole directory.
         self._tail_at = max(0, self.length - 4096)
         self._tail = file.read(offset + self._tail_at, self.length - self._tail_at)
         self.members, self._directory, self.checksum = self._read_directory()
         roots = {name.split("/", 1)[0] for name in self.members}
         if len(roots) != 1:
-            raise CheckpointError(f"{self.where}: a zip, but not one that torch.save wrote")
+            raise CheckpointError(f"{self.where}: a zip, but not written by torch.save")
         self.archive = roots.pop()
         if f"{self.archive}/data.pkl" not in self.members:
-            raise CheckpointError(f"{self.where}: a zip without data.pkl, not one that torch.save wrote")
+            raise CheckpointError(f"{self.where}: a zip without data.pkl, not written by torch.save")
         if f"{self.archive}/byteorder" in self.members and self.read("byteorder") != b"little":
             raise CheckpointError(f"{self.where}: written on a big-endian machine, which is not supported")
 
@@ -122,7 +122,7 @@ class TorchZip:
             packed, nbytes, header = self._wide(raw[at + n : at + n + extra], packed, nbytes, header)
             at += n + extra + note
             if method != 0 or packed != nbytes:
-                raise self._fail(f"the record {name!r} is compressed; torch.save never does that")
+                raise self._fail(f"the record {name!r} is compressed, which torch.save never does")
             found.append((name, header, nbytes, crc))
         if at != size:
             raise self._fail("damaged zip directory")
@@ -130,15 +130,15 @@ class TorchZip:
         for (name, header, nbytes, _), limit in zip(found, [m[1] for m in found[1:]] + [start], strict=True):
             if header + _LOCAL.size + len(name) + nbytes > limit:
                 raise self._fail(f"the zip record {name!r} overlaps the next one")
-        # torch.serialization.set_crc32_options(False) stores 0 for every record: there is nothing to check.
+        # torch.serialization.set_crc32_options(False) stores 0 for every record: no checksum to check.
         recorded = any(crc for _, _, _, crc in found)
         members = {name: Member(name, at, n, crc if recorded else None) for name, at, n, crc in found}
         if len(members) != len(found):
-            raise self._fail("the zip holds two records of one name")
+            raise self._fail("the zip holds two records with one name")
         return members, start, isal_zlib.crc32(raw)
 
     def _wide(self, extra: bytes, packed: int, nbytes: int, header: int) -> tuple[int, int, int]:
-        """The 64-bit values of the zip64 extra field, for those that did not fit 32."""
+        """The sizes and offset, with 64-bit values from the zip64 extra field where they exceed 32 bits."""
         values = [nbytes, packed, header]
         at = 0
         while at + 4 <= len(extra):
@@ -157,10 +157,10 @@ class TorchZip:
             return self._fail("truncated: the end of the zip is missing")
         if start.startswith(b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20"):
             return self._fail("written by torch before 1.6; load it with torch and save it again")
-        return self._fail("not a file that torch.save wrote")
+        return self._fail("not written by torch.save")
 
     def span(self, name: str) -> FileSpan:
-        """The bytes of the member `<archive>/<name>`, with its CRC."""
+        """The bytes of the member `<archive>/<name>`, with its CRC32."""
         member = self.members.get(f"{self.archive}/{name}")
         if member is None:
             raise self._fail(f"the record {name!r} is missing")
@@ -177,7 +177,7 @@ class TorchZip:
         )
 
     def read(self, name: str) -> bytes:
-        """The whole member, its CRC checked."""
+        """The whole member, with its CRC32 checked."""
         span = self.span(name)
         data = bytearray(span.nbytes)
         span.read_into(memoryview(data), 0, set())
@@ -187,11 +187,11 @@ class TorchZip:
     def load(
         self, standins: Mapping[str, Standin | None] | None = None, prefixes: tuple[str, ...] = ()
     ) -> Any:
-        """The pickled object: plain containers, with `StoredTensor` for tensors. Nothing in it is run.
+        """The pickled object: plain containers, with `StoredTensor` for tensors. No code in it is run.
 
         Args:
-            standins: more of the allow-list, beside what torch itself writes (`TORCH_STANDINS`).
-            prefixes: modules whose classes may come as inert `Instance`s.
+            standins: additions to the allow-list, beside what torch itself writes (`TORCH_STANDINS`).
+            prefixes: modules whose classes are allowed as inert `Instance`s.
         """
         table = {**TORCH_STANDINS, **standins} if standins else TORCH_STANDINS
         where = f"{self.where}: data.pkl"
@@ -217,7 +217,7 @@ class TorchZip:
 
 
 class Storage:
-    """A storage that data.pkl refers to; several tensors may be views of it."""
+    """A storage referenced by data.pkl; several tensors may be views of it."""
 
     __slots__ = ("_span", "dtype", "key", "nbytes", "zip")
 
@@ -230,7 +230,7 @@ class Storage:
 
     @property
     def span(self) -> FileSpan:
-        # One span for all its tensors, whichever thread asks first: it collects what has been read so far.
+        # One span for all its tensors and threads: it records which bytes have been read.
         with self.zip.lock:
             if self._span is None:
                 self._span = self.zip.span(f"data/{self.key}")
@@ -238,7 +238,7 @@ class Storage:
 
 
 class StoredTensor:
-    """A pickled tensor: a strided view of a storage, offsets and strides counted in elements."""
+    """A pickled tensor: a strided view of a storage; offset and strides in elements."""
 
     __slots__ = ("dtype", "offset", "shape", "storage", "strides")
 
@@ -246,7 +246,7 @@ class StoredTensor:
         if not isinstance(storage, Storage) or type(size) is not tuple or type(stride) is not tuple:
             raise TypeError("not a tensor")
         dtype = dtype or storage.dtype
-        # Few and small before anything is computed of them: products of large ones take for ever.
+        # Check number and size first: products of many large integers are slow.
         if dtype is None or len(size) != len(stride) or len(size) > MAX_DIMS:
             raise ValueError("not a tensor")
         if any(type(n) is not int or not 0 <= n < 1 << 63 for n in (offset, *size, *stride)):
@@ -262,7 +262,7 @@ class StoredTensor:
         self.dtype = dtype
 
     def view(self) -> View:
-        """Where the tensor lies, in bytes."""
+        """The tensor as a view in bytes."""
         width = itemsize(self.dtype)
         return View(self.storage.span, self.offset * width, tuple(step * width for step in self.strides))
 
@@ -296,7 +296,7 @@ def _tensor_v3(
 
 
 def _no_math_bits(bits: Any) -> None:
-    """Refuse a lazily conjugated or negated tensor: what is stored is not yet its value."""
+    """Refuse a lazily conjugated or negated tensor, whose stored data is not its value."""
     if bits and (not isinstance(bits, dict) or any(bits.values())):
         raise ValueError("a conjugate or negative view")
 

@@ -1,8 +1,8 @@
-"""One module a format. A format is a name, a test for a path, and a function that opens it.
+"""Checkpoint formats, one module each: a name, a test for a path, and a function that opens it.
 
-To add one: write `converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and name the
-module in `_MODULES`. Modules are asked in that order, so a format that holds more (fp32 masters, optimizer
-state) comes before one that may lie beside it.
+To add one: write `converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and list the
+module in `_MODULES`. Formats are tried in that order, so one that holds more (fp32 masters, optimizer state)
+comes before one that may lie beside it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MODULES = (
 
 @dataclass(frozen=True)
 class Source:
-    """What a format is asked to open.
+    """A path to open, and how.
 
     Attributes:
         path: the folder or file.
-        tag: the step folder the user asked for, where the format keeps several under `path` (DeepSpeed's
+        tag: the step folder to open, where the format has several under `path` (DeepSpeed's
             `latest`); None for the newest.
         verify: check stored CRCs.
-        order: the names of the model's parameters in the order of its modules, where the caller knows them.
+        order: the names of the model's parameters in module order, where the caller knows them.
     """
 
     path: Place
@@ -51,11 +51,11 @@ class Format:
     """A checkpoint format.
 
     Attributes:
-        name: as `Checkpoint.format` has it.
-        detect: whether the path is of this format and complete; looks at names, reads next to nothing.
+        name: the value of `Checkpoint.format`.
+        detect: whether the path is of this format and complete; looks at file names and reads almost nothing.
         open: the logical checkpoint; CheckpointError for anything damaged.
-        incomplete: why a path that looks like this format cannot be opened, else None; for the error message.
-        tags: whether `open` itself understands `Source.tag`.
+        incomplete: why a path that looks like this format cannot be opened, for the error message; else None.
+        tags: whether `open` handles `Source.tag` itself.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Format:
 
 @cache
 def formats() -> tuple[Format, ...]:
-    """Every format, in the order they are asked."""
+    """Every format, in the order they are tried."""
     return tuple(import_module(name).FORMAT for name in _MODULES)
 
 
 def detect(source: Source) -> Format | None:
-    """The first format that knows the path, or None."""
+    """The first format that recognises the path, or None."""
     return next((found for found in formats() if found.detect(source)), None)

@@ -1,7 +1,6 @@
 """safetensors: one file, or numbered shards with `model.safetensors.index.json`.
 
-A header may lie, and the format has no checksum: lengths, offsets, overlaps and the index are all checked,
-the values cannot be.
+The format has no checksum: lengths, offsets, overlaps and the index are checked, values cannot be.
 
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -20,21 +19,22 @@ from converters.formats import Format, Source
 from converters.formats.torch_save.reader import in_order, optimizer_beside
 from converters.names.canonical import plain_names, split_state_key
 from converters.names.module_order import module_order
-from converters.storage.bytes import Folder, SourceFile
+from converters.storage.folder import Folder
 from converters.tensors.dtypes import NUMPY, itemsize
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
+    from converters.storage.bytes import SourceFile
     from converters.storage.path_or_url import Place
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
-# The reference implementation's own limit on the header.
+# The reference implementation's limit on the header.
 MAX_HEADER = 100_000_000
 
 
 def _names(path: Place) -> list[str]:
-    """The file to start from: the index if there is one, the single file, or a lone .safetensors file."""
+    """The file to open: the index, `model.safetensors`, or the only .safetensors file."""
     if path.is_file():
         named = path.name.endswith((".safetensors", ".safetensors.index.json"))
         return [path.name] if named else []
@@ -62,9 +62,7 @@ def _incomplete(source: Source) -> str | None:
     if source.path.is_dir():
         found = sorted(entry.name for entry in source.path.iterdir() if entry.suffix == ".safetensors")
         if len(found) > 1:
-            return (
-                f"{source.path}: several .safetensors files and no {_INDEX}; give one file, or add the index"
-            )
+            return f"{source.path}: several .safetensors files and no {_INDEX}; give one of them, or add it"
     return None
 
 
@@ -76,8 +74,8 @@ def _open(source: Source) -> Checkpoint:
     if name.endswith(".index.json"):
 
         def shard(file: SourceFile) -> dict[str, Tensor]:
-            held, said = read_file(file)
-            extra.update(said)
+            held, metadata = read_file(file)
+            extra.update(metadata)
             return held
 
         tensors = read_index(folder, name, shard)
@@ -92,8 +90,8 @@ def _open(source: Source) -> Checkpoint:
         if (folder.path / OPTIMIZER).is_file():
             return _optimizer(folder, plain)
         # The Trainer's and Accelerate's plain checkpoints.
-        told = [name for name in source.order if name in plain]
-        order = told or module_order(plain, companions.get("config.json"))
+        given = [name for name in source.order if name in plain]
+        order = given or module_order(plain, companions.get("config.json"))
         return optimizer_beside(folder, plain, lambda: order and in_order(order, aliases))
 
     return Checkpoint(
@@ -113,7 +111,9 @@ def _optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:
     for key, tensor in stored.items():
         parameter, what = split_state_key(key, tensors)
         if parameter not in tensors:
-            raise CheckpointError(f"{folder.path / OPTIMIZER}: {key!r} belongs to no tensor of the model")
+            raise CheckpointError(
+                f"{folder.path / OPTIMIZER}: {key!r} does not belong to a tensor of the model"
+            )
         state.setdefault(parameter, {})[what] = tensor
     file = folder.file(GROUPS)
     document = read_json(file, file.read(0, file.nbytes))
@@ -125,7 +125,7 @@ def _optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:
         raise CheckpointError(f"{file.path}: its param_groups do not list their parameters")
     grouped = {name for names in named for name in names if isinstance(name, str)}
     if not state.keys() <= grouped:
-        raise CheckpointError(f"{file.path}: does not name every parameter that {OPTIMIZER} holds state of")
+        raise CheckpointError(f"{file.path}: does not name every parameter with state in {OPTIMIZER}")
     return OptimizerState(state, groups)
 
 
@@ -133,7 +133,7 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and the `__metadata__` of one file.
 
     Raises:
-        CheckpointError: truncated, or a header whose offsets leave gaps, overlap or do not fit the shapes.
+        CheckpointError: truncated, or the offsets leave gaps, overlap or do not fit the shapes.
     """
     if file.nbytes < 8:
         raise CheckpointError(f"{file.path}: truncated, not a safetensors file")

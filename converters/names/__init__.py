@@ -1,1 +1,1 @@
-"""Names of tensors: plain, tied, numbered or renamed."""
+"""Names of tensors: canonical names, tied names, and names for parameters keyed by index."""

@@ -1,4 +1,4 @@
-"""From the keys a writer used to plain Hugging Face names, and to which is model and which is optimizer."""
+"""Map the keys of a state dict to plain Hugging Face names, and tell model from optimizer."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ if TYPE_CHECKING:
 Path = tuple[str | int, ...]
 V = TypeVar("V")
 
-# Module wrappers that leave their attribute in every name below them.
+# Attributes that module wrappers insert into every name below them.
 _WRAPPERS = frozenset(
     {"_orig_mod", "_orig_module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"}
 )
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state"})
 _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq"})
-# Longer than any module nests: work on a name grows with the square of its length.
+# No module nests this deep; work on a name is quadratic in its length.
 MAX_TENSOR_NAME = 4096
-# Optimizers of one run.
+# Optimizers in one run.
 _MAX_CONTAINERS = 64
 _KEYED = re.compile(r"(?:(?P<container>.+?)\.)?(?P<table>state|param_groups)\.(?P<rest>.+)")
 
 
 def is_number(text: str) -> bool:
-    """Whether text is the number of a parameter; `isdigit` takes exponents, and `int` not any length."""
+    """Whether text is the index of a parameter (`isdigit` alone accepts superscripts and any length)."""
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def plain_name(name: str) -> str:
-    """`name` without the parts that wrappers (torch.compile, checkpointing, FSDP, XLA) put into it."""
+    """`name` without the parts inserted by wrappers (torch.compile, checkpointing, FSDP, XLA)."""
     if "_" not in name:
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
-    """The same values under plain names; a `module.` that begins every name (DDP) goes too.
+    """The same values under plain names; a `module.` prefix on every name (DDP) is removed too.
 
     Raises:
-        CheckpointError: two names become one, or one is no text or beyond reason.
+        CheckpointError: two names become equal, or one is not a string or too long.
     """
     for name in named:
-        if type(name) is not str:  # a pickle may hold anything
-            raise CheckpointError(f"{where}: a tensor is called by {shown(name)}, which is no text")
+        if type(name) is not str:  # a pickle may hold any key
+            raise CheckpointError(f"{where}: the tensor name {shown(name)} is not a string")
         if len(name) > MAX_TENSOR_NAME:
-            raise CheckpointError(f"{where}: a tensor has a name of {len(name):,} characters: {shown(name)}")
+            raise CheckpointError(f"{where}: a tensor name has {len(name):,} characters: {shown(name)}")
     strip = bool(named) and all(name.startswith("module.") for name in named)
     plain: dict[str, V] = {}
     for name, value in named.items():
         short = plain_name(name.removeprefix("module.") if strip else name)
         if short in plain:
-            raise CheckpointError(f"{where}: two tensors are called {short!r} once wrapper names are removed")
+            raise CheckpointError(f"{where}: two tensors are called {short!r} without their wrapper prefixes")
         plain[short] = value
     return plain
 
 
 @dataclass
 class Roles:
-    """What each key of a flattened state dict is.
+    """The role of each key of a flattened state dict.
 
     Attributes:
         model: parameter or buffer name -> key.
         state: parameter name (or index) -> state name -> key.
-        groups: path below `param_groups` -> key; `()` where the whole list is one item.
-        other: the rest: schedulers, counters, loaders.
+        groups: path below `param_groups` -> key; `()` if the whole list is one item.
+        other: the rest: schedulers, counters, data loaders.
     """
 
     model: dict[str, str] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class Roles:
 def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: str) -> Roles:
     """Sort the keys of a flattened state dict into model, optimizer and the rest.
 
-    Containers are recognised by what they hold, whatever they are called: an optimizer has `state` and
-    `param_groups`, the model is the container of the remaining tensors. A Llama's own names begin with
-    `model.`, so a container is a path component of the writer's nesting, never a prefix of a name.
+    Containers are recognised by content, not name: an optimizer has `state` and `param_groups`, the model is
+    the container of the remaining tensors. A container is a path component of the writer's nesting, never a
+    prefix of a name, since the names of a Llama begin with `model.` themselves.
 
     Args:
         paths: key -> the path of dict keys and list indices it was flattened from.
@@ -126,10 +126,10 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: s
 
 
 def paths_without_nesting(keys: Iterable[str], *, where: str) -> dict[str, Path]:
-    """Paths for keys whose writer kept no nesting: optimizers by their tables, then one common `model.`.
+    """Paths for keys saved without their nesting: split at the optimizers' tables, then at a common `model.`.
 
     Raises:
-        CheckpointError: more optimizers than a run has.
+        CheckpointError: more optimizers than any run has.
     """
     keys = list(keys)
     containers = {
@@ -138,7 +138,7 @@ def paths_without_nesting(keys: Iterable[str], *, where: str) -> dict[str, Path]
         if (match := re.fullmatch(r"(?:(?P<container>.+?)\.)?param_groups(?:\..*)?", key))
     }
     if len(containers) > _MAX_CONTAINERS:
-        raise CheckpointError(f"{where}: its keys are of {len(containers):,} optimizers; it is damaged")
+        raise CheckpointError(f"{where}: damaged, its keys name {len(containers):,} optimizers")
     paths: dict[str, Path] = {}
     rest: list[str] = []
     for key in keys:
@@ -196,7 +196,7 @@ def _below_optimizer(path: Path, containers: set[Path]) -> tuple[str, Path] | No
 
 
 def model_container(paths: Sequence[Path]) -> Path | None:
-    """The container that holds the model; None when several might, and names then keep their containers."""
+    """The container that holds the model; None if several might, and names then keep their containers."""
     counts: dict[Path, int] = {}
     for path in paths:
         counts[path[:-1]] = counts.get(path[:-1], 0) + 1
@@ -207,7 +207,7 @@ def model_container(paths: Sequence[Path]) -> Path | None:
     named = [path for path in named if len(path) == shallowest]
     if len(named) == 1:
         return named[0]
-    # A parameter's name has a dot; a lone tensor beside containers (a random state, a counter) has none.
+    # A parameter name has a dot; a lone tensor beside containers (an RNG state, a counter) has none.
     if not named and any(len(path) == 1 and "." in str(path[0]) for path in paths):
         return ()
     return None
@@ -216,7 +216,7 @@ def model_container(paths: Sequence[Path]) -> Path | None:
 def split_state_key(joined: str, names: Container[str]) -> tuple[str, str]:
     """(parameter, state name) of a flattened `<parameter>.<state name>`; the longest known name wins."""
     if len(joined) > MAX_TENSOR_NAME:
-        raise CheckpointError(f"optimizer state has a name of {len(joined):,} characters: {shown(joined)}")
+        raise CheckpointError(f"an optimizer state name has {len(joined):,} characters: {shown(joined)}")
     cut = joined.rfind(".")
     while cut > 0:
         if joined[:cut] in names:

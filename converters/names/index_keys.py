@@ -1,7 +1,7 @@
-"""Which index is which parameter, where an optimizer counts its parameters instead of naming them.
+"""Match index-keyed optimizer state to parameters.
 
-Each group keeps the model's order, but which parameters a group took is written nowhere. What the state's
-shapes allow decides: the groups must come out of the model's order in one way only.
+Each group keeps the model's order, but the groups' members are not recorded. The shapes of the state decide:
+there must be exactly one way to distribute the model's parameters, in order, over the groups.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 _MAX_STATES = 100_000
-# Comparisons, and numbers copied: some seconds.
+# Comparisons and copied integers: a few seconds.
 _MAX_WORK = 10_000_000
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
-# BatchNorm's buffers are floating like parameters, and no optimizer ever holds them.
+# BatchNorm's buffers are floating-point like parameters, but never in an optimizer.
 _BUFFERS = ("running_mean", "running_var")
 
 
 def candidates_of(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Shape]]:
-    """(name, shape) of what may be a parameter, in the model's order."""
+    """(name, shape) of the possible parameters, in the model's order."""
     return [
         (name, tensors[name].shape)
         for name in order
@@ -35,17 +35,18 @@ def candidates_of(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[t
 def fit_in_order(
     candidates: Sequence[tuple[str, Shape]], wanted: Sequence[Sequence[Shape | None]]
 ) -> dict[str, tuple[int, int]] | int:
-    """The one way in which every group's shapes come, in order, out of the model's parameters.
+    """The only way to assign the model's parameters, in order, to the groups' shapes.
 
-    Walks the parameters and keeps how far each group may have come, with the number of ways to get there.
+    Dynamic programming over the parameters: the state is the position reached in each group, the value the
+    number of ways to reach it.
 
     Args:
-        candidates: (name, shape) in the model's order; those that no group takes are frozen.
-        wanted: group -> the shape of each of its indices, None where its state does not tell.
+        candidates: (name, shape) in the model's order; those in no group are frozen.
+        wanted: group -> the shape of each of its indices, None where its state has none.
 
     Returns:
-        Name -> (group, place in the group); or how many ways there are, where that is not one (2 where there
-        are too many to count).
+        Name -> (group, position in the group); or the number of ways if it is not 1, as 0 or 2 (several, or
+        too many to count).
     """
     frozen = len(candidates) - sum(map(len, wanted))
     if frozen < 0:

@@ -1,8 +1,8 @@
-"""In which order a model's modules define their parameters, told from names alone.
+"""The order in which a model's modules define their parameters, derived from names.
 
 An index-keyed optimizer counts parameters in that order. A pickled state dict keeps it; a safetensors file
-sorts by name and loses it. For the architectures below it is known: each list puts sibling modules and
-parameters in the order in which transformers' classes create them, which a test holds against those classes.
+sorts by name and loses it. Each list below has sibling modules and parameters in the order in which
+transformers' classes create them; a test checks it against those classes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MODEL_TYPES = tuple(_ORDERS)
 
 
 def module_order(names: Iterable[str], config: Place | None) -> list[str] | None:
-    """`names` as the model's modules define them, or None where that is not known.
+    """`names` in the order of the model's modules, or None where that is unknown.
 
     Args:
         config: a `config.json`, for its `model_type`.

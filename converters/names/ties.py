@@ -1,7 +1,7 @@
-"""Tied weights: which stored tensors are the same parameter under two names.
+"""Tied weights: stored tensors that are one parameter under two names.
 
-`save_pretrained` writes a tied parameter once, under its owner's name; so does everything here. Some writers
-store both names. A pair is dropped to one only when the values are equal bit for bit.
+`save_pretrained` writes a tied parameter once, under its owner's name, and so does this package. Some writers
+store both names; an alias is dropped only if its values equal the owner's bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
-# Alias -> what its owner may be called, from transformers' `_tied_weights_keys`; suffixes of whole parts.
+# Alias -> possible owners, from transformers' `_tied_weights_keys`; suffixes of dotted names.
 _EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
@@ -43,7 +43,7 @@ _PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("predictions.decoder.bias", ("predictions.bias",)),
 )
 _BLOCK = 1 << 20
-# Models hold one such pair, or one for each of their parts.
+# Models have one such pair, or one per submodel.
 _MAX_PAIRS = 1000
 
 
@@ -54,8 +54,8 @@ def resolve_ties(
 
     Args:
         stored: every stored tensor by plain name.
-        known: aliases that the format itself names (alias -> owner), trusted.
-        config: a `config.json`; one that says `tie_word_embeddings: false` keeps both names.
+        known: aliases that the format records (alias -> owner); trusted.
+        config: a `config.json`; with `tie_word_embeddings: false`, both names are kept.
 
     Returns:
         The tensors without aliases, and alias -> owner.
@@ -75,7 +75,7 @@ def resolve_ties(
 
 
 def pick_owner(same: Mapping[str, Tensor]) -> str:
-    """The owner among names of one parameter: the first that transformers does not tie to another."""
+    """The owner among the names of one parameter: the first that transformers does not tie to another."""
     aliases = {alias for alias, _ in _candidates(same)}
     return next((name for name in same if name not in aliases), next(iter(same)))
 
@@ -108,7 +108,7 @@ def _tied(config: Place | None) -> bool | None:
 
 
 def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """(alias, owner) pairs that transformers' models may tie, judged by name; values decide."""
+    """(alias, owner) pairs that transformers may tie, by name and shape; values decide."""
     by_end: dict[str, list[str]] = {end: [] for alias, owners in _PAIRS for end in (alias, *owners)}
     depth = max(end.count(".") for end in by_end)
     for name in stored:
@@ -130,7 +130,7 @@ def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
                 pairs += [(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
             if len(pairs) > _MAX_PAIRS:
                 raise CheckpointError(
-                    f"{len(by_end[suffix]):,} tensors have names like {suffix!r}, and there are as many "
-                    "that these may be tied to; no model has so many"
+                    f"damaged, {len(by_end[suffix]):,} tensors have names like {suffix!r}, and may be "
+                    "tied to as many others; no model has so many"
                 )
     return pairs

@@ -1,1 +1,1 @@
-"""Bytes at rest, on a disk or in an object store."""
+"""Files and objects: reading and writing, on a disk or in an object store."""

@@ -1,16 +1,16 @@
-"""Which folder of an object store is whole, where nothing can be renamed.
+"""Completion markers: which folder of an object store is complete, where nothing can be renamed.
 
-A folder that this project writes is *begun* by an object `_INCOMPLETE` and *completed* by an object
-`_COMPLETE`, written after everything else; `_INCOMPLETE` goes last. So, at any moment:
+This project begins a folder with an object `_INCOMPLETE`, and completes it with an object `_COMPLETE` after
+everything else; `_INCOMPLETE` is deleted last. So, at any moment:
 
-| in the folder | it is |
+| the folder holds | state |
 | --- | --- |
-| `_COMPLETE` | whole, whether `_INCOMPLETE` is still there or not |
-| `_INCOMPLETE` alone | being written, or left by a writer that was killed: never read |
-| neither | somebody else's, who marks nothing: read like any other folder |
+| `_COMPLETE` | complete, whether `_INCOMPLETE` is still there or not |
+| `_INCOMPLETE` alone | being written, or left by a killed writer: never read |
+| neither | written by another program: read like any other folder |
 
-Stores on which a finished write is seen by every later read and list (S3, Google Cloud Storage, Azure) need
-no more than this order.
+This order is enough on stores with strong read-after-write and list consistency (S3, Google Cloud Storage,
+Azure).
 """
 
 from __future__ import annotations
@@ -30,64 +30,82 @@ COMPLETE, INCOMPLETE = "_COMPLETE", "_INCOMPLETE"
 
 
 def is_complete(folder: RemotePath) -> bool:
-    """Whether this project completed the folder."""
+    """Whether the folder is marked as complete."""
     return (folder / COMPLETE).is_file()
 
 
 def is_unfinished(folder: RemotePath) -> bool:
-    """Whether this project began the folder and did not complete it (yet)."""
+    """Whether the folder was begun and is not complete (yet)."""
     return not is_complete(folder) and (folder / INCOMPLETE).is_file()
 
 
 def facts_of(folder: RemotePath) -> dict[str, Any]:
-    """What the folder's marker tells, of completion or else of the beginning; empty where it has none."""
+    """The content of `_COMPLETE`, or else of `_INCOMPLETE`; empty where there is neither."""
     for name in (COMPLETE, INCOMPLETE):
         try:
-            told = json.loads((folder / name).read_bytes())
+            facts = json.loads((folder / name).read_bytes())
         except FileNotFoundError:
             continue
         except (ValueError, RecursionError):
             return {}
-        return told if isinstance(told, dict) else {}
+        return facts if isinstance(facts, dict) else {}
     return {}
 
 
 def begin(folder: RemotePath, **facts: Any) -> str:
-    """Mark the folder as being written, and as complete no longer; one process of a run does this.
+    """Mark the folder as being written and no longer complete. One process of a run calls this.
 
-    Objects that are there already stay: `folder.remove_tree()` first where they should not.
+    Existing objects stay; call `remove_tree` first to delete them.
 
     Args:
-        facts: anything worth knowing about the folder if it is never completed; goes into `_INCOMPLETE`.
+        facts: stored in `_INCOMPLETE`, for finding out who left a folder unfinished.
 
     Returns:
-        A token to give to `complete`, by which a second writer of the same folder is found out.
+        A token for `complete`, which detects a second writer of the same folder by it.
     """
     token = os.urandom(8).hex()
-    said = {**facts, "writer": token, "host": socket.gethostname(), "pid": os.getpid(), "begun": _now()}
-    (folder / INCOMPLETE).write_bytes(json.dumps(said).encode())
+    content = {**facts, "writer": token, "host": socket.gethostname(), "pid": os.getpid(), "begun": _now()}
+    (folder / INCOMPLETE).write_bytes(json.dumps(content).encode())
     (folder / COMPLETE).unlink(missing_ok=True)
     return token
 
 
 def complete(folder: RemotePath, token: str, **facts: Any) -> None:
-    """Mark the folder as whole: after every object in it has been written, by all hosts.
+    """Mark the folder as complete, after all hosts have written every object in it.
 
     Args:
         token: what `begin` returned.
-        facts: anything worth knowing about the folder; goes into `_COMPLETE`, which is JSON.
+        facts: stored in `_COMPLETE` as JSON.
 
     Raises:
-        RemoteError: somebody else has begun the same folder meanwhile.
+        RemoteError: another process has begun the same folder since.
     """
     try:
         writer = json.loads((folder / INCOMPLETE).read_bytes()).get("writer")
     except (FileNotFoundError, ValueError, AttributeError):
         writer = None
     if writer != token:
-        raise RemoteError(f"{folder}: another process began to write this folder meanwhile")
+        raise RemoteError(
+            f"{folder}: another process began to write this folder; give each run an output of its own"
+        )
     (folder / COMPLETE).write_bytes(json.dumps({**facts, "completed": _now()}).encode())
     (folder / INCOMPLETE).unlink(missing_ok=True)
+
+
+def remove_tree(folder: RemotePath) -> None:
+    """Delete every object below, and abort uploads left open.
+
+    The marker of completion goes first. To clear a folder that may be read meanwhile, `begin` it before:
+    `_INCOMPLETE` goes last.
+    """
+    folder.abort_uploads()
+    names = folder.files()
+    if COMPLETE in names:
+        (folder / COMPLETE).unlink(missing_ok=True)
+    folder.remove([name for name in names if name not in (COMPLETE, INCOMPLETE)])
+    if INCOMPLETE in names:
+        (folder / INCOMPLETE).unlink(missing_ok=True)
+    folder.remove_folders()
 
 
 def _now() -> str:

@@ -1,8 +1,8 @@
-"""Reading from folders that may be anybody's: regular files only, and no link that leads out of the folder.
+"""Reading from untrusted folders: regular files only, and no link that leaves the folder.
 
-A checkpoint that was unpacked from an archive may hold `vocab.txt -> /etc/shadow`, which a copy would carry
-off, or a pipe, on which a read waits for ever. A link may stay where it leads to a file of the same folder,
-and a snapshot of the Hugging Face hub's cache may link to the blobs of its own repository.
+A checkpoint unpacked from an archive may hold `vocab.txt -> /etc/shadow`, which a copy would leak, or a pipe,
+which blocks a read for ever. Links to files of the same folder are followed, and so are links from a snapshot
+in the Hugging Face hub's cache to the blobs of its own repository.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from converters.storage.object_store import RemotePath
 if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
-# Nothing of this size is a configuration, a state in JSON or a log that a person would have read.
+# No configuration, JSON state or log is larger.
 SMALL = 64 << 20
 _REPOSITORIES = ("models--", "datasets--", "spaces--")
-# Not there on every system; without them the check of the path alone stands.
+# Missing on some systems, where only the check of the path remains.
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class LinkError(CheckpointError):
-    """A link leads out of the folder that it lies in."""
+    """A link leaves the folder that it lies in."""
 
 
 def real_path(path: Path, within: Path) -> str:
-    """Where `path` lies when links are followed.
+    """The path with links resolved.
 
     Raises:
-        LinkError: outside `within`, and not among the blobs of the hub's cache that it is a snapshot in.
+        LinkError: outside `within`, and no blob of the hub repository that `within` is a snapshot of.
     """
     real, root = os.path.realpath(path), os.path.realpath(within)
     if not (_below(real, root) or any(_below(real, blobs) for blobs in _blobs(root))):
         raise LinkError(
-            f"{path}: is or lies behind a link that leads out of {within}; it is not followed, "
-            "put the file itself there or name the folder that holds it"
+            f"{path}: a link here leaves {within} and is not followed; "
+            "put the file itself there, or give the folder that holds it"
         )
     return real
 
 
 def leads_out(path: Place, within: Place) -> bool:
-    """Whether `path` lies outside of `within` when links are followed; never in an object store."""
+    """Whether `path` resolves to a file outside `within`; False in an object store."""
     if isinstance(path, RemotePath) or isinstance(within, RemotePath):
         return False
     try:
@@ -57,7 +57,7 @@ def leads_out(path: Place, within: Place) -> bool:
 
 
 def child(folder: Place, name: str) -> Place:
-    """The folder `name` in `folder`; LinkError where it is a link that leads out."""
+    """The folder `name` in `folder`; LinkError where it is a link that leaves `folder`."""
     path = folder / name
     if not isinstance(path, RemotePath) and not isinstance(folder, RemotePath):
         real_path(path, folder)
@@ -69,20 +69,19 @@ def _below(path: str, folder: str) -> bool:
 
 
 def _blobs(root: str) -> list[str]:
-    """The blobs that a snapshot in the hub's cache links to: `<repository>/snapshots/<revision>/...`."""
+    """The blob folders for a snapshot in the hub's cache: `<repository>/snapshots/<revision>/...`."""
     return [
         str(folder.parent / "blobs")
         for folder in Path(root).parents
-        if folder.name == "snapshots"
-        and folder.parent.name.startswith(("models--", "datasets--", "spaces--"))
+        if folder.name == "snapshots" and folder.parent.name.startswith(_REPOSITORIES)
     ]
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor for reading a regular file; a link in its place is refused, a pipe not waited for.
+    """A descriptor for reading a regular file; refuses a link, and does not block on a pipe.
 
     Raises:
-        OSError: it cannot be opened, or is anything else than a regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | _FLAGS)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -92,22 +91,22 @@ def open_regular(path: str | Path) -> int:
 
 
 def open_new(path: Path) -> int:
-    """A descriptor for writing a file that is not there yet; OSError where anything is, even a link."""
+    """A descriptor for writing a new file; OSError if the path exists, even as a link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
-    """A descriptor for writing to a regular file of ours, made if need be; a link is not followed.
+    """A descriptor for writing to a regular file, created if missing; a link is not followed.
 
     Raises:
-        OSError: it cannot be opened, or a link or anything else than a regular file stands there.
+        OSError: it cannot be opened, or the path is a link or not a regular file.
     """
     try:
         fd = os.open(path, flags | os.O_CREAT | _FLAGS, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "is a link, which is not followed", str(path)) from None
+            raise OSError(errno.ELOOP, "is a link, and links are not followed", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -119,13 +118,13 @@ def read_small(path: Place, within: Place | None = None, *, limit: int = SMALL, 
     """The content of a small regular file.
 
     Args:
-        within: the folder that links may not lead out of; by default the one the file lies in.
-        limit: its most bytes.
-        head: give the first `limit` bytes of a longer one instead of refusing it.
+        within: the folder that links may not leave; by default the one that holds the file.
+        limit: its maximum size in bytes.
+        head: return the first `limit` bytes of a larger file instead of refusing it.
 
     Raises:
-        LinkError: a link leads out.
-        OSError: not there, not a regular file, or too large.
+        LinkError: a link leaves `within`.
+        OSError: missing, not a regular file, or too large.
     """
     if isinstance(path, RemotePath):
         size = path.stat().st_size

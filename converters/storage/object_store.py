@@ -1,46 +1,46 @@
-"""Places in object stores: `s3://bucket/run`, `gs://bucket/run`, and other URLs that fsspec can write to.
+"""Paths in object stores: `s3://bucket/run`, `gs://bucket/run`, and other URLs that fsspec can write to.
 
     if is_url(text):
         run = RemotePath.of(text)            # RemoteError: unknown protocol, package missing, ...
         run.is_dir(); run.iterdir(); (run / "a" / "b.json").read_text()
 
-A `RemotePath` looks like a `pathlib.Path`, as far as reading goes: `name`, `suffix`, `stem`, `parent`,
-`parts`, `/`, `with_name`, `exists`, `is_file`, `is_dir`, `iterdir`, `stat().st_size`, `open("rb")`,
-`read_bytes`, `read_text`, `str()`. Never make a `Path` of a URL: it folds the two slashes into one.
+A `RemotePath` has the reading methods of `pathlib.Path`: `name`, `suffix`, `stem`, `parent`, `parts`, `/`,
+`with_name`, `exists`, `is_file`, `is_dir`, `iterdir`, `stat().st_size`, `open("rb")`, `read_bytes`,
+`read_text`, `str()`. Never make a `Path` of a URL: it collapses the two slashes.
 
 More for reading:
-    path.read_range(start, stop)             the bytes [start, stop) of an object; nothing else is fetched
+    path.read_range(start, stop)             the bytes [start, stop) of an object, and nothing else
     path.download(local)                     the object into a local file, in pieces
-    path.objects(), path.glob()              what is below, what a pattern names: sizes and versions
-    path.refresh()                           forget what was listed. Listings are kept for as long as the
-                                             paths that come from one `RemotePath.of` live; what is written
-                                             through these paths is known at once, what others write is not
+    path.objects(), path.glob()              the objects below, or that match a pattern: sizes and versions
+    path.refresh()                           drop cached listings. They are cached as long as the paths that
+                                             come from one `RemotePath.of` live; writes through these paths
+                                             update the cache, writes by others do not
 
-Writing: an object appears whole or not at all, there are no folders to be made.
-    path.write_bytes(data)                   a small object, replaced if it is there
+Writing: an object appears whole or not at all; folders need not be made.
+    path.write_bytes(data)                   a small object; replaces an existing one
     path.upload_file(local)                  a local file, in parts, in little memory
-    with path.create() as file:              a binary stream of any length, uploaded in parts while it is
-        file.write(data)                     written; appears at the end, discarded on an exception. Its
-                                             `write` takes anything of bytes: `torch.save(state, file)` works
-    path.upload(nbytes)                      the parts themselves, by several threads: see `Upload`
-    path.move_to(other)                      one object, by another name; its bytes stay in the store
-    path.unlink(missing_ok=...)              one object
-    path.remove_tree()                       every object below, and uploads that a killed process left open
+    with path.create() as file:              a binary stream of any length, uploaded in parts; the object
+        file.write(data)                     appears at the end, and not after an exception. `write` takes
+                                             any buffer, so `torch.save(state, file)` works
+    path.upload(nbytes)                      the parts themselves, from several threads: see `Upload`
+    path.move_to(other)                      rename one object within the store
+    path.unlink(missing_ok=...)              delete one object
+    path.remove(names)                       delete objects below
+    path.abort_uploads()                     abort uploads that a killed process left open
 
-A folder that is written by several objects (a step, a converted model) is made whole by the markers of
+A folder of several objects (a step, a converted model) is made whole by the markers of
 `converters.storage.completion`:
     token = begin(folder)                    one process, before anything is written
-    ...                                      every host writes its own objects; then all of them agree
-    complete(folder, token)                  the same process, last of all
+    ...                                      every host writes its own objects; then a barrier
+    complete(folder, token)                  the same process, last
     is_complete(folder), is_unfinished(folder)
 
-Every request is tried up to `PORTABLE_STORAGE_ATTEMPTS` times where the failure may pass (timeouts, 5xx,
-throttling, broken connections), with growing random waits, and fails after `PORTABLE_STORAGE_TIMEOUT` seconds
-of silence. What cannot be done raises `RemoteError` (a `CheckpointError`: one line that names the URL without
-credentials) or one of its kinds `AccessDeniedError` and `RetriesUsedUpError`; what is not there raises
-`FileNotFoundError`. Credentials and endpoints come from where the store's own tools take them (`AWS_PROFILE`,
-`AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, fsspec's configuration ...), never from the URL. Safe to
-use from several threads, and in a process that was forked.
+Every request is retried after transient failures, up to `PORTABLE_STORAGE_ATTEMPTS` attempts with growing
+random waits, and times out after `PORTABLE_STORAGE_TIMEOUT` seconds of silence. Failures raise `RemoteError`
+(a `CheckpointError`: one line that names the URL without credentials) or its subclasses `AccessDeniedError`
+and `RetriesUsedUpError`; a missing object raises `FileNotFoundError`. Credentials and endpoints come from
+where the store's own tools look (`AWS_PROFILE`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`,
+fsspec's configuration, ...), never from the URL. Thread-safe, and safe after a fork.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ import re
 import stat
 import threading
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -68,25 +67,33 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _URL = re.compile(r"[a-z][a-z0-9+.:-]*://", re.IGNORECASE)
-# Which extra of this project installs the package for a protocol.
+# The package for a protocol, and the extra of this project that installs it.
 _PACKAGES = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
 _REFUSED = {
-    "memory": "lives in one process only",
-    "http": "can neither be listed nor written to",
-    "https": "can neither be listed nor written to",
+    "memory": "exists in one process only",
+    "http": "can be neither listed nor written",
+    "https": "can be neither listed nor written",
 }
 _S3 = ("s3", "s3a")
 _LOCAL = ("file", "local")
 # Other names of the same stores.
 _ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file", "az": "abfs", "abfss": "abfs"}
 
-# Where file systems keep what changes with an object's content, the surest first.
-_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified")
-_MAGIC = re.compile(r"[*\[]")
+# The fields that change with an object's content, the most reliable first.
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "content_md5",
+    "mtime",
+    "LastModified",
+    "last_modified",
+)
 
 # Bytes of one part of an upload; S3 takes 10,000 parts of at least 5 MiB.
 PART_BYTES = 8 << 20
-_MOST_PARTS = 9_000
+_MAX_PARTS = 9_000
 _CONNECTIONS = 32
 
 
@@ -96,7 +103,7 @@ def is_url(text: object) -> bool:
 
 
 class Status(NamedTuple):
-    """What `RemotePath.stat` tells, under the names of `os.stat_result`."""
+    """The result of `RemotePath.stat`, with the names of `os.stat_result`."""
 
     st_mode: int
     st_size: int
@@ -106,8 +113,8 @@ class Object(NamedTuple):
     """An object as it is listed.
 
     Attributes:
-        size: its bytes.
-        version: what changes when its content does, as the store tells: an ETag, a generation, or a time.
+        size: in bytes.
+        version: changes with the content: the store's ETag, generation or modification time.
     """
 
     size: int
@@ -120,7 +127,7 @@ class _Entry(NamedTuple):
 
 
 class _Store:
-    """The file system behind some paths, and what was listed of it."""
+    """The file system behind some paths, and its cached listings."""
 
     def __init__(self, protocol: str, fs: Any, root: str) -> None:
         self.protocol = protocol
@@ -130,10 +137,10 @@ class _Store:
         self.infos: dict[str, _Entry | None] = {}
 
     def forget(self, key: str) -> None:
-        """An object has come or gone: nothing that was listed on the way to it holds any more."""
-        for known in (self.folders, self.infos):
-            for path in [path for path in known if key == path or key.startswith(path + "/")]:
-                known.pop(path, None)
+        """Drop the cached listings of every folder on the way to an object that was written or deleted."""
+        for cached in (self.folders, self.infos):
+            for path in [path for path in cached if key == path or key.startswith(path + "/")]:
+                cached.pop(path, None)
 
     def listing(self, key: str, where: str) -> dict[str, _Entry] | None:
         """The folder's entries by name, None where there is no such folder."""
@@ -145,7 +152,7 @@ class _Store:
             entries = {}
             for entry in found:
                 name = str(entry["name"]).rstrip("/")
-                if name.startswith(key.rstrip("/") + "/"):  # not the folder itself, as some stores list it
+                if name.startswith(key.rstrip("/") + "/"):  # some stores list the folder itself
                     is_dir = entry["type"] == "directory"
                     entries[name.rpartition("/")[2]] = _Entry(is_dir, int(entry.get("size") or 0))
             _log.debug("%s: listed, %d entries", where, len(entries))
@@ -153,7 +160,7 @@ class _Store:
         return self.folders[key]
 
     def info(self, key: str, where: str) -> _Entry | None:
-        """What `key` is, None where there is nothing."""
+        """Kind and size of `key`, None where it does not exist."""
         parent, _, name = key.rpartition("/")
         if self.folders.get(key):
             return _Entry(True, 0)
@@ -170,7 +177,7 @@ class _Store:
 
 
 class RemotePath:
-    """An object, or the folder of all objects whose names begin with this one's and a slash."""
+    """An object, or the folder of all objects whose keys begin with this key and a slash."""
 
     __slots__ = ("_key", "_store")
 
@@ -180,11 +187,11 @@ class RemotePath:
 
     @classmethod
     def of(cls, url: str) -> RemotePath:
-        """The place that a URL names.
+        """The path of a URL.
 
         Raises:
-            RemoteError: not a URL of a store that can be listed and written to, credentials or a query within
-                it, an unknown protocol, or the package for the protocol is not installed.
+            RemoteError: the URL is malformed, or holds credentials or a query; its protocol is unknown or not
+                supported, or needs a package that is not installed.
         """
         protocol, found, rest = url.partition("://")
         protocol = protocol.lower()
@@ -195,7 +202,7 @@ class RemotePath:
                 f"{redact(url)}: credentials do not belong in a URL; set them up as for the store's own tools"
             )
         if "?" in rest:
-            raise RemoteError(f"{redact(url)}: a signed URL names no folder; leave out the query")
+            raise RemoteError(f"{redact(url)}: a signed URL cannot name a folder; leave out the query")
         if "::" in protocol:
             raise RemoteError(f"{redact(url)}: chained protocols are not supported")
         if protocol in _REFUSED:
@@ -203,11 +210,11 @@ class RemotePath:
                 f"{redact(url)}: {protocol}:// {_REFUSED[protocol]}; use s3://, gs:// or a folder"
             )
         if {".", ".."} & set(rest.split("/")):
-            raise RemoteError(f"{redact(url)}: . and .. mean nothing in a URL")
+            raise RemoteError(f"{redact(url)}: . and .. are not supported in a URL; write the full path")
         fs = _filesystem(protocol, url)
         key = str(fs._strip_protocol(url)).rstrip("/")
         if not key:
-            raise RemoteError(f"{redact(url)}: names no bucket")
+            raise RemoteError(f"{redact(url)}: names no bucket; write s3://bucket/path")
         return cls(_Store(protocol, fs, key), key)
 
     def __str__(self) -> str:
@@ -224,13 +231,13 @@ class RemotePath:
 
     @property
     def _identity(self) -> str:
-        """The URL, the same one by whichever name of its store."""
+        """The URL with one protocol name per store, for comparing."""
         protocol = self._store.protocol
         return f"{_ALIASES.get(protocol, protocol)}://{self._key}"
 
     @property
     def local(self) -> Path | None:
-        """The path on this machine that a `file://` URL is another name of."""
+        """The local path of a `file://` URL."""
         from pathlib import Path
 
         return Path("/", self._key) if self._store.protocol in _LOCAL else None
@@ -259,7 +266,7 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """The folder above; of a bucket, the bucket itself."""
+        """The folder above; the parent of a bucket is the bucket."""
         above = self._key.rpartition("/")[0]
         return RemotePath(self._store, above) if above else self
 
@@ -272,7 +279,7 @@ class RemotePath:
     resolve = absolute
 
     def is_relative_to(self, other: object) -> bool:
-        """Whether this is `other` or lies below it."""
+        """Whether this is `other` or below it."""
         return isinstance(other, RemotePath) and f"{self._identity}/".startswith(f"{other._identity}/")
 
     def _info(self) -> _Entry | None:
@@ -290,25 +297,25 @@ class RemotePath:
         return found is not None and found.is_dir
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Objects and folders right below; FileNotFoundError where there are none."""
+        """The objects and folders directly below; FileNotFoundError where there are none."""
         found = self._store.listing(self._key, str(self))
         if found is None:
             raise FileNotFoundError(2, "no such folder", str(self))
         return iter([self / name for name in found])
 
     def stat(self) -> Status:
-        """Kind and size; FileNotFoundError where there is nothing."""
+        """Kind and size; FileNotFoundError where nothing exists."""
         found = self._info()
         if found is None:
             raise FileNotFoundError(2, "no such object", str(self))
         return Status(stat.S_IFDIR if found.is_dir else stat.S_IFREG, found.size)
 
     def files(self) -> dict[str, int]:
-        """Every object below, at any depth: name relative to this folder -> bytes. Always asked anew."""
+        """Every object below, at any depth: name relative to this folder -> bytes. Never cached."""
         return {name: found.size for name, found in self.objects().items()}
 
     def objects(self) -> dict[str, Object]:
-        """The same with what tells their versions apart; this object itself, if it is one, is named ''."""
+        """Like `files`, with versions; if this path is itself an object, it is included under the name ''."""
         found = with_retries(str(self), "list", lambda: self._store.fs.find(self._key, detail=True))
         below = self._key + "/"
         objects = {
@@ -321,20 +328,19 @@ class RemotePath:
         return objects
 
     def glob(self) -> dict[RemotePath, Object]:
-        """The objects that this path names, taken as a pattern: `*` and `[...]` within a name, `**` for any
-        folders. Without these, the object itself, if there is one.
+        """The objects that match this path as a pattern: `*` and `[...]` within a name, `**` for any folders.
+
+        Without these, the object itself, if it exists.
         """
-        parts = self._key.split("/")
-        plain = next((at for at, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
-        base = RemotePath(self._store, "/".join(parts[:plain]))
+        found = with_retries(str(self), "list", lambda: self._store.fs.glob(self._key, detail=True))
         return {
-            base / name: found
-            for name, found in base.objects().items()
-            if _matches(PurePosixPath(name).parts, parts[plain:])
+            RemotePath(self._store, name): _object(entry)
+            for name, entry in found.items()
+            if entry["type"] == "file"
         }
 
     def refresh(self) -> None:
-        """Forget what was listed, here and by all paths of the same origin."""
+        """Drop the cached listings of all paths that come from the same `RemotePath.of`."""
         self._store.folders.clear()
         self._store.infos.clear()
 
@@ -350,7 +356,7 @@ class RemotePath:
         return self.read_bytes().decode(encoding)
 
     def open(self, mode: str = "rb") -> io.BytesIO:
-        """A small object as a stream, for reading only; see `read_range` and `create` for the rest."""
+        """A small object as a stream, for reading; see also `read_range` and `create`."""
         if mode != "rb":
             raise ValueError(f"mode {mode!r}")
         return io.BytesIO(self.read_bytes())
@@ -372,33 +378,33 @@ class RemotePath:
                 file.write(self.read_range(start, min(size, start + PART_BYTES)))
 
     def copy_to(self, other: RemotePath) -> None:
-        """Copy the object to another place, in pieces of `PART_BYTES`."""
+        """Copy the object to another path, in pieces of `PART_BYTES`."""
         size = self.stat().st_size
         with other.create() as out:
             for start in range(0, size, PART_BYTES):
                 out.write(self.read_range(start, min(size, start + PART_BYTES)))
 
     def move_to(self, other: RemotePath) -> None:
-        """Give the object another name in the same store: it is copied there by the store, then deleted."""
+        """Rename the object within its store, which copies and then deletes it."""
         with_retries(str(self), "copy", lambda: self._store.fs.cp_file(self._key, other._key))
         self._store.forget(other._key)
         self.unlink(missing_ok=True)
 
     def write_bytes(self, data: bytes) -> int:
-        """Write a small object in one request; it appears whole, in place of any other of the name."""
+        """Write a small object in one request, replacing an existing one."""
         with_retries(str(self), "write", lambda: self._store.fs.pipe_file(self._key, data))
         _log.debug("%s: wrote %d bytes", self, len(data))
         self._store.forget(self._key)
         return len(data)
 
     def upload(self, nbytes: int) -> Upload:
-        """An upload of about `nbytes` in parts, which may come from several threads."""
-        part_bytes = max(PART_BYTES, -(-nbytes // _MOST_PARTS))
+        """A multipart upload of about `nbytes`; several threads may send parts."""
+        part_bytes = max(PART_BYTES, -(-nbytes // _MAX_PARTS))
         kind = _S3Upload if self._store.protocol in _S3 else _StreamUpload
         return kind(self, part_bytes)
 
     def create(self) -> UploadStream:
-        """A stream whose bytes become the object when it is closed; nothing appears after an exception."""
+        """A stream whose bytes become the object on `close`; after an exception in `with` none appears."""
         return UploadStream(self)
 
     def upload_file(self, local: Path) -> None:
@@ -416,36 +422,27 @@ class RemotePath:
                 raise
         self._store.forget(self._key)
 
-    def remove_tree(self) -> None:
-        """Delete every object below, and abort uploads left open.
-
-        What says that they are complete goes first. To clear a folder that may be read meanwhile,
-        `completion.begin` it before: what says that it is unfinished goes last.
-        """
-        from converters.storage.completion import COMPLETE, INCOMPLETE
-
-        self.abort_uploads()
-        names = self.files()
-        if COMPLETE in names:
-            (self / COMPLETE).unlink(missing_ok=True)
-        keys = [f"{self._key}/{name}" for name in names if name not in (COMPLETE, INCOMPLETE)]
-        with suppress(FileNotFoundError):  # somebody else may delete them as well
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete objects below, by their names relative to this folder; those already gone are ignored."""
+        keys = [f"{self._key}/{name}" for name in names]
+        with suppress(FileNotFoundError):  # another process may delete them too
             if keys:
                 with_retries(str(self), "delete", lambda: self._store.fs.rm(keys))
-        if INCOMPLETE in names:
-            (self / INCOMPLETE).unlink(missing_ok=True)
-        with suppress(FileNotFoundError):  # empty folders, where the store has such
+
+    def remove_folders(self) -> None:
+        """Delete what `remove` leaves on stores that have real folders, and forget what was listed."""
+        with suppress(FileNotFoundError):
             with_retries(str(self), "delete", lambda: self._store.fs.rm(self._key, recursive=True))
         self.refresh()
 
     def abort_uploads(self, *, deep: bool = True) -> int:
-        """Abort the uploads below that nobody will finish: a killed process leaves its own behind.
+        """Abort the open uploads below, which a killed process leaves behind.
 
         Args:
-            deep: also those of objects in folders below; else only of those right here.
+            deep: also those in folders below; else only those directly in this folder.
 
         Returns:
-            How many there were. 0 where the store keeps no list of them (Google's expire after a week).
+            How many there were; 0 where the store cannot list them (Google's expire after a week).
         """
         if self._store.protocol not in _S3:
             return 0
@@ -469,44 +466,35 @@ class RemotePath:
 
 
 def _object(entry: dict[str, Any]) -> Object:
-    known = (entry[key] for key in _VERSIONS if entry.get(key) is not None)
+    known = (entry[key] for key in _VERSION_KEYS if entry.get(key) is not None)
     return Object(int(entry.get("size") or 0), str(next(known, "")).strip('"'))
 
 
-def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
-    if not patterns:
-        return not parts
-    if patterns[0] == "**":
-        return _matches(parts, patterns[1:]) or (bool(parts) and _matches(parts[1:], patterns))
-    return bool(parts) and fnmatchcase(parts[0], patterns[0]) and _matches(parts[1:], patterns[1:])
-
-
 class Upload(Protocol):
-    """An object on its way. Every part has `part_bytes`, or up to twice that where it is the last.
+    """An object being uploaded. Every part has `part_bytes`, the last one up to twice that.
 
     Attributes:
-        part_bytes: bytes of a part.
-        ordered: whether the parts have to come one after another; else in any order, from any thread.
+        ordered: whether the parts must be sent in order; else in any order, from any thread.
     """
 
     part_bytes: int
     ordered: bool
 
     def part(self, number: int, data: bytes | memoryview) -> None:
-        """Send part `number`, counted from 1. Numbers need not be dense; they order the parts."""
+        """Send part `number`, from 1. Numbers order the parts and may have gaps."""
         ...
 
     def commit(self) -> None:
-        """Make the object of the parts: from now on it is there."""
+        """Make the object from the parts."""
         ...
 
     def discard(self) -> None:
-        """Give the upload up; as far as the store can be reached, nothing of it remains. Never raises."""
+        """Abort the upload; leaves nothing behind if the store is reachable. Never raises."""
         ...
 
 
 class _S3Upload:
-    """A multipart upload of S3."""
+    """An S3 multipart upload."""
 
     ordered = False
 
@@ -530,7 +518,7 @@ class _S3Upload:
     def part(self, number: int, data: bytes | memoryview) -> None:
         with self._lock:
             if not self._id:
-                self._id = self._call("create_multipart_upload", "begin an upload")["UploadId"]
+                self._id = self._call("create_multipart_upload", "start an upload")["UploadId"]
         body = bytes(data)
         sent = self._call("upload_part", "upload", UploadId=self._id, PartNumber=number, Body=body)
         with self._lock:
@@ -548,11 +536,13 @@ class _S3Upload:
                 MultipartUpload={"Parts": parts},
             )
         except FileNotFoundError:
-            # The upload is gone: aborted by someone, or completed by an attempt whose answer was lost.
+            # Aborted by another process, or completed by an attempt whose response was lost.
             self._path._store.forget(self._path._key)
             if self._path._store.fs.exists(self._path._key) and self._size() == self._nbytes:
                 return
-            raise RemoteError(f"{self._path}: the upload was aborted by someone else") from None
+            raise RemoteError(
+                f"{self._path}: another process aborted the upload; give each run an output of its own"
+            ) from None
         finally:
             self._path._store.forget(self._path._key)
         self._id = ""
@@ -568,7 +558,7 @@ class _S3Upload:
 
 
 def _abort(path: RemotePath, bucket: str, key: str, upload: str) -> None:
-    """Abort one multipart upload; what cannot be aborted is left to the bucket's lifecycle rules."""
+    """Abort one multipart upload; on failure it is left to the bucket's lifecycle rules."""
     fs = path._store.fs
     try:
         with_retries(
@@ -581,7 +571,7 @@ def _abort(path: RemotePath, bucket: str, key: str, upload: str) -> None:
 
 
 class _StreamUpload:
-    """An upload by way of the protocol package's own file, which retries as that package does."""
+    """An upload through the protocol package's own file object and its own retries."""
 
     ordered = True
 
@@ -591,7 +581,7 @@ class _StreamUpload:
         self._file: Any = None
 
     def _do(self, call: Any) -> None:
-        # Not repeated: the file has moved on, and its package has tried again already.
+        # Not retried: the file has advanced, and its package has retried already.
         try:
             call()
         except OSError as error:
@@ -601,7 +591,7 @@ class _StreamUpload:
         if self._file is None:
             self._file = with_retries(
                 str(self._path),
-                "begin an upload",
+                "start an upload",
                 lambda: self._path._store.fs.open(
                     self._path._key, "wb", autocommit=False, block_size=self.part_bytes
                 ),
@@ -621,12 +611,12 @@ class _StreamUpload:
         if file is not None:
             try:
                 file.discard()
-            except Exception as error:  # whatever it is, the failure that led here matters more
+            except Exception as error:  # the failure that led here matters more
                 _log.debug("%s: an upload was not discarded: %s", self._path, redact(str(error)))
 
 
 class UploadStream(io.RawIOBase):
-    """Bytes written here go up in parts; `close` makes the object, an exception within `with` none."""
+    """A stream uploaded in parts; `close` makes the object, an exception within `with` discards it."""
 
     def __init__(self, path: RemotePath) -> None:
         super().__init__()
@@ -635,7 +625,7 @@ class UploadStream(io.RawIOBase):
         self._buffer = bytearray()
         self._parts = 0
         self._position = 0
-        self._given_up = False
+        self._discarded = False
 
     def writable(self) -> bool:
         return True
@@ -644,7 +634,7 @@ class UploadStream(io.RawIOBase):
         return self._position
 
     def write(self, data: Any) -> int:
-        if self.closed or self._given_up:
+        if self.closed or self._discarded:
             raise ValueError("the upload is closed")
         view = memoryview(data).cast("B")
         limit = self._part_bytes()
@@ -656,7 +646,7 @@ class UploadStream(io.RawIOBase):
         return len(view)
 
     def _part_bytes(self) -> int:
-        # Parts grow, so that an object of any length the store takes fits into the parts that it takes.
+        # Parts grow with their number, so that the largest object fits into the 10,000 parts of S3.
         return self._upload.part_bytes << min(8, self._parts // 1000)
 
     def _send(self) -> None:
@@ -665,9 +655,9 @@ class UploadStream(io.RawIOBase):
         self._upload.part(self._parts, memoryview(data))
 
     def discard(self) -> None:
-        """Give the object up; nothing of it appears."""
+        """Abort the upload; no object appears."""
         if not self.closed:
-            self._given_up = True
+            self._discarded = True
             self._upload.discard()
             super().close()
 
@@ -682,7 +672,7 @@ class UploadStream(io.RawIOBase):
                     self._send()
                 self._upload.commit()
         except BaseException:
-            self._given_up = True
+            self._discarded = True
             self._upload.discard()
             raise
         finally:
@@ -700,7 +690,7 @@ class UploadStream(io.RawIOBase):
             self.discard()
 
     def __del__(self) -> None:
-        # Not closed: whoever wrote it did not get to the end, so there is no object to be made.
+        # Never closed: the writer failed, so make no object.
         self.discard()
 
 
@@ -709,7 +699,7 @@ _filesystems_lock = threading.Lock()
 
 
 def _filesystem(protocol: str, url: str) -> Any:
-    """The fsspec file system of a protocol: one a process, made anew where the environment changed."""
+    """The fsspec file system of a protocol: one per process and environment."""
     seconds = timeout()
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "FSSPEC_"))))
     key = (os.getpid(), protocol, seconds, settings)
@@ -725,13 +715,13 @@ def _make_filesystem(protocol: str, url: str, seconds: float) -> Any:
 
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if protocol in _S3:
-        options["max_concurrency"] = 1  # of one read; more would cost a request for the size first
+        options["max_concurrency"] = 1  # per read: more would request the size first
         options["config_kwargs"] = {
             "connect_timeout": min(seconds, 10.0),
             "read_timeout": seconds,
             "max_pool_connections": _CONNECTIONS,
             **conf.get(protocol, {}).get("config_kwargs", {}),
-            "retries": {"mode": "standard", "total_max_attempts": 1},  # ours are counted in one place
+            "retries": {"mode": "standard", "total_max_attempts": 1},  # `with_retries` retries
         }
     if protocol in _LOCAL:
         options["auto_mkdir"] = True
@@ -745,8 +735,10 @@ def _make_filesystem(protocol: str, url: str, seconds: float) -> Any:
             f"{redact(url)}: the package {package} is not installed: pip install 'portable-trainer[{extra}]'"
         ) from None
     except ValueError:
-        raise RemoteError(f"{redact(url)}: fsspec knows no protocol {protocol}://") from None
-    except Exception as error:  # a package that looks for credentials when it is set up
+        raise RemoteError(
+            f"{redact(url)}: fsspec knows no protocol {protocol}://; use s3://, gs:// or a folder"
+        ) from None
+    except Exception as error:  # some packages look for credentials on construction
         raise RemoteError(f"{redact(url)}: cannot be set up: {redact(str(error))}") from None
     if protocol in _S3:
         fs.retries = 1

@@ -1,4 +1,4 @@
-"""A place that a person names: a path on this machine, or a URL of an object store."""
+"""What a user gives as a path: a local path, or a URL of an object store."""
 
 from __future__ import annotations
 
@@ -15,44 +15,40 @@ _ALMOST_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(/|$)|(s3a?|gs|gcs|az|abfss?|
 
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
-# Both answer to the same names for reading: exists, is_file, is_dir, iterdir, stat, read_text, `/` ...
+# Both have the same methods for reading: exists, is_file, is_dir, iterdir, stat, read_text, `/` ...
 Place = Union[Path, RemotePath]  # noqa: UP007
 
 
 def place(named: str | Place) -> Place:
-    """The place, `~` and `${VAR}` in it resolved as a shell does.
+    """The path or URL, with `~` and `${VAR}` expanded as in a shell.
 
     Raises:
-        RemoteError: a URL that cannot be one, or whose protocol's package is not installed.
-        CheckpointError: an environment variable or a user that is not there.
+        RemoteError: not a valid URL, or the package for its protocol is not installed.
+        CheckpointError: an environment variable or a user in it does not exist.
     """
     if not isinstance(named, str):
         return named
     named = expanded(named)
     if is_url(named):
         return RemotePath.of(named)
-    # With a slash too few it would be a folder here, made under the name of the key that stands in it.
-    if _ALMOST_URL.match(named) and not _there(named):
+    # `s3:/bucket` would create a local folder, and its name could hold a secret key.
+    if _ALMOST_URL.match(named) and not _exists(named):
         scheme, _, rest = named.partition(":")
-        key = rest.lstrip("/")
-        slashes = rest[: len(rest) - len(key)]
-        told = redact(f"{scheme}://{key}").replace(
-            "://", f":{slashes}", 1
-        )  # as it was written, but for secrets
-        raise RemoteError(f"{told}: is neither a path nor a URL; write a URL with two slashes (s3://...)")
+        url = redact(f"{scheme}://{rest.lstrip('/')}")
+        raise RemoteError(f"{url}: given without its two slashes; write the URL like this")
     return Path(named)
 
 
 def expanded(text: str) -> str:
-    """`text` with `~`, `~user`, `$VAR` and `${VAR}` resolved, as a shell does with what is not quoted.
+    """`text` with `~`, `~user`, `$VAR` and `${VAR}` expanded, as a shell does with unquoted text.
 
-    A file that is there under the very name is meant by it.
+    The name of an existing file is returned unchanged.
 
     Raises:
-        CheckpointError: an environment variable or a user that is not there. A folder called `~` or `${VAR}`
-            is never what was meant.
+        CheckpointError: an environment variable or a user in it does not exist; a folder called `~` or
+            `${VAR}` is never what was meant.
     """
-    if ("~" not in text and "$" not in text) or _there(text):
+    if ("~" not in text and "$" not in text) or _exists(text):
         return text
 
     def value(match: re.Match[str]) -> str:
@@ -64,14 +60,14 @@ def expanded(text: str) -> str:
     full = _VARIABLE.sub(value, text)
     if not full.startswith("~"):
         return full
-    home = os.path.expanduser(full)  # noqa: PTH111  (a Path would fold the slashes of what is no path)
+    home = os.path.expanduser(full)  # noqa: PTH111  (a Path would collapse the slashes of a URL)
     if home.startswith("~"):
         user = home.partition("/")[0]
-        raise CheckpointError(f"{text}: the home folder of {user} is not known; write the whole path")
+        raise CheckpointError(f"{text}: the home folder of {user} is unknown; write the full path")
     return home
 
 
-def _there(text: str) -> bool:
+def _exists(text: str) -> bool:
     try:
         return not is_url(text) and os.path.lexists(text)
     except ValueError:  # a null byte

@@ -1,9 +1,9 @@
-"""Reading objects at random: few requests, little fetched that nobody asked for, bounded memory.
+"""Random access to objects: few requests, little over-reading, bounded memory.
 
-Fetched runs of bytes are kept until they have been read to their end, or until others need their room. A run
-is as long as the reader is known to go on; where it turns out to read in order, runs grow up to `RUN_BYTES`
-and the next one is on its way while the last is being read, never beyond what the reader said it may want.
-Small pieces that lie together (headers, norms) come in one run of a modest size.
+Fetched runs of bytes stay in a cache until they have been read to their end, or are evicted. A run is as long
+as the caller says it will read on. Where reads turn out to be sequential, runs grow up to `RUN_BYTES` and the
+next one is prefetched, never beyond the end that the caller gave. Small pieces that lie together (headers,
+norms) are fetched in one run of moderate size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 # The longest run, and the shortest of data and of headers.
 RUN_BYTES, DATA_BYTES, HEADER_BYTES = 8 << 20, 512 << 10, 64 << 10
-# What all runs that are kept may take together.
-KEPT_BYTES = 160 << 20
-_FETCHERS = 16
-# Places where some run ended, for finding out whether the reader goes on there.
+# All cached runs of the process together.
+CACHE_BYTES = 160 << 20
+_THREADS = 16
+# Recent ends of runs, for detecting sequential reads.
 _MAX_ENDS = 64
 
 
 class _Run:
-    """Bytes [start, stop) of an object, fetched or on their way."""
+    """Bytes [start, stop) of an object, fetched or being fetched."""
 
     __slots__ = ("data", "start", "stop")
 
@@ -42,31 +42,34 @@ class _Run:
         self.data = data
 
 
-class _Kept:
-    """All runs of all files, the least recently used first, within `KEPT_BYTES`."""
+class _Cache:
+    """The runs of all files of this process, least recently used first, and the threads that fetch them."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._runs: OrderedDict[tuple[RemoteFile, int], _Run] = OrderedDict()
         self._nbytes = 0
+        self._pool: ThreadPoolExecutor | None = None
+
+    def fetch(self, path: RemotePath, start: int, stop: int) -> Future[bytes]:
+        if self._pool is None:
+            from concurrent.futures import ThreadPoolExecutor  # not at the top: slow to import
+
+            self._pool = ThreadPoolExecutor(_THREADS, "fetch")
+        return self._pool.submit(path.read_range, start, stop)
 
     def add(self, file: RemoteFile, run: _Run) -> None:
         self._runs[file, run.start] = run
         self._nbytes += run.stop - run.start
-        for (other, start), kept in list(self._runs.items()):
-            if self._nbytes <= KEPT_BYTES:
+        for (other, start), cached in list(self._runs.items()):
+            if self._nbytes <= CACHE_BYTES:
                 break
-            if kept is not run and kept.data.done():
+            if cached is not run and cached.data.done():
                 self.drop(other, start)
 
     def use(self, file: RemoteFile, run: _Run) -> None:
         if (file, run.start) in self._runs:
             self._runs.move_to_end((file, run.start))
-
-    def forget(self) -> None:
-        self.lock = threading.RLock()
-        for file, start in list(self._runs):
-            self.drop(file, start)
 
     def drop(self, file: RemoteFile, start: int) -> None:
         run = self._runs.pop((file, start), None)
@@ -75,42 +78,29 @@ class _Kept:
             file.starts.remove(start)
             del file.runs[start]
 
-
-_kept = _Kept()
-_pool: ThreadPoolExecutor | None = None
-
-
-def _fetchers() -> ThreadPoolExecutor:
-    """The threads that fetch."""
-    global _pool
-    if _pool is None:
-        from concurrent.futures import ThreadPoolExecutor  # not at the top: slow to import
-
-        _pool = ThreadPoolExecutor(_FETCHERS, "fetch")
-    return _pool
+    def reset_after_fork(self) -> None:
+        """A child has none of the threads, so runs that were being fetched would never arrive in it."""
+        self.lock = threading.RLock()
+        self._pool = None
+        for file, start in list(self._runs):
+            self.drop(file, start)
 
 
-def _after_fork() -> None:
-    """A child has none of the threads, so that runs on their way would never arrive in it."""
-    global _pool
-    _pool = None
-    _kept.forget()
-
-
+_cache = _Cache()
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_cache.reset_after_fork)
 
 
 class RemoteFile(SourceFile):
-    """An object of a checkpoint."""
+    """An object of a checkpoint, read through the cache."""
 
     path: RemotePath
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
+    def __init__(self, name: str, path: RemotePath, nbytes: int, *, verify: bool) -> None:
+        super().__init__(name, path, nbytes, verify=verify)
         self.runs: dict[int, _Run] = {}
         self.starts: list[int] = []  # of `runs`, sorted
-        self._ends: OrderedDict[int, int] = OrderedDict()  # where a run ended -> its length
+        self._ends: OrderedDict[int, int] = OrderedDict()  # end of a run -> its length
 
     def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
         done = 0
@@ -121,9 +111,9 @@ class RemoteFile(SourceFile):
             raise CheckpointError(f"{self.path}: the file ends early, at byte {self.nbytes}")
         while done < len(buffer):
             position = at + done
-            with _kept.lock:
+            with _cache.lock:
                 run = self._at(position) or self._request(position, wanted, end, least)
-                _kept.use(self, run)
+                _cache.use(self, run)
                 goes_on = position > run.start or wanted > run.stop
                 if goes_on and run.stop < end and self._at(run.stop) is None:
                     self._request(run.stop, wanted, end, least)
@@ -133,41 +123,41 @@ class RemoteFile(SourceFile):
             buffer[done : done + count] = data[offset : offset + count]
             done += count
             if offset + count == run.stop - run.start > least:
-                with _kept.lock:
-                    _kept.drop(self, run.start)
+                with _cache.lock:
+                    _cache.drop(self, run.start)
 
     def _at(self, position: int) -> _Run | None:
-        """The run that holds the byte `position`."""
+        """The run that covers the byte `position`."""
         index = bisect_right(self.starts, position) - 1
         run = self.runs[self.starts[index]] if index >= 0 else None
         return run if run is not None and position < run.stop else None
 
     def _request(self, start: int, wanted: int, end: int, least: int) -> _Run:
-        """Begin to fetch a run from `start` on, where none is."""
-        # A reader that goes on where a run ended reads in order: twice as much then.
+        """Start to fetch a run at `start`, which no run covers."""
+        # A read that begins where a run ended is sequential: double the length.
         length = 2 * self._ends.get(start, 0)
         length = min(RUN_BYTES, max(length, wanted - start, least))
         stop = min(start + length, max(end, start + least), self.nbytes)
         index = bisect_right(self.starts, start)
         if index < len(self.starts):
             stop = min(stop, self.starts[index])
-        run = _Run(start, stop, _fetchers().submit(self.path.read_range, start, stop))
+        run = _Run(start, stop, _cache.fetch(self.path, start, stop))
         self.starts.insert(index, start)
         self.runs[start] = run
         self._ends[stop] = stop - start
         if len(self._ends) > _MAX_ENDS:
             self._ends.popitem(last=False)
-        _kept.add(self, run)
+        _cache.add(self, run)
         return run
 
     def _data(self, run: _Run) -> bytes:
         try:
             data = run.data.result()
         except BaseException as error:
-            with _kept.lock:
-                _kept.drop(self, run.start)
+            with _cache.lock:
+                _cache.drop(self, run.start)
             if isinstance(error, FileNotFoundError):
-                raise CheckpointError(f"{self.path}: has gone while it was read") from None
+                raise CheckpointError(f"{self.path}: was deleted while it was read") from None
             raise
         if len(data) != run.stop - run.start:
             raise CheckpointError(f"{self.path}: the file ends early, at byte {run.start + len(data)}")

@@ -1,7 +1,7 @@
-"""Failures of object stores: said in one line without credentials, tried again where that can help.
+"""Errors of object stores: retried where that can help, and reported in one line without credentials.
 
-Protocol packages raise their own exceptions (botocore, aiohttp, gcsfs ...). They are told apart by name,
-along the chain of causes, so that none of these packages has to be imported.
+Protocol packages raise their own exceptions (botocore, aiohttp, gcsfs, ...). They are recognised by class
+name along the chain of causes, so that none of these packages has to be imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TRANSIENT_CODES = {
     "RequestLimitExceeded",
     "BandwidthLimitExceeded",
 }
-# Exceptions of botocore, aiohttp, fsspec and gcsfs for connections that fail or break off.
+# Exceptions of botocore, aiohttp, fsspec and gcsfs for connections that fail or break.
 _TRANSIENT_NAMES = {
     "ClientConnectionError",
     "ClientPayloadError",
@@ -79,24 +79,24 @@ _DENIED_CODES = {
 
 
 class RemoteError(CheckpointError):
-    """A place in an object store that cannot be used; one line, without credentials."""
+    """An object store or URL that cannot be used; one line, without credentials."""
 
 
 class AccessDeniedError(RemoteError):
-    """The store knows the place, or will not say, and does not let these credentials in."""
+    """The store denies access with these credentials, whether or not the object exists."""
 
 
 class RetriesUsedUpError(RemoteError):
-    """A failure that may pass did not, as often as it was tried."""
+    """A transient failure persisted through every attempt."""
 
 
 def attempts() -> int:
-    """How often one request is tried, the first time included (`PORTABLE_STORAGE_ATTEMPTS`, 8)."""
+    """Attempts per request, the first included (`PORTABLE_STORAGE_ATTEMPTS`, default 8)."""
     return max(1, int(_setting(ATTEMPTS, DEFAULT_ATTEMPTS)))
 
 
 def timeout() -> float:
-    """Seconds without an answer after which a request has failed (`PORTABLE_STORAGE_TIMEOUT`, 60)."""
+    """Seconds without a response after which a request fails (`PORTABLE_STORAGE_TIMEOUT`, default 60)."""
     return max(0.1, _setting(TIMEOUT, DEFAULT_TIMEOUT))
 
 
@@ -109,10 +109,10 @@ def _setting(name: str, default: float) -> float:
 
 
 def with_retries(where: str, what: str, call: Callable[[], T]) -> T:
-    """`call()`, again after failures that may pass: timeouts, throttling, 5xx, broken connections.
+    """`call()`, retried after transient failures: timeouts, throttling, 5xx, broken connections.
 
-    Waits double from 0.1 s up to 20 s, each drawn at random from its upper half, so that the hosts of a pod
-    that failed together do not come back together.
+    Backoff doubles from 0.1 s to 20 s, with each wait drawn from the upper half of its range: hosts of a pod
+    that fail together do not retry together.
 
     Args:
         where: the URL, for messages.
@@ -120,10 +120,12 @@ def with_retries(where: str, what: str, call: Callable[[], T]) -> T:
 
     Raises:
         FileNotFoundError: there is no such object.
-        RemoteError: everything else; one line, without credentials.
+        RemoteError: any other failure; one line, without credentials.
     """
     limit = attempts()
-    for attempt in range(1, limit + 1):
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             return call()
         except CheckpointError:
@@ -131,7 +133,7 @@ def with_retries(where: str, what: str, call: Callable[[], T]) -> T:
         except Exception as error:
             causes = list(_chain(error))
             if not any(map(_is_transient, causes)):
-                raise _said(where, what, error, causes) from None
+                raise _translated(where, what, error, causes) from None
             reason = redact(_reason(error))
             if attempt == limit:
                 raise RetriesUsedUpError(
@@ -148,7 +150,6 @@ def with_retries(where: str, what: str, call: Callable[[], T]) -> T:
                 wait,
             )
             time.sleep(wait)
-    raise AssertionError("unreachable")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -165,7 +166,7 @@ def _names(error: BaseException) -> set[str]:
 
 
 def _status(error: BaseException) -> tuple[int, str]:
-    """HTTP status and the store's own code, (0, "") where the error carries none."""
+    """HTTP status and the store's error code; (0, "") where the error has none."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -182,23 +183,23 @@ def _is_transient(error: BaseException) -> bool:
     return isinstance(error, (TimeoutError, ConnectionError)) or bool(_names(error) & _TRANSIENT_NAMES)
 
 
-def _said(where: str, what: str, error: Exception, causes: list[BaseException]) -> Exception:
-    """The exception that says in one line why `error` ended it."""
-    place = redact(where)
+def _translated(where: str, what: str, error: Exception, causes: list[BaseException]) -> Exception:
+    """The exception to raise instead of `error`, with a message of one line."""
+    url = redact(where)
     codes = {code for status, code in map(_status, causes)} | {str(_status(cause)[0]) for cause in causes}
     if "NoSuchBucket" in codes or any("bucket does not exist" in str(cause).lower() for cause in causes):
-        return RemoteError(f"{place}: there is no such bucket")
+        return RemoteError(f"{url}: there is no such bucket")
     if any(_names(cause) & _NO_CREDENTIALS_NAMES for cause in causes):
         return RemoteError(
-            f"{place}: no credentials found; set them up as for the store's own tools (docs/storage.md)"
+            f"{url}: no credentials found; configure them as for the store's own tools (docs/storage.md)"
         )
     if codes & _DENIED_CODES or any(isinstance(cause, PermissionError) for cause in causes):
         return AccessDeniedError(
-            f"{place}: access denied, these credentials may not {what} here ({redact(_reason(error))})"
+            f"{url}: access denied, these credentials may not {what} here ({redact(_reason(error))})"
         )
     if "404" in codes or any(isinstance(cause, FileNotFoundError) for cause in causes):
-        return FileNotFoundError(2, "no such object", place)
-    return RemoteError(f"{place}: cannot {what}: {redact(_reason(error))}")
+        return FileNotFoundError(2, "no such object", url)
+    return RemoteError(f"{url}: cannot {what}: {redact(_reason(error))}")
 
 
 def _reason(error: BaseException) -> str:
@@ -220,7 +221,7 @@ _SECRET_NAME = re.compile(
 
 
 def redact(text: str) -> str:
-    """`text` without credentials: none in URLs or `name=value` pairs, nor any that the environment holds."""
+    """`text` without credentials: those in URLs, in `name=value` pairs, and those set in the environment."""
     text = _USERINFO.sub(r"\g<scheme>***@", text)
     text = _QUERY.sub(r"\g<url>?***", text)
     text = _PARAMETER.sub(r"\g<name>***", text)
@@ -231,7 +232,7 @@ def redact(text: str) -> str:
 
 
 def _secrets() -> list[str]:
-    """Values that must not be shown, longest first."""
+    """Values of the environment to redact, longest first."""
     found = {
         value
         for name, value in os.environ.items()
@@ -241,5 +242,5 @@ def _secrets() -> list[str]:
 
 
 def _is_path(value: str) -> bool:
-    """Whether a variable such as GOOGLE_APPLICATION_CREDENTIALS names a file; messages may name it too."""
+    """Whether a variable such as GOOGLE_APPLICATION_CREDENTIALS names a file, which may be shown."""
     return value.startswith(("/", "~", "./")) and Path(value).expanduser().exists()

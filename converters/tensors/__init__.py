@@ -1,1 +1,1 @@
-"""One tensor: its pieces, its element type, its casts."""
+"""One tensor: its pieces, its dtype, its casts."""

@@ -1,4 +1,4 @@
-"""Casts between floating types, block by block: round to nearest, ties to even, NaN stays NaN."""
+"""Casts between floating-point dtypes, block by block: round to nearest, ties to even; NaN stays NaN."""
 
 from __future__ import annotations
 
@@ -16,44 +16,42 @@ if TYPE_CHECKING:
     from converters.storage.bytes import Touched
     from converters.tensors.tensor import Array, Tensor
 
-# Of the source; one block and its cast copy are all that a conversion keeps in memory.
-# They fit the cache of a core, where checksum, cast and write find the bytes.
+# Of the source dtype. A conversion holds one block and its cast copy per thread; both fit a core's cache.
 BLOCK_BYTES = 256 << 10
 
 
 def parse_dtype(name: str) -> str | None:
-    """The target type of `--dtype`, None for keep; CheckpointError for a name it does not know."""
+    """The target dtype of `--dtype`, None for keep; CheckpointError for an unknown name."""
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def cast_dtype(tensor: Tensor, target: str | None) -> str:
-    """The type `tensor` gets: integers, booleans, 8-bit floats and 0-d buffers stay exact."""
+    """The dtype to write `tensor` in: integers, booleans, 8-bit floats and 0-d tensors are never cast."""
     if target is None or tensor.dtype not in CASTABLE or not tensor.shape:
         return tensor.dtype
     return target
 
 
 def cast_blocks(tensor: Tensor, dtype: str, touched: Touched, nbytes: int = BLOCK_BYTES) -> Iterator[Array]:
-    """The raveled elements as `dtype`, in flat blocks, each valid until the next."""
+    """The flattened elements as `dtype`, in blocks, each valid until the next."""
     kind = numpy_dtype(dtype)
     for block in tensor.blocks(nbytes, touched):
         if tensor.dtype == dtype:
             yield block
         else:
-            with np.errstate(all="ignore"):  # out of range becomes infinity, as everywhere
+            with np.errstate(all="ignore"):  # out of range becomes infinity
                 if tensor.dtype == "F64" and dtype == "BF16":
                     block = _to_odd_float32(block)
                 yield block.astype(kind)
 
 
 def _to_odd_float32(block: Array) -> Array:
-    """float64 as float32 in such a way that one more rounding gives what rounding once would have given.
+    """float64 as float32, rounded to odd, so that rounding again to bfloat16 is correct.
 
-    ml_dtypes goes from float64 to bfloat16 by way of float32 and rounds twice: 1 + 2**-8 + 2**-40 becomes a
-    tie on the way. Rounded to odd instead (towards zero, and the last bit set where anything was lost), no
-    value becomes a tie that was none.
+    ml_dtypes casts float64 to bfloat16 through float32 and rounds twice: 1 + 2**-8 + 2**-40 becomes a tie in
+    between. Rounding to odd (towards zero, with the last bit set if the value is inexact) creates no ties.
 
     Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using
     rounding to odd", IEEE Transactions on Computers 57(4), 2008.

@@ -1,4 +1,4 @@
-"""Element types under their safetensors names, and what they are called elsewhere.
+"""Element types by their safetensors names, and their names in numpy and torch.
 
 Source: https://github.com/huggingface/safetensors (`Dtype`), torch/storage.py (legacy storage classes).
 """
@@ -40,18 +40,17 @@ TO_STORAGE: dict[str, str] = {name: storage for name, _, _, storage in _TABLE if
 FROM_STORAGE: dict[str, str] = {storage: name for name, _, _, storage in _TABLE if storage}
 FROM_NUMPY: dict[np.dtype[Any], str] = {np.dtype(kind): name for name, kind, _, _ in _TABLE}
 
-# The types that `--dtype` casts. Eight-bit floats mean something only together with their scales, so they
-# stay as they are, like integers.
+# The dtypes that `--dtype` casts. 8-bit floats depend on their scales, so they are not cast.
 CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of the safetensors-style type `dtype`."""
+    """Bytes per element of `dtype`."""
     return NUMPY[dtype].itemsize
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy (or ml_dtypes) type for a safetensors-style name; CheckpointError for an unknown one."""
+    """The numpy (or ml_dtypes) dtype of a safetensors name; CheckpointError for an unknown name."""
     try:
         return NUMPY[dtype]
     except KeyError:

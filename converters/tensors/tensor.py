@@ -1,4 +1,4 @@
-"""A tensor that lies in pieces on disk, read slice by slice."""
+"""A tensor stored in pieces, read slice by slice."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Pieces that are not contiguous are gathered through a buffer of this size.
+# Non-contiguous pieces are gathered through a buffer of this size.
 SCRATCH_BYTES = 4 << 20
-# torch's own limit is 2**63 - 1 bytes; anything beyond is a lie told by a header.
+# torch's own limit; a header with more is damaged.
 _MAX_BYTES = (1 << 63) - 1
 MAX_DIMS = 64
 _local = threading.local()
@@ -32,7 +32,7 @@ _local = threading.local()
 
 @dataclass(frozen=True)
 class View:
-    """Where an n-dimensional piece lies in a source: like a torch tensor in its storage, but in bytes."""
+    """Where an n-dimensional piece lies in a source: a torch tensor's view of its storage, in bytes."""
 
     source: Source
     offset: int
@@ -42,42 +42,42 @@ class View:
 class Box:
     """A piece of a tensor: the elements [offset, offset + size) along every dimension.
 
-    `view` is a `View` whose shape is `sizes`, or a function that finds it at the first read.
+    `view` is a `View` whose shape is `sizes`, or a function that returns it, called at the first read.
     """
 
-    __slots__ = ("_locate", "_view", "offsets", "sizes")
+    __slots__ = ("_found", "_view", "offsets", "sizes")
 
     def __init__(self, offsets: Shape, sizes: Shape, view: View | Callable[[], View]) -> None:
         self.offsets = offsets
         self.sizes = sizes
-        self._view: View | None = view if isinstance(view, View) else None
-        self._locate: Callable[[], View] | None = None if isinstance(view, View) else view
+        self._view = view
+        self._found: View | None = None
 
     @property
     def view(self) -> View:
-        view = self._view  # another thread may forget it in between
-        if view is None:
-            assert self._locate is not None
-            view = self._view = self._locate()
-        return view
+        if isinstance(self._view, View):
+            return self._view
+        found = self._found  # another thread may call `release` in between
+        if found is None:
+            found = self._found = self._view()
+        return found
 
     def release(self) -> None:
-        """Forget what the function found; it is asked again at the next read."""
-        if self._locate is not None:
-            self._view = None
+        """Drop what the function returned; the next read calls it again."""
+        self._found = None
 
 
 class Tensor:
-    """One parameter, buffer or piece of optimizer state: type, shape, and the file spans that tile it.
+    """One parameter, buffer or optimizer state: dtype, shape, and the file spans that tile it.
 
     Attributes:
-        name: how errors call it.
-        dtype: the element type under its safetensors name (`"F32"`, `"BF16"`, `"I64"`, `"BOOL"`, ...).
-        shape: the full shape, whatever the world size that wrote it; `()` for a scalar.
-        boxes: the pieces, which tile the shape exactly once (checked when the tensor is made).
+        name: for error messages.
+        dtype: the element type by its safetensors name (`"F32"`, `"BF16"`, `"I64"`, `"BOOL"`, ...).
+        shape: the full shape, whatever world size wrote it; `()` for a scalar.
+        boxes: the pieces, which tile the shape exactly once (checked on construction).
 
     Raises:
-        CheckpointError: when made of pieces that leave a gap, overlap or stick out, or of an unknown dtype.
+        CheckpointError: the pieces leave a gap, overlap or exceed the shape, or the dtype is unknown.
     """
 
     __slots__ = ("_reach", "_starts", "boxes", "dtype", "name", "shape")
@@ -88,7 +88,7 @@ class Tensor:
         self.shape: Shape = possible_shape(name, dtype, shape)
         check_boxes_tile(name, self.shape, [(box.offsets, box.sizes) for box in boxes])
         self.boxes = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
-        # Along dim 0, to find the boxes that meet a region: where each starts, how far any so far reaches.
+        # For finding the boxes that meet a region along dim 0: the start of each, and the largest end so far.
         self._starts = [box.offsets[0] for box in self.boxes] if self.shape else []
         ends = (box.offsets[0] + box.sizes[0] for box in self.boxes) if self.shape else ()
         self._reach = list(accumulate(ends, max))
@@ -97,7 +97,7 @@ class Tensor:
     def contiguous(
         cls, name: str, dtype: str, shape: Sequence[int], source: Source, offset: int = 0
     ) -> Tensor:
-        """A tensor that lies whole and row-major in `source`, from byte `offset`."""
+        """A tensor stored whole and row-major in `source`, from byte `offset`."""
         shape = possible_shape(name, dtype, shape)
         strides = row_major(shape, numpy_dtype(dtype).itemsize)
         return cls(name, dtype, shape, [Box((0,) * len(shape), shape, View(source, offset, strides))])
@@ -106,11 +106,11 @@ class Tensor:
     def from_flat(
         cls, name: str, dtype: str, shape: Sequence[int], pieces: Sequence[tuple[int, int, Source, int]]
     ) -> Tensor:
-        """A tensor cut as a flat run of elements, as ZeRO and FSDP's flat parameters are.
+        """A tensor sharded as a flat run of elements, like the flat parameters of ZeRO and FSDP.
 
         Args:
             pieces: (start, stop, source, byte offset in the source): elements [start, stop) of the raveled
-                tensor. A cut may fall anywhere, also within a row; empty pieces are dropped.
+                tensor. Shards may end within a row; empty pieces are dropped.
         """
         shape = possible_shape(name, dtype, shape)
         width = numpy_dtype(dtype).itemsize
@@ -137,18 +137,18 @@ class Tensor:
         return f"Tensor({self.name!r}, {self.dtype}, {list(self.shape)})"
 
     def read(self, index: tuple[slice, ...] | slice | None = None, out: Array | None = None) -> Array:
-        """Read the tensor, or the part `array[index]` of it, and nothing else.
+        """Read the tensor, or only the part `array[index]` of it.
 
         Args:
-            index: slices of step 1, at most one a dimension; None reads everything.
-            out: an optional contiguous array of the shape of the result to fill. Its dtype is the tensor's;
-                for the types numpy lacks (BF16, F8_*) an integer array of the same width takes the bits.
+            index: slices of step 1, at most one per dimension; None reads everything.
+            out: a contiguous array to fill, of the shape of the result and the tensor's dtype; for dtypes
+                that numpy lacks (BF16, F8_*) an integer array of the same width receives the bits.
 
         Returns:
-            `out`, or a new array: numpy's own dtype, or `ml_dtypes`' for BF16 and F8_*. 0-d for a scalar.
+            `out`, or a new array, 0-d for a scalar; BF16 and F8_* have a dtype of `ml_dtypes`.
 
         Raises:
-            CheckpointError: a file is missing, short or damaged (stored CRCs of what is read are checked).
+            CheckpointError: a file is missing, short or damaged; stored CRCs of what is read are checked.
             ValueError: `index` or `out` does not fit the tensor.
         """
         lows, sizes = self._region(index)
@@ -170,7 +170,7 @@ class Tensor:
         return out
 
     def fill(self, out: Array, lows: Shape, touched: Touched) -> None:
-        """Fill `out` with the region that starts at `lows`; the caller verifies the spans in `touched`."""
+        """Fill `out` with the region that starts at `lows`; the caller must verify the spans in `touched`."""
         if out.size == 0:
             return
         for box in self._overlapping(lows, out.shape):
@@ -190,12 +190,12 @@ class Tensor:
     def blocks(self, nbytes: int, touched: Touched) -> Iterator[Array]:
         """The elements in row-major order, in flat blocks of at most `nbytes`, each valid until the next.
 
-        The caller verifies the spans in `touched` before it trusts the bytes.
+        The caller must verify the spans in `touched` before it trusts the bytes.
         """
         kind = numpy_dtype(self.dtype)
         limit = max(1, nbytes // kind.itemsize)
         buffer = np.empty(min(limit, self.numel), kind)
-        # The first dimension whose rows all fit a block is cut; those before it are walked one by one.
+        # Cut the first dimension whose rows fit a block; iterate over the dimensions before it.
         axis = 0
         while axis < len(self.shape) and prod(self.shape[axis + 1 :]) > limit:
             axis += 1
@@ -221,12 +221,12 @@ class Tensor:
                 yield block
 
     def release(self) -> None:
-        """Keep no more in memory than before the first read: for a tensor that has been written."""
+        """Free what reading has cached, once the tensor has been written."""
         for box in self.boxes:
             box.release()
 
     def whole_span(self) -> FileSpan | None:
-        """The bytes of the whole tensor, row-major, if they lie together in one file without a checksum."""
+        """The row-major bytes of the tensor, if they are contiguous in one file and need no CRC check."""
         if len(self.boxes) != 1 or self.boxes[0].sizes != self.shape:
             return None
         view = self.boxes[0].view
@@ -238,7 +238,7 @@ class Tensor:
         return span.file.span(span.offset + view.offset, self.nbytes)
 
     def run(self) -> Source | None:
-        """All bytes as one row-major run, where the pieces are cut along dim 0 only and lie row-major."""
+        """All bytes as one row-major source, if every piece is row-major and cut along dim 0 only."""
         strides = row_major(self.shape, numpy_dtype(self.dtype).itemsize)
         parts = []
         for box in self.boxes:
@@ -270,7 +270,7 @@ class Tensor:
         return tuple(lows), tuple(sizes)
 
     def _overlapping(self, lows: Shape, sizes: Shape) -> Sequence[Box]:
-        """The boxes whose extent along dim 0 may meet the region: few, where the cuts are along dim 0."""
+        """The boxes that may meet the region, judged along dim 0."""
         if not lows or len(self.boxes) == 1:
             return self.boxes
         first = bisect_right(self._reach, lows[0])
@@ -279,7 +279,7 @@ class Tensor:
 
 
 def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
-    """`shape` as a tuple; CheckpointError where no tensor can have it, before anything is computed of it."""
+    """`shape` as a tuple; CheckpointError if no tensor can have it. Checked before any product is taken."""
     shape = tuple(shape)
     if len(shape) > MAX_DIMS:
         raise CheckpointError(f"{name}: impossible shape, of {len(shape)} dimensions")
@@ -300,12 +300,12 @@ def row_major(shape: Sequence[int], itemsize: int) -> Shape:
 
 
 def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touched) -> None:
-    """Copy the strided region at byte `at` of `source` into `out` (any strides), through bounded scratch."""
+    """Copy the strided region at byte `at` of `source` into `out` (any strides), in bounded memory."""
     width = out.itemsize
-    kept = [dim for dim, size in enumerate(out.shape) if size != 1]
-    if len(kept) < out.ndim:
-        out = out[tuple(slice(None) if size != 1 else 0 for size in out.shape)] if kept else out.reshape(())
-        strides = tuple(strides[dim] for dim in kept)
+    dims = [dim for dim, size in enumerate(out.shape) if size != 1]
+    if len(dims) < out.ndim:
+        out = out[tuple(slice(None) if size != 1 else 0 for size in out.shape)] if dims else out.reshape(())
+        strides = tuple(strides[dim] for dim in dims)
     if out.flags.c_contiguous and strides == row_major(out.shape, width):
         source.read_into(out.reshape(-1).view(np.uint8).data, at, touched)
         return
@@ -317,7 +317,7 @@ def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touche
         return
     dim = max(range(out.ndim), key=lambda d: (strides[d], out.shape[d]))
     step, rest = strides[dim], span - (out.shape[dim] - 1) * strides[dim]
-    # Long rows far apart are read one by one; otherwise as many at a time as the scratch holds.
+    # Read long rows that are far apart one by one, others as many at a time as the scratch buffer holds.
     sparse = step > 2 * rest and rest >= 1 << 15
     count = 1 if sparse or rest + step > SCRATCH_BYTES else 1 + (SCRATCH_BYTES - rest) // max(1, step)
     before = (slice(None),) * dim

@@ -1,4 +1,4 @@
-"""Do boxes tile a tensor exactly once?"""
+"""Check that boxes tile a tensor exactly once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ if TYPE_CHECKING:
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
 
-# Corners that are looked at in any case, and dimensions whose corners are.
+# Corners that are always checked, and the most cut dimensions beyond that.
 _CORNERS, _MAX_CUT = 1 << 16, 4
 
 
 def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> None:
     """Raise CheckpointError unless the boxes (offsets, sizes) cover `shape` once: no gap, no overlap.
 
-    Boxes that lie inside the shape, do not overlap, and have its volume together must tile it, so it is
-    enough to look for overlaps. Sorted along the dimension that cuts most, only neighbours need comparing
-    when the tensor is cut along one dimension.
+    Boxes that lie inside the shape, have its total volume and do not overlap must tile it, so only overlaps
+    need finding. For a tensor cut along one dimension, comparing neighbours along it is enough.
     """
     live: list[Extent] = []
     for offsets, sizes in boxes:
@@ -37,7 +36,7 @@ def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent])
             live.append((offsets, sizes))
     volume, expected = sum(prod(sizes) for _, sizes in live), prod(shape)
     if not expected and boxes:
-        # Nothing to cover, so the volumes say nothing: the pieces must at least reach the tensor's edges.
+        # All volumes are 0: require that the pieces reach the edges of the tensor.
         reach = tuple(max(low[d] + size[d] for low, size in boxes) for d in range(len(shape)))
         if reach != shape:
             raise CheckpointError(f"{name}: empty pieces reach {list(reach)}, the tensor is {list(shape)}")
@@ -49,7 +48,7 @@ def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent])
         raise CheckpointError(f"{name}: pieces overlap, {volume} elements are stored for {expected}")
     if len(live) < 2:
         return
-    # Where one cut is all, neighbours tell; else every corner does.
+    # Neighbours along the dimension with the most cuts; if they overlap, check every corner.
     dim = max(range(len(shape)), key=lambda d: len({str(offsets[d]) for offsets, _ in live}))
     live.sort(key=lambda box: box[0][dim])
     if all(low[0][dim] + low[1][dim] <= high[0][dim] for low, high in pairwise(live)):
@@ -71,15 +70,15 @@ def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent])
 def _uneven(
     name: str, shape: tuple[int, ...], boxes: Sequence[Extent]
 ) -> tuple[list[int], tuple[int, ...]] | None:
-    """The first place that the boxes, of the volume of `shape`, do not cover once; None where there is none.
+    """A point that the boxes, which have the volume of `shape`, do not cover exactly once; None if none.
 
-    Each box puts a sign on each of its corners, - where it ends along an odd number of dimensions, else +.
-    How often a place is covered is the sum of the signs that lie before it along every dimension, and so
-    the signs follow from what is covered, too. The boxes therefore cover `shape` once exactly if their signs
-    and its own add up to the same at every corner. That takes n log n, however they lie.
+    Give each corner of a box a sign: - if the box ends there along an odd number of dimensions, else +. The
+    number of boxes that cover a point is the sum of the signs at or before it along every dimension, and
+    these sums determine the signs. So the boxes cover `shape` once if and only if at every corner their signs
+    sum to the sign of `shape` itself. This takes O(n log n) for any arrangement.
 
     Returns:
-        The dimensions that are cut, and the place along them.
+        The dimensions that are cut, and the point along them.
     """
     cut = [d for d in range(len(shape)) if any(sizes[d] != shape[d] for _, sizes in boxes)]
     if len(boxes) << len(cut) > max(_CORNERS, len(boxes) << _MAX_CUT):

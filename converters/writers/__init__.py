@@ -1,1 +1,1 @@
-"""Outputs: safetensors, DCP and torch.save files, in folders that appear whole."""
+"""Writers of safetensors, DCP and torch.save files, into folders that appear atomically."""

@@ -1,8 +1,8 @@
-"""Carrying out a conversion: what every writer shares.
+"""Plans of what to write, and carrying them out: shared by all writers.
 
-A writer plans: which files there will be, and for each the bytes and tensors it consists of, in order.
-Everything but the tensors' own bytes is known before the first is written, so a plan can be shown, measured
-and checked against the free disk. `carry_out` then streams it.
+A writer makes a plan of the files, each a sequence of literal bytes and tensors. Everything but the tensor
+data is known before writing starts, so a plan can be printed, measured and checked against the free disk
+space. `carry_out` then streams it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from converters.writers.parallel import in_parallel, threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from converters.checkpoint import Checkpoint, Scalar
+    from converters.checkpoint import Checkpoint, OptimizerState, Scalar
     from converters.storage.bytes import Touched
     from converters.storage.path_or_url import Place
     from converters.writers.draft import Draft, OutPiece
     from converters.writers.parallel import Job, Progress
 
 
-# So much is written however little SRC's files hold.
+# Outputs up to this size are never refused as an expansion.
 FREE_BYTES = 64 << 20
-# A thread that reads from an object store waits most of the time.
+# Threads that read from an object store mostly wait.
 _REMOTE_THREADS = 4
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the output, in the type it is written in; `name` is unique within the output."""
+    """One tensor of the output and the dtype to write; `name` is unique within the output."""
 
     name: str
     dtype: str
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Trailer:
-    """`nbytes` bytes that follow a tensor and depend on the CRC32 of its bytes."""
+    """`nbytes` bytes after a tensor, computed from the CRC32 of its data."""
 
     nbytes: int
     make: Callable[[int], bytes]
@@ -69,7 +69,7 @@ Part = bytes | Entry | Trailer
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file to be written: literal bytes, tensors, and what follows from them, in order."""
+    """One file to write: literal bytes, tensors and trailers, in order."""
 
     name: str
     parts: tuple[Part, ...]
@@ -86,13 +86,13 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a conversion will write.
+    """All output of a conversion.
 
     Attributes:
         files: the files that hold tensors.
         documents: small files: name -> content.
-        companions: files copied as they are: name -> path.
-        reopen: the written folder -> the tensors in it by `Entry.name`, for comparing with the source.
+        companions: files copied unchanged: name -> path.
+        reopen: the written folder -> its tensors by `Entry.name`, for `--verify`.
     """
 
     files: tuple[PlannedFile, ...]
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def names(self) -> set[str]:
-        """Of every file that will be there."""
+        """The names of all files."""
         return {*(file.name for file in self.files), *self.documents, *self.companions}
 
     @property
@@ -122,7 +122,7 @@ def _nbytes(part: Part) -> int:
 
 
 def model_entries(checkpoint: Checkpoint, dtype: str) -> list[Entry]:
-    """The model's tensors in the type `--dtype` asks for; CheckpointError if there are none."""
+    """The model's tensors in the dtype of `--dtype`; CheckpointError if there are none."""
     target = parse_dtype(dtype)
     if not checkpoint.tensors:
         raise CheckpointError(f"{checkpoint.root}: holds no model tensors")
@@ -132,29 +132,34 @@ def model_entries(checkpoint: Checkpoint, dtype: str) -> list[Entry]:
 
 
 def _check_name(name: str, where: Place) -> None:
-    """Refuse a name that is no Unicode text: half of a pair of surrogates, which no reader of OUT takes."""
+    """Refuse a name with a lone surrogate, which cannot be written as UTF-8."""
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise CheckpointError(f"{where}: the tensor {name!r} has a name that is no text") from None
+        raise CheckpointError(f"{where}: the tensor {name!r}: its name is not valid Unicode") from None
 
 
-def optimizer_entries(checkpoint: Checkpoint) -> list[tuple[str, str, Entry]]:
-    """(parameter, state name, entry) of all optimizer state, numbers as 0-d tensors, never cast."""
+def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
+    """The checkpoint's optimizer; CheckpointError if it has none."""
     optimizer = checkpoint.optimizer
     if optimizer is None:
         raise CheckpointError(f"{checkpoint.root}: holds no optimizer state; convert without --optimizer")
+    return optimizer
+
+
+def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str, str, Entry]]:
+    """(parameter, state name, entry) of all optimizer state: numbers become 0-d tensors, nothing is cast."""
     found = []
     for name, values in optimizer.state.items():
         for what, value in values.items():
-            _check_name(f"{name}.{what}", checkpoint.root)
+            _check_name(f"{name}.{what}", root)
             tensor = value if isinstance(value, Tensor) else _scalar(f"{name}.{what}", value)
             found.append((name, what, Entry(f"{name}.{what}", tensor.dtype, tensor)))
     return found
 
 
 def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
-    """Cut into runs of at most `limit` bytes; a larger tensor gets a run of its own."""
+    """Split into shards of at most `limit` bytes; a larger tensor gets a shard of its own."""
     if limit < 1:
         raise CheckpointError(f"max_shard_size {limit} is not a positive number of bytes")
     made: list[list[Entry]] = [[]]
@@ -179,11 +184,11 @@ def carry_out(
     expand: bool,
     facts: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Write a plan into `out`, which appears whole or stays as it was.
+    """Write a plan into `out`, atomically.
 
     Args:
-        expand: write however much the tensors come to: see `check_expansion`.
-        facts: what the marker of an `out` in an object store is to tell besides.
+        expand: allow any size: see `check_expansion`.
+        facts: extra fields for the completion marker of an `out` in an object store.
 
     Raises:
         CheckpointError: `out` is refused, the source is damaged, or the disk is full.
@@ -191,9 +196,9 @@ def carry_out(
     target = check_output(out, [checkpoint.root], overwrite=overwrite)
     plan = make_plan()
     check_expansion(checkpoint, plan, allowed=expand)
-    from tqdm import tqdm  # not at the top: it takes as long to import as the rest of this package
+    from tqdm import tqdm  # not at the top: slow to import
 
-    # disable=None: no bar where stderr is no terminal
+    # disable=None: no bar if stderr is not a terminal
     total = plan.nbytes * (2 if verify else 1)
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=target.name, disable=None if progress else True)
     output = new_output(target, needed=plan.nbytes, overwrite=overwrite, names=plan.names, facts=facts or {})
@@ -203,7 +208,7 @@ def carry_out(
         in_parallel(_write_jobs(draft, plan, touched), bar.update, workers)
         for span in touched:
             span.verify()
-        draft.settle()
+        draft.commit()
         for name, data in plan.documents.items():
             draft.write(name, data)
         for name, path in plan.companions.items():
@@ -214,26 +219,26 @@ def carry_out(
 
 
 def check_expansion(checkpoint: Checkpoint, plan: Plan, *, allowed: bool) -> None:
-    """Refuse a plan that writes far more than SRC's files hold, unless that is asked for.
+    """Refuse a plan that writes far more bytes than SRC's files hold, unless allowed.
 
-    A pickled tensor may be a view that repeats its storage (a stride of 0, or a thousand names for one
-    storage), so a kilobyte can be a tensor of gigabytes.
+    A pickled tensor can be a view that repeats its storage (a stride of 0, or many names for one storage), so
+    a kilobyte can become gigabytes.
     """
     if allowed or plan.nbytes <= FREE_BYTES:
         return
     held = _bytes_below(checkpoint.root)
-    # Nothing there: a checkpoint that was made in memory.
+    # 0 for a checkpoint made in memory.
     if held and plan.nbytes > EXPANSION * held:
         most = max((entry for file in plan.files for entry in file.entries), key=lambda entry: entry.nbytes)
         raise CheckpointError(
-            f"{checkpoint.root}: its files hold {held:,} bytes, its tensors repeat them to {plan.nbytes:,} "
+            f"{checkpoint.root}: its files hold {held:,} bytes, its tensors {plan.nbytes:,} "
             f"({most.name!r} alone {most.nbytes:,}), more than {EXPANSION} times as many; "
             "give --expand to write them all"
         )
 
 
 def _bytes_below(root: Place) -> int:
-    """Bytes of the files of a checkpoint: all below its folder, or beside a file."""
+    """Bytes of all files below the folder of a checkpoint, or beside its file."""
     if isinstance(root, RemotePath):
         folder = root.parent if root.is_file() else root
         return sum(found.size for found in folder.objects().values())
@@ -255,7 +260,7 @@ def _scalar(name: str, value: Scalar) -> Tensor:
 
 
 def _write_jobs(draft: Draft, plan: Plan, touched: Touched) -> Iterator[Job]:
-    """The plan in runs of parts, in order; each file is made when its first run is drawn."""
+    """The plan as jobs, in order; each file is created when its first job is drawn."""
     for file in plan.files:
         runs = list(_runs(file.parts, draft.run_bytes(file.nbytes)))
         out = draft.file(file.name, [nbytes for nbytes, _ in runs])
@@ -264,7 +269,7 @@ def _write_jobs(draft: Draft, plan: Plan, touched: Touched) -> Iterator[Job]:
 
 
 def _runs(parts: Iterable[Part], least: int) -> Iterator[tuple[int, list[Part]]]:
-    """(bytes, parts) of each run, of at least `least` but for the last; a trailer stays with its tensor."""
+    """(bytes, parts) of runs of at least `least` bytes except the last; a trailer stays with its tensor."""
     run: list[Part] = []
     size = 0
     for part in parts:
@@ -304,7 +309,7 @@ def _write_entry(piece: OutPiece, entry: Entry, touched: Touched, progress: Prog
         piece.write(data)
         progress(len(data))
     for span in spans:
-        # A file of its own can be settled at once; what several tensors share waits for the last of them.
+        # Verify a span that was read completely; one shared by several tensors waits for the last of them.
         if span.read_through:
             span.verify()
             touched.discard(span)
@@ -315,13 +320,15 @@ def _write_entry(piece: OutPiece, entry: Entry, touched: Touched, progress: Prog
 
 
 def _verify_jobs(folder: Place, plan: Plan) -> Iterator[Job]:
-    """Compare the written files with the source, tensor by tensor."""
+    """Jobs that compare the written files with the source, tensor by tensor."""
     copies = plan.reopen(folder)
     for file in plan.files:
         for entry in file.entries:
             copy = copies.get(entry.name)
             if copy is None or copy.shape != entry.tensor.shape or copy.dtype != entry.dtype:
-                raise CheckpointError(f"{file.name}: {entry.name!r} did not come out as planned")
+                raise CheckpointError(
+                    f"{file.name}: {entry.name!r} was not written as planned; this is a bug"
+                )
             yield partial(_compare, file.name, entry, copy)
 
 
@@ -331,7 +338,7 @@ def _compare(file: str, entry: Entry, copy: Tensor, progress: Progress) -> None:
     ours = cast_blocks(entry.tensor, entry.dtype, set())
     for left, right in zip(ours, copy.blocks(step, touched), strict=True):
         if left.tobytes() != right.tobytes():
-            raise CheckpointError(f"{file}: {entry.name!r} is not what was written")
+            raise CheckpointError(f"{file}: {entry.name!r} differs from the source")
         progress(left.nbytes)
     for span in touched:
         span.verify()

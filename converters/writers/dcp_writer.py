@@ -1,4 +1,4 @@
-"""Write a checkpoint as torch.distributed.checkpoint (DCP) files, as one rank would with the whole model.
+"""Write a checkpoint as torch.distributed.checkpoint (DCP) files, in the form of a save by one rank.
 
 The keys are those of `get_state_dict` (`model.<name>`, `optim.state.<name>.<state>`,
 `optim.param_groups.<i>.<key>`), so `torch.distributed.checkpoint.load` reads them at any world size.
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.companions import with_dtype
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError
 from converters.formats.dcp.reader import read_tensors
 from converters.storage.path_or_url import place
 from converters.tensors.dtypes import TO_TORCH
+from converters.writers.config_json import with_dtype
 from converters.writers.conversion import (
     Entry,
     Part,
@@ -24,6 +24,7 @@ from converters.writers.conversion import (
     carry_out,
     model_entries,
     optimizer_entries,
+    required_optimizer,
     shards,
 )
 from converters.writers.torchzip_writer import Call, Made, Name, pickle, tensor_parts, value_bytes
@@ -43,7 +44,7 @@ def plan_dcp(
     max_shard_size: int = 5_000_000_000,
     optimizer: bool = False,
 ) -> Plan:
-    """What `write_dcp` would write, without writing it. Arguments and errors are the same."""
+    """The plan of `write_dcp`, with the same arguments and errors."""
     paths: dict[str, Key] = {}
     entries: list[Entry] = []
 
@@ -59,33 +60,33 @@ def plan_dcp(
         add(("model", entry.name), entry)
     values: dict[Key, Any] = {}
     if optimizer:
-        for name, what, entry in optimizer_entries(checkpoint):
+        found = required_optimizer(checkpoint)
+        for name, what, entry in optimizer_entries(found, checkpoint.root):
             add(("optim", "state", name, what), entry)
-        assert checkpoint.optimizer is not None
-        for i, group in enumerate(plain(checkpoint.optimizer.param_groups, limit=10_000_000)):
+        for i, group in enumerate(plain(found.param_groups, limit=10_000_000)):
             for what, value in group.items():
-                # What torch hands out as a tuple came back from a plain document as a list.
+                # torch uses a tuple, which `plain` turns into a list.
                 values["optim", "param_groups", i, what] = tuple(value) if what == "betas" else value
     files: list[PlannedFile] = []
-    places: dict[str, tuple[str, int, int]] = {}
+    positions: dict[str, tuple[str, int, int]] = {}
     for i, run in enumerate(shards(entries, max_shard_size)):
         name, parts, at = f"__0_{i}.distcp", list[Part](), 0
         for path, value in values.items() if i == 0 else ():
             key = ".".join(map(str, path))
             data = value_bytes(value)
             paths[key] = path
-            places[key] = name, at, len(data)
+            positions[key] = name, at, len(data)
             parts.append(data)
             at += len(data)
         for entry in run:
             made = tensor_parts(entry)
             length = PlannedFile(name, tuple(made)).nbytes
-            places[entry.name] = name, at, length
+            positions[entry.name] = name, at, length
             parts += made
             at += length
         files.append(PlannedFile(name, tuple(parts)))
-    mended, companions = with_dtype(checkpoint.companions, model)
-    documents = {".metadata": pickle(_metadata(entries, paths, places)), **mended}
+    changed, companions = with_dtype(checkpoint.companions, model)
+    documents = {".metadata": pickle(_metadata(entries, paths, positions)), **changed}
     return Plan(tuple(files), documents, companions, read_tensors)
 
 
@@ -109,16 +110,16 @@ def write_dcp(
         max_shard_size: bytes of a `.distcp` file; a tensor larger than that gets a file of its own.
         optimizer: also write the optimizer's state and parameter groups.
         overwrite: replace `out` where it exists.
-        progress: a bar in bytes on a terminal's stderr.
+        progress: show a progress bar if stderr is a terminal.
         verify: read everything back and compare before `out` appears.
-        expand: write tensors that repeat the bytes of SRC's files however often they do.
+        expand: allow an output much larger than the source, where tensors share bytes.
 
     Returns:
         The plan that was carried out.
 
     Raises:
-        CheckpointError: `out` refused, the source damaged, the disk full, or the object store out of reach.
-            `out` is then as it was.
+        CheckpointError: `out` is refused, the source is damaged, the disk is full, or the object store is
+            unreachable. `out` is then unchanged.
     """
 
     def make_plan() -> Plan:
@@ -135,20 +136,22 @@ def write_dcp(
     )
 
 
-def _metadata(entries: list[Entry], paths: dict[str, Key], places: dict[str, tuple[str, int, int]]) -> Made:
+def _metadata(
+    entries: list[Entry], paths: dict[str, Key], positions: dict[str, tuple[str, int, int]]
+) -> Made:
     tensors = {entry.name: entry for entry in entries}
     described: dict[str, Made] = {}
     stored: dict[Made, Made] = {}
     for key in paths:
-        file, offset, length = places[key]
+        file, offset, length = positions[key]
         index: dict[str, Any] = {"fqn": key, "index": None}
         if key in tensors:
             described[key] = _tensor(tensors[key])
             index |= {"index": 0, "offset": _size((0,) * len(tensors[key].tensor.shape))}
         else:
             described[key] = Made(Name(_METADATA, "BytesStorageMetadata"), {})
-        place = {"relative_path": file, "offset": offset, "length": length}
-        stored[Made(Name(_METADATA, "MetadataIndex"), index)] = Made(Name(_FILES, "_StorageInfo"), place)
+        info = {"relative_path": file, "offset": offset, "length": length}
+        stored[Made(Name(_METADATA, "MetadataIndex"), index)] = Made(Name(_FILES, "_StorageInfo"), info)
     fields = {
         "state_dict_metadata": described,
         "planner_data": paths,

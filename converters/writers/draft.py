@@ -1,4 +1,4 @@
-"""An output folder that appears whole or not at all: on a disk by its name, elsewhere by a marker."""
+"""Output folders that appear atomically: by a rename on a disk, by a marker in an object store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.errors import CheckpointError
 from converters.storage.object_store import RemotePath
-from converters.writers.output_file import FLUSH_BYTES, OutputFile, copy_file, write_file
+from converters.storage.output_file import FLUSH_BYTES, OutputFile, copy_file, write_file
+from converters.writers.remote_draft import check_prefix, new_prefix
 from converters.writers.replace_folder import let_go, new_temporary, recover, replace_folder
 
 if TYPE_CHECKING:
@@ -23,85 +24,83 @@ if TYPE_CHECKING:
 
 
 class OutPiece(Protocol):
-    """A run of bytes of a file, written from its start to its end by one thread."""
+    """A range of a file, written sequentially by one thread."""
 
     def write(self, data: memoryview | bytes) -> None:
         """Append `data`."""
         ...
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
-        """Append the bytes of `span` unread; False, and nothing done, where that is not possible."""
+        """Let the kernel append the bytes of `span`; False, with nothing written, where it cannot."""
         ...
 
     def finish(self) -> None:
-        """Tell the file that this piece is done."""
+        """End this piece."""
         ...
 
 
 class OutFile(Protocol):
-    """A file being written in pieces, which may come from any thread in any order."""
+    """A file written in pieces, from any thread and in any order."""
 
     def piece(self, number: int) -> OutPiece:
-        """Piece `number` of the lengths that the file was made with."""
+        """Piece `number`, of the lengths given to `Draft.file`."""
         ...
 
 
 class Draft(Protocol):
-    """An output folder before it is there."""
+    """An output folder before it is published."""
 
     @property
     def folder(self) -> Place:
-        """Where to read back what has been written, once `settle` has been called."""
+        """Where to read back what was written, after `commit`."""
         ...
 
     @property
     def threads(self) -> int | None:
-        """How many to write with, None for as many as the processors."""
+        """The number of threads to write with; None for the number of CPUs."""
         ...
 
     def run_bytes(self, nbytes: int) -> int:
-        """About how long the pieces of a file of `nbytes` should be."""
+        """The approximate length of the pieces of a file of `nbytes`."""
         ...
 
     def file(self, name: str, lengths: Sequence[int]) -> OutFile:
         """A new file of pieces of these lengths."""
         ...
 
-    def settle(self) -> None:
-        """All pieces of all files are done; small files may follow."""
+    def commit(self) -> None:
+        """Finish the files, after all their pieces; `write` and `copy` may follow."""
         ...
 
     def write(self, name: str, data: bytes) -> None:
-        """A small new file."""
+        """Write a small file."""
         ...
 
     def copy(self, path: Place, name: str) -> None:
-        """A small file as it is elsewhere."""
+        """Copy a small file."""
         ...
 
 
 def new_output(
     target: Place, *, needed: int, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
 ) -> AbstractContextManager[Draft]:
-    """A draft that becomes `target` when the block ends well, and vanishes otherwise.
+    """A draft that becomes `target` at the end of the block, and is removed after an exception.
 
     Args:
         needed: bytes that will be written.
         names: of all files that will be written.
-        facts: what the marker in an object store is to tell besides.
+        facts: extra fields for the completion marker in an object store.
     """
     if isinstance(target, RemotePath):
-        from converters.writers.remote_draft import new_prefix
-
         return new_prefix(target, overwrite=overwrite, names=names, facts=facts)
     return _new_local(target, needed=needed, overwrite=overwrite)
 
 
 def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Place:
-    """The absolute output folder, or CheckpointError if writing there could harm what is there.
+    """The absolute output folder; CheckpointError if writing there could destroy something.
 
     Args:
-        sources: folders and files that are read; the output may neither hold one nor lie in one.
+        sources: folders and files that are read; the output may neither contain one nor lie in one.
     """
     target = out.resolve()
     if isinstance(target, Path):
@@ -109,38 +108,40 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
     where = _resolved(out)
     for source in sources:
         origin = _resolved(source)
-        if isinstance(where, RemotePath) != isinstance(origin, RemotePath):
-            continue
         if where == origin:
             raise CheckpointError(f"{out}: is the checkpoint itself; give another output folder")
-        if where.is_relative_to(origin):  # type: ignore[arg-type]
+        if _is_within(where, origin):
             raise CheckpointError(f"{out}: lies inside {source}; give an output folder outside it")
-        if origin.is_relative_to(where):  # type: ignore[arg-type]
-            raise CheckpointError(f"{out}: holds {source}; give another output folder")
+        if _is_within(origin, where):
+            raise CheckpointError(f"{out}: contains {source}; give another output folder")
     if isinstance(target, RemotePath):
-        from converters.writers.remote_draft import check_prefix
-
         check_prefix(target, overwrite=overwrite)
     elif os.path.lexists(str(out)):
         if not overwrite:
             raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
         if isinstance(out, Path) and out.is_symlink():
-            raise CheckpointError(f"{out}: is a link; give the folder that it leads to")
+            raise CheckpointError(f"{out}: is a link; give the folder that it points to")
         if not target.is_dir():
             raise CheckpointError(f"{out}: is not a folder")
         if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
-            raise CheckpointError(f"{out}: holds the current or the home folder and will not be replaced")
+            raise CheckpointError(f"{out}: contains the current or the home folder and will not be replaced")
     return target
 
 
+def _is_within(path: Place, folder: Place) -> bool:
+    if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
+        return isinstance(path, RemotePath) and path.is_relative_to(folder)
+    return path.is_relative_to(folder)
+
+
 def _resolved(place: Place) -> Place:
-    """By links, and `file://` URLs, which are other names of paths."""
+    """With links resolved, and `file://` URLs as paths."""
     local = place.local if isinstance(place, RemotePath) else place
     return place if local is None else local.resolve()
 
 
 class _LocalDraft:
-    """A folder under another name."""
+    """A temporary folder on a disk."""
 
     threads = None
 
@@ -153,7 +154,7 @@ class _LocalDraft:
     def file(self, name: str, lengths: Sequence[int]) -> OutFile:
         return _LocalFile(self.folder / name, lengths)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         pass
 
     def write(self, name: str, data: bytes) -> None:
@@ -180,12 +181,12 @@ def _new_local(target: Path, *, needed: int, overwrite: bool) -> Iterator[Draft]
 
 @contextmanager
 def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its place when the block ends well, else vanishes.
+    """A temporary folder beside `target` that replaces it at the end of the block.
 
     Args:
-        needed: bytes that will be written, held against the free space before anything is.
+        needed: bytes that will be written, checked against the free disk space first.
 
-    A killed process leaves `target` as it was or as it was to be; `check_output` removes what else it left.
+    A killed process leaves `target` old or new, never partial; `check_output` removes its leftovers.
 
     Raises:
         CheckpointError: no space, no permission, or any other failure to write.
@@ -216,7 +217,7 @@ def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the folder's entries durable."""
+    """Fsync a folder, which makes its entries durable."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -225,7 +226,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    """Create `folder`; the folders that were missing, innermost first."""
+    """Create `folder`; returns the folders that were missing, innermost first."""
     missing = []
     current = folder
     while not current.exists():

@@ -1,4 +1,4 @@
-"""Many jobs on a few threads: reads, checksums, casts and writes all let go of Python's lock."""
+"""Many jobs on a few threads: reads, checksums, casts and writes release the GIL."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ if TYPE_CHECKING:
     Progress = Callable[[int], object]
     Job = Callable[[Progress], None]
 
-# The kernel lets one thread at a time write to a file, so a few that read, check and cast keep it busy.
+# The kernel serializes writes to one file, so a few threads that read, check and cast keep it busy.
 _MAX_THREADS = 4
 
 
 class _StoppedError(Exception):
-    """Ends a job whose result nobody waits for any more."""
+    """Ends a job after another one failed."""
 
 
 def threads() -> int:
-    """How many threads to use: the processors this process may run on, within reason."""
+    """The number of threads: the CPUs available to this process, at most 4."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MAX_THREADS, allowed)
 
 
 def in_parallel(jobs: Iterator[Job], progress: Progress, workers: int | None = None) -> None:
-    """Run every job once, started in order; the first error, or Ctrl-C, ends them all and is raised.
+    """Run every job once, started in order; the first error, or Ctrl-C, stops all and is raised.
 
     Args:
-        jobs: drawn from one by one, so that a million of them cost no memory. Each is called with a function
-            that it calls in turn with the bytes it has dealt with, every few milliseconds: this is where
-            a job ends early.
-        progress: gets these bytes, from one thread at a time.
-        workers: how many threads; None for as many as `threads` says.
+        jobs: drawn one by one, so that a million of them cost no memory. Each is called with a function that
+            it must call with the number of bytes processed every few milliseconds, and that stops the job
+            after a failure elsewhere.
+        progress: receives these numbers, from one thread at a time.
+        workers: the number of threads; None for `threads()`.
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed  # not at the top: slow to import
 
-    stop, drawing, telling = Event(), Lock(), Lock()
+    stop, drawing, reporting = Event(), Lock(), Lock()
 
     def advance(count: int) -> None:
         if stop.is_set():
             raise _StoppedError
-        with telling:
+        with reporting:
             progress(count)
 
     def work() -> None:

@@ -1,14 +1,13 @@
-"""An output folder in an object store, which cannot rename one into its place.
+"""An output folder in an object store, which cannot rename folders.
 
-While the files grow they are uploads, of which nothing is to be seen. When all are done, the folder is begun
-(`converters.storage.completion`), what it held goes, and the uploads become objects; then come the small
-files, the
-comparison of `--verify`, and the marker of completion last of all. So a conversion that fails while the files
-grow leaves OUT as it was; one that is killed leaves uploads that the next run to the same OUT aborts, or, at
-the very end, a folder that is marked as incomplete and that nothing here reads.
+Files are written as multipart uploads, which are invisible. When all are done, the folder is marked as begun
+(`converters.storage.completion`), its old objects are deleted and the uploads completed; the small files, the
+comparison of `--verify` and the completion marker follow. A conversion that fails while uploading leaves
+OUT unchanged. A killed one leaves uploads, which the next run to the same OUT aborts, or, near the end, a
+folder marked as incomplete, which is never read.
 
-The marker of completion names every object that was written, with its version (`Written`). So a program that
-writes to the same folder again, and knows its own work by the marker, can tell what somebody else put there.
+The completion marker lists every object that was written, with its version (`Written`). A program that writes
+to the same folder again can thus tell its own objects from those of others.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import CheckpointError, printable
 from converters.storage.completion import COMPLETE, INCOMPLETE, begin, complete, facts_of, is_unfinished
 from converters.storage.object_store import RemotePath
-from converters.writers.output_file import FLUSH_BYTES
+from converters.storage.output_file import FLUSH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,21 +28,21 @@ if TYPE_CHECKING:
     from converters.storage.object_store import Upload
     from converters.storage.path_or_url import Place
 
-# Each waits for the network most of the time, and holds up to two parts and two runs of what it reads.
+# Each mostly waits for the network, and holds up to two parts of output and two runs of input.
 THREADS = 4
 
 Version = tuple[int, str]
-"""Of an object: its bytes, and what changes with its content."""
+"""Size in bytes and version of an object."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a folder's marker tells of who wrote it and what.
+    """The content of a folder's marker.
 
     Attributes:
-        facts: what the writer said of itself.
-        objects: the objects that it wrote, or found there and had leave to replace.
-        names: those that it was about to write, where it did not come to the end.
+        facts: extra fields of the writer.
+        objects: the objects that it wrote, or found there and was allowed to replace.
+        names: the objects that it planned to write, if it did not finish.
     """
 
     facts: Mapping[str, Any]
@@ -52,9 +51,9 @@ class Written:
 
     @classmethod
     def of(cls, folder: RemotePath) -> Written:
-        """What the folder's marker tells; nothing where there is none, or it is nobody's here."""
-        told = facts_of(folder)
-        facts, objects, names = told.get("facts"), told.get("objects"), told.get("names")
+        """The content of the folder's marker; empty if it has none, or a malformed one."""
+        marker = facts_of(folder)
+        facts, objects, names = marker.get("facts"), marker.get("objects"), marker.get("names")
         return cls(
             facts if isinstance(facts, dict) else {},
             {
@@ -67,22 +66,22 @@ class Written:
 
 
 def versions(folder: RemotePath) -> dict[str, Version]:
-    """Every object below `folder` but the markers."""
-    if not folder.exists():  # asking for all that is below nothing costs more requests
+    """Every object below `folder` except the markers."""
+    if not folder.exists():  # listing a missing folder recursively costs more requests
         return {}
     found = {name: (entry.size, entry.version) for name, entry in folder.objects().items()}
     return {name: version for name, version in found.items() if name not in (COMPLETE, INCOMPLETE)}
 
 
 def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
-    """CheckpointError if writing below `out` could harm what is there."""
+    """CheckpointError if writing below `out` could destroy something."""
     if out.is_file():
         raise CheckpointError(f"{out}: is not a folder")
     if overwrite or not out.exists():
         return
     if is_unfinished(out):
         raise CheckpointError(
-            f"{out}: holds what a conversion left unfinished ({INCOMPLETE}); give --overwrite to replace it"
+            f"{out}: holds an unfinished conversion ({INCOMPLETE}); give --overwrite to replace it"
         )
     raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
 
@@ -91,11 +90,11 @@ def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
 def new_prefix(
     target: RemotePath, *, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
 ) -> Iterator[_Draft]:
-    """A draft that becomes the folder `target` when the block ends well.
+    """A draft that becomes the folder `target` at the end of the block.
 
     Args:
         names: of all objects that will be written.
-        facts: what the marker is to tell besides: see `Written`.
+        facts: extra fields for the marker: see `Written`.
     """
     draft = _Draft(target, overwrite=overwrite, names=names, facts=facts)
     target.abort_uploads(deep=False)
@@ -107,7 +106,7 @@ def new_prefix(
 
 
 class _Draft:
-    """Uploads, until `settle` makes objects of them."""
+    """Uploads, until `commit` makes objects of them."""
 
     threads = THREADS
 
@@ -133,21 +132,21 @@ class _Draft:
         self._names.append(name)
         return _File(upload, lengths)
 
-    def settle(self) -> None:
-        """Replace what the folder holds by the objects, marked as incomplete."""
+    def commit(self) -> None:
+        """Replace the content of the folder by the uploaded objects, marked as incomplete."""
         self.folder.refresh()
         if not self._overwrite and self.folder.exists():
             raise CheckpointError(f"{self.folder}: appeared while it was being written; nothing was replaced")
         there = versions(self.folder)
         for name, version in there.items():
-            if self._there.get(name) != version:  # nobody has said that it may be replaced
+            if self._there.get(name) != version:  # --overwrite did not cover it
                 raise CheckpointError(
                     f"{printable(self.folder / name)}: appeared while {self.folder} was being written; "
                     "nothing was replaced"
                 )
         self._token = begin(self.folder, facts=self._facts, objects=there, names=self._planned)
         for name in there:
-            # What is written later stays till then: a config.json may be copied from here, to here.
+            # Keep what is overwritten later: a config.json may be copied from this folder to itself.
             if name not in self._planned:
                 (self.folder / name).unlink(missing_ok=True)
         while self._uploads:
@@ -166,7 +165,7 @@ class _Draft:
         self._names.append(name)
 
     def publish(self) -> None:
-        # Beginning an upload twice, where the first answer was lost, leaves one that nobody knows of.
+        # A retried start of an upload, whose first response was lost, leaves an unknown upload.
         self.folder.abort_uploads(deep=False)
         there = versions(self.folder)
         objects = {name: there[name] for name in sorted(self._names) if name in there}
@@ -174,7 +173,7 @@ class _Draft:
         self._token = ""
 
     def discard(self) -> None:
-        """Undo what has not been published, as far as the store can be reached."""
+        """Remove what was not published, if the store is reachable."""
         for upload in self._uploads:
             upload.discard()
         self._uploads.clear()
@@ -187,11 +186,11 @@ class _Draft:
             for name in [*self._names, COMPLETE, INCOMPLETE]:
                 (self.folder / name).unlink(missing_ok=True)
         except CheckpointError:
-            pass  # what stays is marked as incomplete; the error that led here matters more
+            pass  # the rest is marked as incomplete; the original error matters more
 
 
 class _File:
-    """An upload whose parts are numbered through all pieces."""
+    """An upload with parts numbered consecutively over all pieces."""
 
     def __init__(self, upload: Upload, lengths: Sequence[int]) -> None:
         self.upload = upload
@@ -204,7 +203,7 @@ class _File:
 
 
 class _Piece:
-    """Parts `first` to `last` of an upload; the last takes what is left, less than two parts' worth."""
+    """Parts `first` to `last` of an upload; the last is up to twice as long."""
 
     def __init__(self, upload: Upload, first: int, last: int) -> None:
         self._upload = upload

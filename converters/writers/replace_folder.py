@@ -1,11 +1,11 @@
-"""Replacing a folder by another of its name in one step, and mending what a killed process left halfway.
+"""Replacing a folder atomically, and recovering after a killed process.
 
-`renameat2` lets two names change places (Linux; macOS has `renamex_np`), so that at every moment one whole
-folder bears the name. Where the file system cannot, the old one is set aside for a moment; the next process
-that writes there puts it back (`recover`).
+`renameat2` exchanges two names (Linux; macOS has `renamex_np`), so that one complete folder has the name at
+every moment. Where the file system cannot, the old folder is renamed first; if the process is killed in
+between, the next one that writes there restores it (`recover`).
 
-    .out.tmp-1234-a1b2c3   being written, or replaced already; the writer holds its lock
-    .out.old-1234-a1b2c3   set aside, to be put back where `out` is missing
+    .out.tmp-1234-a1b2c3   being written, or already replaced; the writer holds a lock on it
+    .out.old-1234-a1b2c3   the old folder, to be restored where `out` is missing
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _AT_FDCWD, _EXCHANGE = -100, 2
-# The kernel, or the file system, does not know how.
+# The kernel or the file system does not support it.
 _CANNOT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def exchange(left: Path, right: Path) -> bool:
-    """Let two paths change places, at once; False, and nothing done, where the system cannot.
+    """Exchange two paths atomically; False, with nothing done, where that is not supported.
 
     Raises:
-        OSError: one is not there, or may not be renamed.
+        OSError: one does not exist or cannot be renamed.
     """
     import ctypes  # not at the top: few conversions replace anything
 
@@ -52,26 +52,26 @@ def exchange(left: Path, right: Path) -> bool:
 
 
 def temporary_name(target: Path, kind: str = "tmp") -> Path:
-    """A new name beside `target`, hidden, that `recover` knows."""
+    """A new hidden name beside `target`, in the form that `recover` looks for."""
     return target.parent / f".{target.name}.{kind}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
 def swap(new: Path, target: Path, old: Path) -> None:
-    """Put `new` in the place of `target`; what was there, if anything was, is called `old` from then on.
+    """Rename `new` to `target`, and what was there, if anything, to `old`.
 
-    A process that is killed meanwhile leaves `target` as it was or as it was to be. `old` may then be the new
-    one; where the system cannot exchange, there is a moment in which `target` is missing, and `old` is it.
+    A process killed meanwhile leaves `target` old or new, and `old` may then be the new folder. Where the
+    system cannot exchange names, `target` is missing for a moment, and `old` holds it.
 
     Args:
-        old: a name beside `target` that is free.
+        old: a free name beside `target`.
 
     Raises:
-        OSError: it cannot be done; `new` and `target` are then as they were.
+        OSError: renaming fails; `new` and `target` are then unchanged.
     """
     if not os.path.lexists(target):
         new.rename(target)
         return
-    new.rename(old)  # before: what is deleted as `new` after a kill must never be what was there
+    new.rename(old)  # first: what `recover` deletes as `new` must never be the old folder
     try:
         if exchange(old, target):
             return
@@ -88,13 +88,13 @@ def swap(new: Path, target: Path, old: Path) -> None:
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Put the folder `new` in the place of the folder `target`, which is removed.
+    """Replace the folder `target` by the folder `new`, and remove the old one.
 
     Raises:
-        OSError: it cannot be done; `target` is then as it was.
+        OSError: renaming fails; `target` is then unchanged.
     """
     old = temporary_name(target, "old")
-    held = hold(target)  # or another process would put it back where it is missing for a moment
+    held = hold(target)  # or another process could restore it while it is missing for a moment
     try:
         swap(new, target, old)
         shutil.rmtree(old, ignore_errors=True)
@@ -103,7 +103,7 @@ def replace_folder(new: Path, target: Path) -> None:
 
 
 def hold(folder: Path) -> int | None:
-    """Lock a folder for this process, however it ends; None where another holds it or locks are unknown."""
+    """Lock a folder until this process ends; None if another holds the lock, or locks are not supported."""
     try:
         import fcntl
     except ImportError:  # not on Windows
@@ -121,26 +121,26 @@ def hold(folder: Path) -> int | None:
 
 
 def let_go(held: int | None) -> None:
-    """The opposite of `hold`."""
+    """Release the lock of `hold`."""
     if held is not None:
         os.close(held)
 
 
 def new_temporary(target: Path) -> tuple[Path, int | None]:
-    """A new empty folder beside `target`, and the lock on it, by which others see that it is in use."""
+    """A new empty folder beside `target`, and the lock that marks it as in use."""
     while True:
         folder = temporary_name(target)
         folder.mkdir()
         held = hold(folder)
-        if folder.exists():  # else another process found it before it was locked, and took it for a leftover
+        if folder.exists():  # else another process removed it as a leftover before it was locked
             return folder, held
         let_go(held)
 
 
 def recover(target: Path) -> None:
-    """Put `target` back where a killed process had set it aside, and remove what it left; nobody's else.
+    """Restore `target` after a killed process, and remove that process's leftovers.
 
-    What a living process writes is locked and stays, as does everything where locks are unknown.
+    Folders locked by a running process stay, and so does everything where locks are not supported.
     """
     named = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-\d+-[0-9a-f]{{6}}")
     try:

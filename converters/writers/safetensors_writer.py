@@ -1,4 +1,4 @@
-"""Stream a checkpoint into safetensors files that `from_pretrained` loads.
+"""Write a checkpoint as safetensors files that `from_pretrained` loads.
 
 Source: https://github.com/huggingface/safetensors ("Format"); the index is transformers' `save_pretrained`'s.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from converters.companions import with_dtype
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError
 from converters.formats.safetensors import GROUPS, MAX_HEADER, OPTIMIZER, read_file
-from converters.storage.bytes import Folder
+from converters.storage.folder import Folder
 from converters.storage.path_or_url import place
 from converters.tensors.dtypes import itemsize
+from converters.writers.config_json import with_dtype
 from converters.writers.conversion import (
     Entry,
     Plan,
@@ -22,6 +22,7 @@ from converters.writers.conversion import (
     carry_out,
     model_entries,
     optimizer_entries,
+    required_optimizer,
     shards,
 )
 
@@ -40,7 +41,7 @@ def plan_safetensors(
     max_shard_size: int = 5_000_000_000,
     optimizer: bool = False,
 ) -> Plan:
-    """What `write_safetensors` would write, without writing it. Arguments and errors are the same."""
+    """The plan of `write_safetensors`, with the same arguments and errors."""
     entries = model_entries(checkpoint, dtype)
     runs = shards(entries, max_shard_size)
     documents, companions = with_dtype(checkpoint.companions, entries)
@@ -49,23 +50,23 @@ def plan_safetensors(
     else:
         names = [f"model-{i:05d}-of-{len(runs):05d}.safetensors" for i in range(1, len(runs) + 1)]
         files = [_file(name, run) for name, run in zip(names, runs, strict=True)]
-        places = {entry.name: name for name, run in zip(names, runs, strict=True) for entry in run}
+        shard_of = {entry.name: name for name, run in zip(names, runs, strict=True) for entry in run}
         total = sum(entry.nbytes for entry in entries)
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         documents["model.safetensors.index.json"] = _document(index)
     if optimizer:
-        files.append(_file(OPTIMIZER, [entry for _, _, entry in optimizer_entries(checkpoint)]))
-        assert checkpoint.optimizer is not None
-        groups = plain(checkpoint.optimizer.param_groups, limit=10_000_000)
+        found = required_optimizer(checkpoint)
+        files.append(_file(OPTIMIZER, [entry for *_, entry in optimizer_entries(found, checkpoint.root)]))
+        groups = plain(found.param_groups, limit=10_000_000)
         documents[GROUPS] = _document({"param_groups": groups})
     names_written = [file.name for file in files]
 
     def reopen(folder: Place) -> dict[str, Tensor]:
         written = Folder(folder)
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in names_written:
-            found.update(read_file(written.file(name))[0])
-        return found
+            tensors.update(read_file(written.file(name))[0])
+        return tensors
 
     return Plan(tuple(files), documents, companions, reopen)
 
@@ -91,17 +92,17 @@ def write_safetensors(
         max_shard_size: bytes; a tensor larger than that gets a shard of its own.
         optimizer: also write `optimizer.safetensors` (`<name>.<state>`, never cast) and `optimizer.json`.
         overwrite: replace `out` where it exists.
-        progress: a bar in bytes on a terminal's stderr.
+        progress: show a progress bar if stderr is a terminal.
         verify: read everything back and compare before `out` appears.
-        expand: write tensors that repeat the bytes of SRC's files however often they do.
-        facts: what the marker of an `out` in an object store is to tell besides.
+        expand: allow an output much larger than the source, where tensors share bytes.
+        facts: extra fields for the completion marker of an `out` in an object store.
 
     Returns:
         The plan that was carried out.
 
     Raises:
-        CheckpointError: `out` refused, the source damaged, the disk full, or the object store out of reach.
-            `out` is then as it was.
+        CheckpointError: `out` is refused, the source is damaged, the disk is full, or the object store is
+            unreachable. `out` is then unchanged.
     """
 
     def make_plan() -> Plan:
@@ -120,7 +121,7 @@ def write_safetensors(
 
 
 def _file(name: str, entries: Iterable[Entry]) -> PlannedFile:
-    # Wide types first: readers view the bytes as elements, so tensors must start at multiples of their width.
+    # Wide dtypes first: readers view the bytes as elements, so tensors must be aligned to their width.
     ordered = sorted(entries, key=lambda entry: -itemsize(entry.dtype))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -146,4 +147,4 @@ def _document(value: Any) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise CheckpointError("the optimizer's groups hold a text with half of a surrogate pair") from None
+        raise CheckpointError("the optimizer's groups hold a string that is not valid Unicode") from None

@@ -1,4 +1,4 @@
-"""torch.save files written without torch: the pickle by hand, the zip member by member.
+"""torch.save files written without torch.
 
 Source: torch/serialization.py, caffe2/serialize/inline_container.cc, APPNOTE.TXT, PEP 307 (protocol 2).
 """
@@ -8,14 +8,11 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
 from converters.tensors.tensor import row_major
 from converters.writers.conversion import Entry, Part, Trailer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -23,14 +20,15 @@ _DESCRIPTOR = struct.Struct("<4sL2Q")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
-# Sizes and CRC follow the data (bit 3), names are UTF-8 (bit 11): as torch itself writes.
+# Sizes and CRC follow the data (bit 3), names are UTF-8 (bit 11), as written by torch.
 _FLAGS = 0x0808
 _ARCHIVE = "archive"
+_MEMBERS = 3
 
 
 @dataclass(frozen=True)
 class Name:
-    """A global, pickled by name: a class, a function or a dtype."""
+    """A global, pickled by name: a class, function or dtype."""
 
     module: str
     name: str
@@ -38,7 +36,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Call:
-    """What a function or class makes of arguments; pickled by name, run by whoever loads it."""
+    """A call of a function or class, run when the pickle is loaded."""
 
     function: Name
     args: tuple[Any, ...]
@@ -46,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)  # a dict key by identity
 class Made:
-    """An object of a class, made without arguments, and its state."""
+    """An object of a class, constructed without arguments, and its state."""
 
     kind: Name
     state: Any
@@ -54,13 +52,13 @@ class Made:
 
 @dataclass(frozen=True)
 class Persistent:
-    """A persistent id: how torch.save points from the pickle to a storage."""
+    """A persistent id, by which torch.save references a storage."""
 
     value: tuple[Any, ...]
 
 
 def pickle(value: Any) -> bytes:
-    """A protocol 2 pickle of plain containers and of the objects above; TypeError for anything else."""
+    """A protocol 2 pickle of plain containers and the objects above; TypeError for anything else."""
     out = bytearray(b"\x80\x02")
     _emit(value, out)
     return bytes(out + b".")
@@ -109,7 +107,7 @@ def _emit(value: Any, out: bytearray) -> None:
 
 
 def tensor_parts(entry: Entry) -> list[Part]:
-    """A whole torch.save file holding one tensor, as parts of a planned file."""
+    """A complete torch.save file with one tensor, as parts of a planned file."""
     width = itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
     kind = Name("torch", storage) if storage else Name("torch.storage", "UntypedStorage")
@@ -122,41 +120,41 @@ def tensor_parts(entry: Entry) -> list[Part]:
     else:
         dtype = Name("torch", TO_TORCH[entry.dtype])
         value = Call(Name("torch._utils", "_rebuild_tensor_v3"), (*place, hooks, dtype))
-    return _archive(pickle(value), entry)
+    return _with_data(pickle(value), entry)
 
 
 def value_bytes(value: Any) -> bytes:
-    """A whole torch.save file holding one plain value."""
-    (data,) = _archive(pickle(value), None)
-    assert isinstance(data, bytes)
-    return data
+    """A complete torch.save file with one plain value."""
+    out, directory = _members(pickle(value))
+    return bytes(out + directory + _end(_MEMBERS, len(directory), len(out)))
 
 
-def _archive(pickled: bytes, entry: Entry | None) -> list[Part]:
-    members: Mapping[str, bytes] = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
-    out = bytearray()
-    directory = bytearray()
-    for name, data in members.items():
+def _members(pickled: bytes) -> tuple[bytearray, bytearray]:
+    """The small members of every file, and their directory entries."""
+    out, directory = bytearray(), bytearray()
+    for name, data in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
         crc = zlib.crc32(data)
         directory += _central(name, crc, len(data), len(out))
         out += _local(name) + data + _DESCRIPTOR.pack(b"PK\7\x08", crc, len(data), len(data))
-    count = len(members)
-    if entry is None:
-        return [bytes(out + directory + _end(count, len(directory), len(out)))]
+    return out, directory
+
+
+def _with_data(pickled: bytes, entry: Entry) -> list[Part]:
+    out, directory = _members(pickled)
     header, nbytes = len(out), entry.nbytes
     out += _local("data/0")
 
     def trailer(crc: int) -> bytes:
         end = _DESCRIPTOR.pack(b"PK\7\x08", crc, nbytes, nbytes)
         listed = bytes(directory) + _central("data/0", crc, nbytes, header)
-        return end + listed + _end(count + 1, len(listed), len(out) + nbytes + len(end))
+        return end + listed + _end(_MEMBERS + 1, len(listed), len(out) + nbytes + len(end))
 
     return [bytes(out), entry, Trailer(len(trailer(0)), trailer)]
 
 
 def _local(name: str) -> bytes:
     path = f"{_ARCHIVE}/{name}".encode()
-    # The zip64 field says that the sizes in the descriptor after the data are 64 bits wide.
+    # The zip64 field makes the sizes in the data descriptor 64 bits wide.
     extra = struct.pack("<2H2Q", 1, 16, 0, 0)
     wide = 0xFFFFFFFF
     return _LOCAL.pack(b"PK\3\4", 45, _FLAGS, 0, 0, 0, 0, wide, wide, len(path), len(extra)) + path + extra

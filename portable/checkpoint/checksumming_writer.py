@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from converters import item_checksums, write_seal
+from converters import item_checksums, write_shard_checksums
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,4 +60,4 @@ class SealingWriter(FileSystemWriter):
             assert isinstance(result, _Sealed)
             place = result.storage_data
             items.setdefault(place.relative_path, {})[str(place.offset)] = result.checksum
-        write_seal(self._folder, items)
+        write_shard_checksums(self._folder, items)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint, read_pickled
 from converters import Tensor as StoredTensor
-from converters.names.torchtitan import as_transformers_llama, is_torchtitan_llama
+from converters.formats.torchtitan import as_transformers_llama, is_torchtitan_llama
 from portable.checkpoint.find import checkpoint_of
 from portable.checkpoint.store import STATE_FILE, TrainerState
 from portable.errors import DamagedError

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from converters import manifest_entries
 from converters.manifest import MANIFEST
-from converters.storage.completion import begin, complete, is_complete, is_unfinished
+from converters.storage.completion import begin, complete, is_complete, is_unfinished, remove_tree
 from converters.storage.object_store import RemotePath
 from portable.checkpoint.store import NO_CHECKPOINT, STATE_FILE, Checkpoints, step_of, unused_name
 from portable.errors import RunError, one_line
@@ -89,7 +89,7 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
         complete_ones = set(self._complete_ones())
         for entry in self._entries():
             if is_unfinished(entry) and not (entry / DAMAGED_FILE).is_file():
-                entry.remove_tree()
+                remove_tree(entry)
             elif entry not in complete_ones and not is_unfinished(entry):
                 print(f"warning: {entry}: {NO_CHECKPOINT}", file=sys.stderr)
 
@@ -164,7 +164,7 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
     def _remove(self, folder: RemotePath) -> None:
         if folder.exists():
             begin(folder)  # also of one without markers: half of it is nobody's, and would stay
-        folder.remove_tree()
+        remove_tree(folder)
 
 
 def files_in(folder: Path) -> dict[str, Path]:

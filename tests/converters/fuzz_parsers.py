@@ -25,7 +25,8 @@ from converters import Checkpoint, CheckpointError, OptimizerState, Tensor, open
 from converters.containers.pickle_reader import plain, unpickle
 from converters.containers.shard_index import read_index
 from converters.containers.torchzip import TORCH_STANDINS, TorchZip
-from converters.storage.bytes import Folder, Memory
+from converters.storage.bytes import Memory
+from converters.storage.folder import Folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -59,7 +59,7 @@ def test_keys_of_one_hash(shape: str) -> None:
     pairs = b"".join(numbers[i : i + 13] + b"N" for i in range(0, len(numbers), 13))
     data = {"dict": b"}(" + pairs + b"u.", "set": b"\x8f(" + numbers + b"\x90.",
             "instance": b"cm\nC\n)\x81(" + pairs + b"u."}[shape]  # fmt: skip
-    with quick(), pytest.raises(CheckpointError, match="a number beyond reason"):
+    with quick(), pytest.raises(CheckpointError, match="too large a number"):
         unpickle(b"\x80\x04" + data, where="f", standins={"m.C": None})
 
 
@@ -126,7 +126,7 @@ def test_many_names_that_may_be_tied(tmp_path: Path) -> None:
     with quick():
         assert len(open_checkpoint(tmp_path).tensors) == 2 * count
     safetensors(tmp_path / "model.safetensors", {name: [0] for name in shapes})
-    with quick(), pytest.raises(CheckpointError, match=r"/.*: 8,000 tensors have names like"):
+    with quick(), pytest.raises(CheckpointError, match=r"/.*: damaged, 8,000 tensors have names like"):
         _ = open_checkpoint(tmp_path).tensors
 
 
@@ -144,13 +144,13 @@ def test_numbers_in_names_have_a_length(tmp_path: Path) -> None:
     for number in ("9" * 4500, "²"):
         assert module_order([f"model.layers.{number}"], tmp_path / "config.json") is None
     safetensors(tmp_path / "model.safetensors", {"a": [0]})
-    with pytest.raises(CheckpointError, match="no checkpoint is tagged"):
+    with pytest.raises(CheckpointError, match="no checkpoint has the tag"):
         open_checkpoint(tmp_path, "²")
 
 
 def test_a_run_has_few_optimizers() -> None:
     keys = [f"c{i}.param_groups" for i in range(20_000)] + [f"w{i}.x" for i in range(20_000)]
-    with quick(), pytest.raises(CheckpointError, match="f: its keys are of 20,000 optimizers"):
+    with quick(), pytest.raises(CheckpointError, match="f: damaged, its keys name 20,000 optimizers"):
         paths_without_nesting(keys, where="f")
 
 
@@ -158,7 +158,7 @@ def test_a_run_has_few_optimizers() -> None:
     ("key", "why"),
     [("optimizer.param_groups.1000000000000.lr", "param_groups 0 of the optimizer is missing"),
      (".".join(["param_groups"] * 300), "the path of"),
-     ("optimizer." + "a" * 5000, "names no parameter")],
+     ("optimizer." + "a" * 5000, "too long for a parameter")],
 )  # fmt: skip
 def test_paths_of_a_state_dict(key: str, why: str, written: Path, tmp_path: Path) -> None:
     step = tmp_path / "step"
@@ -199,7 +199,7 @@ def test_one_file_is_not_many_shards(tmp_path: Path) -> None:
     maps = (many, {**pair, "t1": "linked.safetensors"}, {**pair, "t1": "link.safetensors"})
     for weight_map in maps:
         index.write_text(json.dumps({"weight_map": weight_map}))
-        with quick(), pytest.raises(CheckpointError, match="names one file as"):
+        with quick(), pytest.raises(CheckpointError, match="lists one file twice"):
             open_checkpoint(tmp_path)
 
 

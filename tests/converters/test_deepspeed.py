@@ -132,7 +132,7 @@ def test_paths(deepspeed_written: Path, tmp_path: Path) -> None:
         (root / "global_step3" / file, None, 3),
     ):
         assert open_checkpoint(path, tag).metadata["step"] == step
-    with pytest.raises(CheckpointError, match="tagged '9'"):
+    with pytest.raises(CheckpointError, match="the tag '9'"):
         open_checkpoint(root, "9")
     # Any tag may name a folder.
     shutil.copytree(root / "global_step2", tmp_path / "best")
@@ -146,7 +146,7 @@ def test_paths(deepspeed_written: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
             open_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("global_step7")
-    with pytest.raises(CheckpointError, match="names 'global_step7', where no DeepSpeed files are"):
+    with pytest.raises(CheckpointError, match="names 'global_step7', which holds no DeepSpeed files"):
         open_checkpoint(tmp_path)
 
 

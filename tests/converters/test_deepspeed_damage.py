@@ -124,7 +124,7 @@ def test_a_run_of_another_world_size_left_files(deepspeed_written: Path, copy: C
     shutil.copy(
         deepspeed_written / "zero2-fp32-3/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt", step
     )
-    with pytest.raises(CheckpointError, match="left by two runs"):
+    with pytest.raises(CheckpointError, match="from two runs"):
         open_checkpoint(step)
 
 
@@ -148,8 +148,8 @@ def test_a_hostile_world_size_is_refused_at_once(copy: Callable[[str], Path], na
         ("expert_0_mp_rank_00_model_states.pt", "expert parallel"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "expert parallel"),
         ("zero_pp_rank_1_mp_rank_00_model_states.pt", "two runs"),
-        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "two runs|same rank"),
-        ("zero_pp_rank_00_mp_rank_00_optim_states.pt", "same rank"),
+        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "two runs|are both of rank"),
+        ("zero_pp_rank_00_mp_rank_00_optim_states.pt", "are both of rank"),
     ],
 )
 def test_what_is_not_supported_is_named(copy: Callable[[str], Path], file: str, why: str) -> None:
@@ -175,7 +175,12 @@ OPTIM = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
         ("zero2-fp32-3", OPTIM, lambda c: c.update(ds_version="0.0.1"), "ds_version"),
         ("zero2-fp32-3", OPTIM, lambda c: c["ds_config"].update(seed=1), "ds_config"),
         ("zero2-fp32-3", OPTIM, lambda c: c["optimizer_state_dict"].update(zero_stage=1), "zero_stage"),
-        ("zero2-fp32-3", OPTIM, lambda c: c["optimizer_state_dict"].update(group_paddings=[4]), "one size"),
+        (
+            "zero2-fp32-3",
+            OPTIM,
+            lambda c: c["optimizer_state_dict"].update(group_paddings=[4]),
+            "differ in size",
+        ),
         ("zero2-fp32-3", OPTIM, lambda c: mapping(c).popitem(), "param_slice_mappings"),
         ("zero2-fp32-3", OPTIM, lambda c: setattr(next(iter(mapping(c).values())), "start", 3), "mappings"),
         ("zero2-fp32-3", OPTIM, lambda c: state(c)["step"].add_(1), "step"),
@@ -190,13 +195,18 @@ OPTIM = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
         ("zero2-fp32-3", OPTIM, lambda c: state(c).update(odd=[1]), "odd|optimizer state"),
         ("zero2-fp32-3", OPTIM, lambda c: state(c).pop("exp_avg"), "optimizer state"),
         ("zero2-fp32-3", OPTIM, lambda c: groups(c)[0].update(lr=1.0), "param_groups"),
-        ("zero2-fp32-3", "mp_rank_00_model_states.pt", lambda c: c.update(dp_world_size=4), "of 4 ranks"),
+        (
+            "zero2-fp32-3",
+            "mp_rank_00_model_states.pt",
+            lambda c: c.update(dp_world_size=4),
+            "world size of 4",
+        ),
         ("zero2-fp32-3", "mp_rank_00_model_states.pt", lambda c: c.update(mp_world_size=2), "tensor"),
         (
             "zero2-fp32-3",
             "mp_rank_00_model_states.pt",
             lambda c: reverse(c["param_shapes"]),
-            "elsewhere|is not",
+            "not at the position|param_slice_mappings disagree",
         ),
         ("zero2-fp32-3", "mp_rank_00_model_states.pt", lambda c: c["module"].pop("counts"), "counts"),
         (
@@ -267,7 +277,7 @@ def test_stage_3_steps_must_be_the_engines(copy: Callable[[str], Path]) -> None:
     step = copy("zero3-fp32-2")
     for path in step.glob("*model_states.pt"):
         rewrite(path, lambda content: content.update(global_steps=9))
-    with pytest.raises(CheckpointError, match="is of step 9, the optimizer states are of step 2"):
+    with pytest.raises(CheckpointError, match="is at step 9, the optimizer states are at step 2"):
         open_checkpoint(step)
 
 

@@ -76,7 +76,7 @@ def test_nothing_is_called(protocol: int, call: Any) -> None:
     assert "f.pkl: " in str(caught.value)
     if protocol >= 1:
         assert call.__name__ in str(caught.value)
-        assert "nothing was run" in str(caught.value)
+        assert "no code was run" in str(caught.value)
 
 
 def test_prefixes_make_inert_instances() -> None:
@@ -125,12 +125,12 @@ def test_shared_references_do_not_swell() -> None:
     value: Any = []
     for _ in range(60):
         value = [value, value]
-    with pytest.raises(CheckpointError, match="has no end"):
+    with pytest.raises(CheckpointError, match="is too large"):
         read(pickle.dumps(value))
     shared = list(range(100))  # as often as a library names one object
     assert read(pickle.dumps([shared] * 5)) == [shared] * 5
     long = "x" * 100_000
-    with pytest.raises(CheckpointError, match="has no end"):
+    with pytest.raises(CheckpointError, match="is too large"):
         read(pickle.dumps([long] * 1000))
     assert len(str(plain([long] * 3, limit=2))) < 300_000
 

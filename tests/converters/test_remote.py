@@ -130,9 +130,9 @@ def test_a_tree_is_removed_with_its_open_uploads(s3: ObjectStore, folder: Remote
         s3.put(f"run/{number}", b"")
     s3.put("run-2/stays", b"")
     (folder / "left" / "open").upload(0).part(1, b"x")
-    folder.remove_tree()
+    completion.remove_tree(folder)
     assert s3.names() == ["run-2/stays"] and s3.open_uploads() == []
-    folder.remove_tree()  # nothing there is no error
+    completion.remove_tree(folder)  # nothing there is no error
 
 
 def test_markers_tell_what_is_whole(s3: ObjectStore, folder: RemotePath) -> None:
@@ -169,7 +169,7 @@ def test_failures_that_pass_are_tried_again(
     assert s3.get("run/y") == b"y" * (remote.PART_BYTES + 1)
     # An upload whose name never arrived here stays behind, until the folder is removed or completed.
     assert s3.open_uploads() == (["run/y"] if {"after", "cut"} & fault.keys() else [])
-    folder.remove_tree()
+    completion.remove_tree(folder)
     assert s3.open_uploads() == []
 
 
@@ -236,12 +236,12 @@ def test_missing_credentials_are_named(s3: ObjectStore, monkeypatch: pytest.Monk
     ("url", "said"),
     [
         ("memory://run", "one process only"),
-        ("https://host/run", "neither be listed"),
+        ("https://host/run", "neither listed"),
         ("s3://key:hidden-password@bucket/run", "credentials do not belong"),
         ("s3://bucket/run?X-Amz-Signature=hidden-password", "leave out the query"),
         ("simplecache::s3://bucket/run", "chained"),
         ("s3://", "names no bucket"),
-        ("s3://bucket/../x", "mean nothing"),
+        ("s3://bucket/../x", "not supported in a URL"),
         ("nonsense://bucket/x", "knows no protocol"),
     ],
 )
@@ -304,7 +304,7 @@ def test_other_protocols_go_the_same_way(tmp_path: Path) -> None:
     folder.refresh()
     assert sorted(child.name for child in folder.iterdir()) == ["_COMPLETE", "a"]
     assert (folder / "a").is_dir() and (folder / "a/x").read_range(1, 4) == b"xxx"
-    folder.remove_tree()
+    completion.remove_tree(folder)
     assert not folder.exists()
 
 

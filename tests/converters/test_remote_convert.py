@@ -138,7 +138,7 @@ def test_a_run_folder_gives_its_newest_whole_step(
     assert open_checkpoint(s3.url("run")).metadata["step"] == 2
     assert open_checkpoint(s3.url("run"), "1").metadata["step"] == 1
     for source in ("run/checkpoints/step-000003", "run/checkpoints/step-000003/.metadata"):
-        assert "_INCOMPLETE and no marker of completion" in refused(capsys, s3.url(source), tmp_path / "out")
+        assert "_INCOMPLETE and no completion marker" in refused(capsys, s3.url(source), tmp_path / "out")
     assert "_INCOMPLETE" in refused(capsys, s3.url("run"), tmp_path / "out", "--tag", "3")
     s3.put("run/checkpoints/step-000003/_COMPLETE", b"{}")
     assert open_checkpoint(s3.url("run")).metadata["step"] == 3
@@ -198,7 +198,7 @@ def test_a_slice_fetches_little_more_than_itself(large: Path, s3: ObjectStore) -
 def test_runs_are_kept_within_bounds(
     large: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(remote_file, "KEPT_BYTES", 64 << 10)
+    monkeypatch.setattr(remote_file, "CACHE_BYTES", 64 << 10)
     monkeypatch.setattr(remote_file, "RUN_BYTES", 64 << 10)
     assert convert(s3.url("src"), tmp_path / "out") == 0
     assert convert(large, tmp_path / "local") == 0
@@ -255,7 +255,7 @@ def test_refusals(large: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.C
     assert "no checkpoint of a known format" in refused(capsys, s3.url(), out)
     assert "is the checkpoint itself" in refused(capsys, s3.url("src"), s3.url("src"))
     assert "lies inside" in refused(capsys, s3.url("src"), s3.url("src/out"))
-    assert "holds" in refused(capsys, s3.url("src"), s3.url())
+    assert "contains" in refused(capsys, s3.url("src"), s3.url())
     assert "one process only" in refused(capsys, s3.url("src"), "memory://out")
     assert "credentials do not belong" in refused(capsys, f"s3://me:{SECRET_KEY}@bucket/x", out)
     s3.fail(status=403, method="GET", key=".safetensors")
@@ -344,7 +344,7 @@ def test_killed_while_it_was_made_visible(
     s3.heal()
     assert INCOMPLETE in s3.names("out/") and COMPLETE not in s3.names("out/")
     assert "_INCOMPLETE" in refused(capsys, s3.url("out"), tmp_path / "copy")
-    assert "left unfinished" in refused(capsys, s3.url("src"), s3.url("out"))
+    assert "an unfinished conversion" in refused(capsys, s3.url("src"), s3.url("out"))
     assert convert(s3.url("src"), s3.url("out"), "--max-shard-size", TWO, "--overwrite") == 0
     assert published(s3, "out") == tree(large)
 
@@ -372,7 +372,7 @@ def test_verify_reads_what_the_store_holds(
 
     monkeypatch.setattr(RemotePath, "upload", damaging)
     said = refused(capsys, s3.url("src"), s3.url("out"), "--verify")
-    assert "is not what was written" in said and s3.names("out/") == []
+    assert "differs from the source" in said and s3.names("out/") == []
 
 
 def peaks(
@@ -409,7 +409,7 @@ def test_memory_does_not_grow_with_the_model(s3: ObjectStore, tmp_path: Path) ->
         "import pytest\nfrom tests.object_store import scale_down\nscale_down(pytest.MonkeyPatch())\n"
         "from converters.storage import range_reader\n"
         "from converters.writers import conversion, remote_draft\n"
-        "range_reader.KEPT_BYTES = 1 << 20\n"
+        "range_reader.CACHE_BYTES = 1 << 20\n"
         "remote_draft._Draft.threads = conversion._REMOTE_THREADS = 1"
     )
     small, large = peaks(s3, tmp_path, (2, 8), 4, few)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from converters import CheckpointError
-from converters.storage import bytes as storage
-from converters.storage.bytes import FileSpan, Folder, Joined, Memory, Slice
+from converters.storage import folder as folder_module
+from converters.storage.bytes import FileSpan, Joined, Memory, Slice
+from converters.storage.folder import Folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +95,7 @@ def test_only_regular_files(tmp_path: Path) -> None:
 
 
 def test_more_files_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_MAX_OPEN_FILES", 30)
+    monkeypatch.setattr(folder_module, "_MAX_OPEN_FILES", 30)
     folder = Folder(tmp_path)
     for i in range(100):
         (tmp_path / str(i)).write_text(str(i))

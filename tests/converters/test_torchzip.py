@@ -14,7 +14,7 @@ import torch
 
 from converters import CheckpointError, Tensor
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.storage.bytes import Folder
+from converters.storage.folder import Folder
 from converters.tensors.tensor import Box
 from tests.converters.compare import assert_same
 
@@ -126,7 +126,7 @@ def test_other_zips_are_refused(tmp_path: Path) -> None:
     cases = {
         "compressed": write("a", ("a/data.pkl", empty * 50), compression=zipfile.ZIP_DEFLATED),
         "without data.pkl": write("b", ("a/other", b"")),
-        "torch.save wrote": write("c", ("a/data.pkl", empty), ("b/x", b"")),
+        "written by torch.save": write("c", ("a/data.pkl", empty), ("b/x", b"")),
         "big-endian": write("d", ("a/data.pkl", empty), ("a/byteorder", b"big")),
     }
     for what, path in cases.items():

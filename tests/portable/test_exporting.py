@@ -215,13 +215,13 @@ def test_what_appears_while_a_store_is_written_is_not_replaced(
     final = RemotePath.of(s3.url("run/final"))
     export(checkpoint, final)
     whole = s3.tree("run/final")
-    settle = remote_output._Draft.settle
+    commit = remote_output._Draft.commit
 
     def late(draft: remote_output._Draft) -> None:
         s3.put("run/final/README.md", b"late")
-        settle(draft)
+        commit(draft)
 
-    monkeypatch.setattr(remote_output._Draft, "settle", late)
+    monkeypatch.setattr(remote_output._Draft, "commit", late)
     with pytest.raises(UserError, match=r"README.md: appeared while .* nothing was replaced"):
         export(checkpoint, final)
     assert s3.tree("run/final") == {**whole, "README.md": b"late"}

@@ -309,7 +309,7 @@ def test_a_large_file_goes_in_parts(s3: ObjectStore, tmp_path: Path, monkeypatch
 BAD_PLACES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("no bucket", {"output_dir": "s3://no-such-bucket/run"}, ["output_dir: s3://no-such", "no such bucket"]),
     ("a password", {"output_dir": "s3://me:secret@bucket/run"}, ["output_dir", "credentials do not belong"]),
-    ("one slash", {"output_dir": "s3:/bucket/run"}, ["output_dir: s3:/bucket/run", "two slashes"]),
+    ("one slash", {"output_dir": "s3:/bucket/run"}, ["output_dir: s3://bucket/run", "two slashes"]),
     ("no writing", {"output_dir": "https://host/run"}, ["output_dir: https://host/run", "use s3://"]),
     ("no protocol", {"output_dir": "nosuch://host/run"}, ["output_dir: nosuch://host/run", "no protocol"]),
     ("no source", {"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from converters.formats.dcp.checksums import SEAL
+from converters.formats.dcp.checksums import CHECKSUMS
 from converters.manifest import MANIFEST
 from portable.checkpoint.store import CheckpointFolder, TrainerState
 from portable.config import load_config
@@ -505,7 +505,7 @@ def _swap_shards(checkpoint: Path) -> None:
     """Those of the other step of the same run, with all that tells of them but the state."""
     other = checkpoint.with_name("step-000008")
     for path in other.iterdir():
-        if path.suffix == ".distcp" or path.name in (".metadata", SEAL):
+        if path.suffix == ".distcp" or path.name in (".metadata", CHECKSUMS):
             (checkpoint / path.name).write_bytes(path.read_bytes())
 
 
@@ -518,14 +518,14 @@ def _forge(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (_flip_in_samples, "trainer_state.json: damaged, or of another save"),
-        (_swap_shards, "damaged, or of another save"),
+        (_flip_in_samples, "trainer_state.json: damaged, or from another save"),
+        (_swap_shards, "damaged, or from another save"),
         (_forge, r"trainer_state.json: damaged \(ValueError: step is 8\)"),
-        (lambda folder: (folder / SEAL).unlink(), f"{SEAL}: missing, and"),
+        (lambda folder: (folder / CHECKSUMS).unlink(), f"{CHECKSUMS}: missing, although"),
         (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST}: missing"),
         (lambda folder: (folder / MANIFEST).write_text("{}"), f"{MANIFEST}: damaged"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: has 2 bytes, and"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json: missing, and"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json: missing, although"),
     ],
     ids=["samples", "shards", "another step", "seal", "no manifest", "manifest", "tokenizer", "config"],
 )

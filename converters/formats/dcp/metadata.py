@@ -1,47 +1,44 @@
-"""DCP's `.metadata`: what each key is, and where its chunks lie.
+"""DCP's `.metadata`: the keys of the state dict, and where their chunks lie.
 
 A pickled `Metadata` holds three tables: shapes and chunks by key (`state_dict_metadata`), where each chunk
 lies (`storage_data`), and the nesting the keys were flattened from (`planner_data`). The file carries no
-checksum, so the tables are held against each other and against the sizes of the files.
+checksum, so the tables are checked against each other and against the sizes of the files.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py, default_planner.py.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import Global, Instance, is_index, unpickle
 from converters.containers.torchzip import TORCH_STANDINS
 from converters.errors import CheckpointError
-from converters.formats.dcp.checksums import read_seal
+from converters.formats.dcp.checksums import read_checksums
+from converters.formats.dcp.files import metadata_files
 from converters.names.canonical import MAX_TENSOR_NAME
 from converters.tensors.dtypes import FROM_TORCH
 from converters.tensors.tensor import MAX_DIMS
 
 if TYPE_CHECKING:
-    from converters.formats.dcp.checksums import Seal
+    from converters.formats.dcp.checksums import ShardChecksums
     from converters.names.canonical import Path as KeyPath
-    from converters.storage.bytes import Folder
-    from converters.storage.path_or_url import Place
+    from converters.storage.folder import Folder
 
 Dims = tuple[int, ...]
 
-# Dicts and lists within each other.
+# Nesting of dicts and lists.
 _MAX_PATH = 64
 _CLASSES = "torch.distributed.checkpoint."
-# One `.metadata`, or one a rank where the ranks saved without talking to each other.
-_FILE = re.compile(r"(?:__\d+)?\.metadata")
 
 
 @dataclass(frozen=True)
 class Item:
     """Where one chunk or pickled value lies: a torch.save zip at [offset, offset + length) of a file.
 
-    `checksum` is that of its directory, where the save was sealed.
+    `checksum` is the CRC32 of its zip directory, where `shard_checksums.json` records one.
     """
 
     file: str
@@ -51,70 +48,68 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One key of the state dict.
+class TensorEntry:
+    """A tensor of the state dict.
 
     Attributes:
         path: the dict keys and list indices it was flattened from, or None where the writer kept none.
-        dtype: None for a pickled value.
         shape: of the whole tensor.
         chunks: (offsets, sizes) of each chunk.
-        items: `chunk_key` of a chunk's offsets -> where it lies; of None -> where the pickled value lies.
+        items: `chunk_key` of a chunk's offsets -> where it lies.
     """
 
     folder: Folder
     key: str
     path: KeyPath | None
-    dtype: str | None
-    shape: Dims = ()
-    chunks: tuple[tuple[Dims, Dims], ...] = ()
-    items: dict[str, Item] = field(default_factory=dict)
+    dtype: str
+    shape: Dims
+    chunks: tuple[tuple[Dims, Dims], ...]
+    items: dict[str, Item]
+
+
+@dataclass(frozen=True)
+class ValueEntry:
+    """A pickled value of the state dict; `path` as in `TensorEntry`."""
+
+    folder: Folder
+    key: str
+    path: KeyPath | None
+    item: Item
+
+
+Entry = TensorEntry | ValueEntry
 
 
 def chunk_key(offsets: Dims | None) -> str:
-    """What a chunk is looked up by: not its numbers, which a file chooses (see `pickle_reader.MAX_KEY`)."""
+    """The dict key of a chunk: a string, since numbers can be chosen to collide (`pickle_reader.MAX_KEY`)."""
     return repr(offsets)
-
-
-def metadata_files(folder: Place) -> list[str]:
-    """The names of the metadata files in `folder`; empty where it is no (complete) DCP folder."""
-    try:
-        names = [entry.name for entry in folder.iterdir() if _FILE.fullmatch(entry.name)]
-    except OSError:
-        return []
-    return [".metadata"] if ".metadata" in names else sorted(names)
-
-
-def is_metadata_file(path: Place) -> bool:
-    """Whether `path` is named like DCP metadata."""
-    return _FILE.fullmatch(path.name) is not None
 
 
 def read_metadata(folder: Folder) -> dict[str, Entry]:
     """Every key of one DCP folder.
 
     Raises:
-        CheckpointError: metadata that is damaged or foreign, a file that is missing or too short, a name that
-            leaves the folder, or two items that share bytes.
+        CheckpointError: the metadata is damaged or not DCP's, a file is missing or too short, a name leaves
+            the folder, or two items share bytes.
     """
     merged: dict[str, Entry] = {}
-    seal = read_seal(folder)
+    checksums = read_checksums(folder)
     for name in metadata_files(folder.path):
-        for key, entry in _read_file(folder, name, seal).items():
+        for key, entry in _read_file(folder, name, checksums).items():
             merged[key] = _merge(merged[key], entry) if key in merged else entry
     return merged
 
 
-def _read_file(folder: Folder, name: str, seal: Seal | None) -> dict[str, Entry]:
+def _read_file(folder: Folder, name: str, checksums: ShardChecksums | None) -> dict[str, Entry]:
     file = folder.file(name)
     where = str(file.path)
     data = file.read(0, file.nbytes)
-    if seal is not None:
-        seal.check_metadata(name, data)
+    if checksums is not None:
+        checksums.check_metadata(name, data)
     root = unpickle(data, where=where, standins=TORCH_STANDINS, prefixes=(_CLASSES,))
     fields = _fields(root, "Metadata", where)
     described = _table(fields, "state_dict_metadata", where)
-    items = _items(folder, _table(fields, "storage_data", where), where, seal)
+    items = _items(folder, _table(fields, "storage_data", where), where, checksums)
     if "planner_data" not in fields:
         raise CheckpointError(f"{where}: damaged, or not DCP metadata (no planner_data)")
     planned = fields["planner_data"]
@@ -122,37 +117,41 @@ def _read_file(folder: Folder, name: str, seal: Seal | None) -> dict[str, Entry]
         planned = None
     if not described.keys() >= items.keys() or (planned is not None and planned.keys() != described.keys()):
         raise CheckpointError(f"{where}: damaged, its tables name different keys")
-    entries = {}
-    # planner_data keeps the order of the state dict; the other tables list what each rank happened to write.
+    entries: dict[str, Entry] = {}
+    # planner_data keeps the order of the state dict; the other tables are in the order the ranks wrote.
     for key in described if planned is None else planned:
         description = described[key]
         if not isinstance(key, str):
             raise CheckpointError(f"{where}: damaged, a key is not a string")
         if len(key) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{where}: holds a key of {len(key):,} characters, which names no parameter"
+                f"{where}: holds a key of {len(key):,} characters, too long for a parameter"
             )
         path = None if planned is None else _path(planned[key], key, where)
         kind = description.key.rpartition(".")[2] if isinstance(description, Instance) else ""
         stored = items.get(key, {})
         if kind == "TensorStorageMetadata":
             dtype, shape, chunks = _described(description, key, where)
-            entries[key] = Entry(folder, key, path, dtype, shape, chunks, stored)
+            entries[key] = TensorEntry(folder, key, path, dtype, shape, chunks, stored)
         elif kind == "BytesStorageMetadata" and list(stored) == [chunk_key(None)]:
-            entries[key] = Entry(folder, key, path, None, items=stored)
+            entries[key] = ValueEntry(folder, key, path, stored[chunk_key(None)])
         else:
             raise CheckpointError(f"{where}: damaged description of {key!r}")
     return entries
 
 
 def _merge(left: Entry, right: Entry) -> Entry:
-    """One key as two ranks saw it; what both stored (a replicated chunk, a value) is taken from the first."""
-    if (left.dtype, left.shape, left.path) != (right.dtype, right.shape, right.path):
-        raise CheckpointError(f"{left.folder.path}: the ranks' metadata disagree about {left.key!r}")
-    chunks = tuple({repr(chunk): chunk for chunk in (*left.chunks, *right.chunks)}.values())
-    return Entry(
-        left.folder, left.key, left.path, left.dtype, left.shape, chunks, {**right.items, **left.items}
-    )
+    """One key as two ranks saw it; a chunk or value that both stored is taken from the first."""
+    if isinstance(left, ValueEntry) and isinstance(right, ValueEntry) and left.path == right.path:
+        return left
+    if (
+        isinstance(left, TensorEntry)
+        and isinstance(right, TensorEntry)
+        and (left.dtype, left.shape, left.path) == (right.dtype, right.shape, right.path)
+    ):
+        chunks = tuple({repr(chunk): chunk for chunk in (*left.chunks, *right.chunks)}.values())
+        return replace(left, chunks=chunks, items={**right.items, **left.items})
+    raise CheckpointError(f"{left.folder.path}: the ranks' metadata disagree about {left.key!r}")
 
 
 def _fields(value: Any, name: str, where: str) -> dict[str, Any]:
@@ -180,7 +179,7 @@ def _dims(value: Any, what: str, where: str) -> Dims:
 
 
 def _path(path: Any, key: str, where: str) -> KeyPath:
-    # Writers join the path with dots to make the key, so each confirms the other.
+    # The key is the path joined with dots, so each verifies the other.
     named = isinstance(path, tuple) and path and all(type(part) is str or is_index(part) for part in path)
     if named and len(path) <= _MAX_PATH and ".".join(map(str, path)) == key:
         return tuple(path)
@@ -188,26 +187,28 @@ def _path(path: Any, key: str, where: str) -> KeyPath:
 
 
 def _items(
-    folder: Folder, stored: dict[Any, Any], where: str, seal: Seal | None
+    folder: Folder, stored: dict[Any, Any], where: str, checksums: ShardChecksums | None
 ) -> dict[str, dict[str, Item]]:
-    """Key -> `chunk_key` -> where it lies; no two may share a byte."""
+    """Key -> `chunk_key` -> item; no two items may share a byte."""
     items: dict[str, dict[str, Item]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for index, info in stored.items():
-        at, place = _fields(index, "MetadataIndex", where), _fields(info, "_StorageInfo", where)
-        key, name = at.get("fqn"), place.get("relative_path")
+        at, stored_at = _fields(index, "MetadataIndex", where), _fields(info, "_StorageInfo", where)
+        key, name = at.get("fqn"), stored_at.get("relative_path")
         if not isinstance(key, str) or not isinstance(name, str):
             raise CheckpointError(f"{where}: damaged storage entry")
         if len(key) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{where}: holds a key of {len(key):,} characters, which names no parameter"
+                f"{where}: holds a key of {len(key):,} characters, too long for a parameter"
             )
         chunk = chunk_key(
             None if at.get("offset") is None else _dims(at["offset"], f"a chunk of {key!r}", where)
         )
-        offset, length = _dims((place.get("offset"), place.get("length")), f"the place of {key!r}", where)
-        if place.get("transform_descriptors"):
-            raise CheckpointError(f"{where}: {key!r} is compressed by a DCP extension; save it again without")
+        offset, length = _dims(
+            (stored_at.get("offset"), stored_at.get("length")), f"the position of {key!r}", where
+        )
+        if stored_at.get("transform_descriptors"):
+            raise CheckpointError(f"{where}: {key!r} is compressed by a DCP extension; save again without it")
         file = folder.file(name)
         if offset + length > file.nbytes:
             raise CheckpointError(
@@ -215,10 +216,10 @@ def _items(
             )
         if chunk in items.setdefault(key, {}):
             raise CheckpointError(f"{where}: {key!r} is stored twice")
-        items[key][chunk] = Item(name, offset, length, seal.item(name, offset) if seal else None)
+        items[key][chunk] = Item(name, offset, length, checksums.item(name, offset) if checksums else None)
         spans.setdefault(name, []).append((offset, offset + length, key))
     files: dict[object, list[tuple[int, int, str]]] = {}
-    for name, taken in spans.items():  # one file may go by several names
+    for name, taken in spans.items():  # one file may have several names
         files.setdefault(folder.file(name).identity(), []).extend(taken)
     for taken in files.values():
         taken.sort()

@@ -1,4 +1,4 @@
-"""Optimizer state and parameter groups out of flattened DCP keys, whoever flattened them."""
+"""Optimizer state and parameter groups from flattened DCP keys, in the layouts of all writers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def build_optimizer(
     """The optimizer of a flattened state dict.
 
     Args:
-        roles: which key is what.
-        tensors: the model, for naming state that is keyed by index.
+        roles: the role of each key.
+        tensors: the model's, for naming index-keyed state.
         read_state: (key, name for errors) -> the state's tensor or number, None to leave it out.
         read_value: key -> the stored Python value, for parameter groups.
-        order: the names of `tensors` as the model's modules define them, aliases left out.
+        order: the names of `tensors` in module order, without aliases.
 
     Raises:
-        CheckpointError: state keyed by index that does not fit the model's parameters.
+        CheckpointError: index-keyed state does not fit the model's parameters.
     """
     state: State = {}
     for parameter, entries in roles.state.items():
@@ -66,10 +66,12 @@ def _by_index(
     tensors: Mapping[str, Tensor],
     where: str,
 ) -> dict[str, str]:
-    """Index -> name, where the optimizer counts parameters in the model's order."""
+    """Index -> name, for an optimizer that counts parameters in module order."""
     flat = [key for group in keys for key in group]
     if len(set(flat)) != len(flat) or not set(state) <= set(flat):
-        raise CheckpointError(f"{where}: damaged, the optimizer's groups do not list what it has state of")
+        raise CheckpointError(
+            f"{where}: damaged, the optimizer's groups do not list the parameters of its state"
+        )
     wanted = [[_moment_shape(state.get(key, {})) for key in group] for group in keys]
     places = fit_in_order(candidates_of(order, tensors), wanted)
     if not isinstance(places, dict):
@@ -90,7 +92,7 @@ def _moment_shape(values: Mapping[str, Tensor | Scalar]) -> tuple[int, ...] | No
 
 
 def _groups(values: Mapping[Path, Any], where: str) -> ParamGroups:
-    """`param_groups` from one pickled list, from one item a value, or from one item a parameter and value."""
+    """`param_groups` from one list, one item per value, or one item per parameter and value."""
     whole = values.get(())
     if whole is not None:
         groups = plain(whole)
@@ -98,7 +100,7 @@ def _groups(values: Mapping[Path, Any], where: str) -> ParamGroups:
         groups = []
         for path, value in sorted(values.items(), key=lambda item: [str(part).zfill(9) for part in item[0]]):
             index = int(path[0])
-            if index > len(groups):  # each group has a value, and they come in order
+            if index > len(groups):  # every group has a value, and the values are sorted by group
                 raise CheckpointError(
                     f"{where}: damaged, param_groups {len(groups)} of the optimizer is missing"
                 )
@@ -118,21 +120,21 @@ def _groups(values: Mapping[Path, Any], where: str) -> ParamGroups:
 
 
 def _put(group: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a value below a group; integer components rebuild a list that was flattened."""
+    """Set a value in a group; integer path components rebuild a flattened list."""
     if not path:
         group.update(value if isinstance(value, dict) else {})
         return
     if len(path) == 1:
         group[str(path[0])] = value
         return
-    # torch flattens a list only when it holds tensors (a tensor learning rate within betas, say).
+    # torch flattens a list only when it holds tensors (such as betas).
     items = group.setdefault(str(path[0]), [])
     if isinstance(items, list):
         items.append(value)
 
 
 def _merged(flat: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """torch's flattened form, `<parameter>.<hyperparameter>`: parameters with equal values make one group."""
+    """Groups from torch's flattened `<parameter>.<hyperparameter>`: equal values make one group."""
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         parameter, _, what = key.rpartition(".")

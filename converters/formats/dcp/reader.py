@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint (DCP): `.metadata` and `__<rank>_<n>.distcp` files.
 
 Each chunk of a tensor, and each pickled value, is a complete torch.save zip within a `.distcp` file. It is
-located, checked and held against `.metadata` when it is first read: a large run has a hundred thousand.
+located and checked against `.metadata` at its first read, since a large run has a hundred thousand.
 
 Source: torch/distributed/checkpoint/filesystem.py (`_write_item`).
 """
@@ -17,20 +17,21 @@ from converters.companions import find_companions, trainer_metadata
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
-from converters.formats.dcp.checksums import SEAL
+from converters.formats.dcp.checksums import CHECKSUMS
+from converters.formats.dcp.files import is_metadata_file, metadata_files
 from converters.formats.dcp.metadata import (
     Dims,
     Entry,
     Item,
+    TensorEntry,
     chunk_key,
-    is_metadata_file,
-    metadata_files,
     read_metadata,
 )
 from converters.formats.dcp.optimizer import build_optimizer
 from converters.formats.torch_save.reader import in_order
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_names
-from converters.storage.bytes import Folder, Memory
+from converters.storage.bytes import Memory
+from converters.storage.folder import Folder
 from converters.storage.guarded import child
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Box, Tensor, View
@@ -42,13 +43,13 @@ if TYPE_CHECKING:
     from converters.names.canonical import Path as KeyPath
     from converters.storage.path_or_url import Place
 
-# accelerate and the Trainer: one folder for the model, one for the optimizer, numbered.
+# Accelerate and the Trainer: numbered folders, one for the model and one for the optimizer.
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
 _COUNTED = ("train_state", "lr_scheduler")
 
 
 def _folders(path: Place) -> list[Place]:
-    """The DCP folders that make up the checkpoint at `path`: itself, or accelerate's pair below it."""
+    """The DCP folders of the checkpoint at `path`: itself, or Accelerate's pair below it."""
     if metadata_files(path):
         return [path]
     pair = [path / f"{_MODEL_FOLDER}0", path / f"{_OPTIMIZER_FOLDER}0"]
@@ -67,9 +68,7 @@ def _incomplete(source: Source) -> str | None:
         return f"{path}: one file of a DCP checkpoint; give its folder"
     for folder in (path, path / f"{_MODEL_FOLDER}0"):
         if folder.is_dir() and any(entry.suffix == ".distcp" for entry in folder.iterdir()):
-            return (
-                f"{folder}: holds .distcp files but no .metadata; the save did not finish, take another step"
-            )
+            return f"{folder}: holds .distcp files but no .metadata: an unfinished save; choose another step"
     return None
 
 
@@ -84,8 +83,9 @@ def _open(source: Source) -> Checkpoint:
                 raise CheckpointError(f"{path}: the key {key!r} is stored twice")
     nested = {key: entry.path for key, entry in entries.items() if entry.path is not None}
     paths = nested if len(nested) == len(entries) else paths_without_nesting(entries, where=where)
-    roles = assign_roles(paths, frozenset(key for key, entry in entries.items() if entry.dtype), where=where)
-    stored = {name: _tensor(entries[key], name) for name, key in roles.model.items()}
+    found = {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
+    roles = assign_roles(paths, frozenset(found), where=where)
+    stored = {name: _tensor(found[key], name) for name, key in roles.model.items()}
     tensors = plain_names(stored, where=where)
 
     def optimizer(aliases: Aliases) -> OptimizerState | None:
@@ -112,43 +112,43 @@ def _open(source: Source) -> Checkpoint:
 
 
 def read_tensors(folder: Place) -> dict[str, Tensor]:
-    """Every tensor of one DCP folder under its own key, containers and all."""
-    return {key: _tensor(entry, key) for key, entry in read_metadata(Folder(folder)).items() if entry.dtype}
+    """Every tensor of one DCP folder, under its full key."""
+    entries = read_metadata(Folder(folder)).items()
+    return {key: _tensor(entry, key) for key, entry in entries if isinstance(entry, TensorEntry)}
 
 
 def _metadata(path: Place) -> dict[str, Any]:
-    """The number of writers, and what this project's trainer says beside the shards."""
+    """The number of writers, and this project's `trainer_state.json`."""
     names = [entry.name for folder in _folders(path) for entry in folder.iterdir()]
-    ranks = {found[1] for name in names if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
-    told: dict[str, Any] = {"world_size": len(ranks)} if ranks else {}
-    return {**told, **trainer_metadata(path)}
+    ranks = {match[1] for name in names if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
+    found: dict[str, Any] = {"world_size": len(ranks)} if ranks else {}
+    return {**found, **trainer_metadata(path)}
 
 
 def _counters(
     keys: list[str], paths: Mapping[str, KeyPath], entries: Mapping[str, Entry]
 ) -> dict[str, Scalar]:
-    """The numbers of a trainer and its schedule, where torchtitan keeps them."""
+    """The counters that torchtitan keeps of its trainer and schedule."""
     found: dict[str, Scalar] = {}
     for key in keys:
         entry = entries[key]
-        if paths[key][0] in _COUNTED and (entry.dtype is None or entry.shape == ()):
+        if paths[key][0] in _COUNTED and (not isinstance(entry, TensorEntry) or entry.shape == ()):
             value = _value(entry)
             if isinstance(value, (int, float)):
                 found[".".join(map(str, paths[key]))] = value
     return found
 
 
-def _tensor(entry: Entry, name: str) -> Tensor:
-    """The tensor of one key; its chunks are located when they are first read."""
-    assert entry.dtype is not None
+def _tensor(entry: TensorEntry, name: str) -> Tensor:
+    """The tensor of one key; its chunks are located at their first read."""
     boxes = []
     for offsets, sizes in entry.chunks:
         item = entry.items.get(chunk_key(offsets))
         if not prod(sizes):
             if prod(entry.shape):
-                continue  # an empty shard holds nothing, whether stored or not
+                continue  # an empty shard, stored or not
             if item is not None:
-                _Locator(entry, item, sizes)()  # never read later, so held against .metadata now
+                _Locator(entry, item, sizes)()  # never read later, so check it now
             boxes.append(Box(offsets, sizes, View(Memory(b""), 0, (0,) * len(sizes))))
             continue
         if item is None:
@@ -161,11 +161,11 @@ def _tensor(entry: Entry, name: str) -> Tensor:
 
 
 class _Locator:
-    """Finds one chunk in its `.distcp` file and holds it against what `.metadata` says."""
+    """Finds one chunk in its `.distcp` file and checks it against `.metadata`."""
 
     __slots__ = ("entry", "item", "sizes")
 
-    def __init__(self, entry: Entry, item: Item, sizes: Dims) -> None:
+    def __init__(self, entry: TensorEntry, item: Item, sizes: Dims) -> None:
         self.entry = entry
         self.item = item
         self.sizes = sizes
@@ -184,24 +184,24 @@ class _Locator:
 
 
 def open_item(entry: Entry, item: Item) -> TorchZip:
-    """The zip that an item is; CheckpointError where it is damaged, or not the one that was sealed."""
+    """The zip of one item; CheckpointError where it is damaged or fails its recorded checksum."""
     file = entry.folder.file(item.file)
     archive = TorchZip(file, item.offset, item.length, what=f"item {entry.key!r}")
     if item.checksum is not None and archive.checksum != item.checksum:
-        raise CheckpointError(f"{archive.where}: damaged, or of another save than {SEAL}")
+        raise CheckpointError(f"{archive.where}: damaged, or from another save ({CHECKSUMS})")
     return archive
 
 
 def _value(entry: Entry) -> Any:
     """The value of one key: numbers for a tensor, else the plain pickled value."""
-    if entry.dtype is not None:
+    if isinstance(entry, TensorEntry):
         return _tensor(entry, entry.key).read().tolist()
-    return open_item(entry, entry.items[chunk_key(None)]).load()
+    return open_item(entry, entry.item).load()
 
 
 def _state(entry: Entry, name: str) -> Tensor | Scalar | None:
-    """One piece of optimizer state: a tensor, a number, or None for anything else."""
-    if entry.dtype is not None:
+    """One optimizer state: a tensor, a number, or None for anything else."""
+    if isinstance(entry, TensorEntry):
         return _tensor(entry, name)
     value = _value(entry)
     return value if isinstance(value, (int, float)) else None

@@ -1,7 +1,7 @@
-"""Do the masters belong to the model states beside them?
+"""Check the fp32 masters against the weights in the model states.
 
-Below stage 3 the model states hold every weight in the type it computes in, and after each step that is the
-master, rounded. A few values of every rank tell whether the files were saved together, in the right order.
+Below stage 3 the model states hold every weight in the compute dtype: after each step, the rounded master. A
+sample of values from every rank shows whether the files were saved together and are in the right order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from converters.formats.deepspeed.layout import EqualSlices, Flat, Piece
     from converters.storage.bytes import Source
 
-# Of each rank: about so many parameters, and so many elements of each.
+# Sampled from each rank: about this many parameters, and elements of each.
 _FRAGMENTS = 16
 _ELEMENTS = 64
 
@@ -30,18 +30,20 @@ def check_against_module(layout: EqualSlices, flat: Flat, model: ModelFile, *, z
     """Compare shapes and a sample of values; returns how many were compared.
 
     Args:
-        zenflow: masters run ahead of the weights, so that values say nothing.
+        zenflow: masters are newer than the weights, so values are not compared.
 
     Raises:
-        CheckpointError: another shape, another place in the flat buffer, or other values.
+        CheckpointError: shape, position in the flat buffer or values differ.
     """
     stored: dict[str, StoredTensor] = {}
     for name, shape in layout.shapes.items():
         value = model.module.get(name)
         if not isinstance(value, StoredTensor) or value.shape != shape:
-            raise CheckpointError(f"{model.where}: {name!r} is not there in the recorded shape {list(shape)}")
+            raise CheckpointError(
+                f"{model.where}: {name!r} is missing or not of the recorded shape {list(shape)}"
+            )
         stored[name] = value
-    _check_places(layout, stored, model.where)
+    _check_positions(layout, stored, model.where)
     if zenflow:
         return 0
     compared = 0
@@ -55,8 +57,8 @@ def check_against_module(layout: EqualSlices, flat: Flat, model: ModelFile, *, z
                 continue
             if not same:
                 raise CheckpointError(
-                    f"{model.where}: {name!r} is not what rank {rank}'s optimizer states hold; "
-                    "files of two steps or runs, or damaged"
+                    f"{model.where}: {name!r} differs from rank {rank}'s optimizer states; "
+                    "the files are from different steps or runs, or damaged"
                 )
             compared += 1
     return compared
@@ -65,7 +67,7 @@ def check_against_module(layout: EqualSlices, flat: Flat, model: ModelFile, *, z
 def rounds_to(master: Piece, start: int, weight: StoredTensor, count: int, within: int = 0) -> bool | None:
     """Whether elements of a master, from `start`, round to those of a weight, from `within`.
 
-    A sample of them, that is; None where they cannot be compared.
+    Compares a sample; None where they cannot be compared.
     """
     count = min(count, _ELEMENTS)
     if not _row_major(weight):
@@ -79,15 +81,15 @@ def rounds_to(master: Piece, start: int, weight: StoredTensor, count: int, withi
     return bool(same.all())
 
 
-def _check_places(layout: EqualSlices, stored: dict[str, StoredTensor], where: str) -> None:
-    """The weights are views of one flat buffer, laid out as the masters are (unless someone copied them)."""
+def _check_positions(layout: EqualSlices, stored: dict[str, StoredTensor], where: str) -> None:
+    """The weights are views of one flat buffer with the layout of the masters, unless they were copied."""
     tensors = list(stored.values())
     if len(tensors) < 2 or len({tensor.storage.key for tensor in tensors}) != 1:
         return
     for name, tensor in stored.items():
         if tensor.offset - tensors[0].offset != layout.starts[name] - next(iter(layout.starts.values())):
             raise CheckpointError(
-                f"{where}: {name!r} lies elsewhere in the flat buffer than param_shapes has it"
+                f"{where}: {name!r} is not at the position in the flat buffer that param_shapes gives"
             )
 
 
@@ -101,7 +103,7 @@ def _row_major(tensor: StoredTensor) -> bool:
 
 
 def _peek(source: Source, dtype: str, start: int, count: int) -> Any:
-    """A few elements, read past the checksums: whatever is wrong with them is a reason to refuse."""
+    """A few elements, read without a checksum: a wrong value is refused anyway."""
     kind = numpy_dtype(dtype)
     at = start * kind.itemsize
     while isinstance(source, Slice):

@@ -1,4 +1,4 @@
-"""The files of one DeepSpeed checkpoint folder: which there are, what each says, whether they are of one run.
+"""The files of one DeepSpeed checkpoint folder: names, content, and whether they are from one run.
 
 Source: deepspeed/runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`).
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.containers.pickle_reader import Standin
-    from converters.storage.bytes import Folder
+    from converters.storage.folder import Folder
     from converters.storage.path_or_url import Place
 
 Shapes = dict[str, tuple[int, ...]]
@@ -38,7 +38,7 @@ def _integer(value: Any = 0) -> int:
     return int(value) if isinstance(value, int) else 0
 
 
-# What DeepSpeed itself and its common clients put beside tensors; classes of `deepspeed.` stay inert too.
+# Classes that DeepSpeed and its common clients pickle; those of `deepspeed.` are inert too.
 STANDINS: Mapping[str, Standin | None] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _integer,
     "argparse.Namespace": None,
@@ -65,7 +65,7 @@ def find_names(path: Place) -> Names | None:
     """The rank files in `path`; None if it holds none.
 
     Raises:
-        CheckpointError: ranks of tensor, pipeline or expert parallelism, or the files of two runs.
+        CheckpointError: tensor, pipeline or expert parallel files, or files of two runs.
     """
     try:
         entries = sorted(entry.name for entry in path.iterdir())
@@ -91,9 +91,11 @@ def find_names(path: Place) -> Names | None:
         if int(found["mp"]):
             raise CheckpointError(f"{path / name}: tensor parallel checkpoints are not supported")
     if len({found["prefix"] for found, _ in optim}) > 1:
-        raise CheckpointError(f"{path}: holds bf16_ and other optimizer files, left by two runs")
+        raise CheckpointError(
+            f"{path}: holds optimizer files with and without the prefix bf16_, from two runs"
+        )
     if len({found["rank"] is None for found, _ in model}) > 1:
-        raise CheckpointError(f"{path}: holds model files of stage 3 and of other stages, left by two runs")
+        raise CheckpointError(f"{path}: holds model files of stage 3 and of other stages, from two runs")
     return Names(
         _by_rank(path, optim), _by_rank(path, model), any(found["rank"] is not None for found, _ in model)
     )
@@ -104,46 +106,48 @@ def _by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, s
     for found, name in files:
         rank = int(found["rank"] or 0)
         if rank in ranks:
-            raise CheckpointError(f"{path}: {ranks[rank]} and {name} are of the same rank")
+            raise CheckpointError(f"{path}: {ranks[rank]} and {name} are both of rank {rank}")
         ranks[rank] = name
     return dict(sorted(ranks.items()))
 
 
 def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) -> None:
-    """CheckpointError unless there is one file for every rank of `world` and no other."""
+    """CheckpointError unless there is exactly one file for every rank of `world`."""
     missing = world - sum(rank < world for rank in ranks)
     if missing:
-        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # world may be hostile
+        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # `world` is untrusted
         raise CheckpointError(f"{path}: the {what} states of rank {first} are missing ({missing} of {world})")
     extra = [name for rank, name in ranks.items() if rank >= world]
     if extra:
-        raise CheckpointError(f"{path / extra[0]}: a file of another run, this one had {world} ranks")
+        raise CheckpointError(f"{path / extra[0]}: a file of another run; this one had {world} ranks")
 
 
 def load(folder: Folder, name: str) -> dict[str, Any]:
     """The content of one rank file.
 
     Raises:
-        CheckpointError: damaged, holding code, or renamed: torch.save keeps the name a file was saved under.
+        CheckpointError: damaged, holds code, or was renamed (torch.save stores the original name).
     """
     file = folder.file(name)
     archive = TorchZip(file)
     if archive.archive not in (_UNNAMED, PurePosixPath(name).stem):
-        raise CheckpointError(f"{file.path}: was saved as {archive.archive!r}, so it is another rank's file")
+        raise CheckpointError(
+            f"{file.path}: was saved as {archive.archive!r}, so it is the file of another rank"
+        )
     content = archive.load(STANDINS, PREFIXES)
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.path}: not a DeepSpeed file")
     return content
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelFile:
     """One `*_model_states.pt`.
 
     Attributes:
-        groups: parameter name -> shape in the order of the flat group, one a group (stage 3: a sub-group).
-        frozen: frozen parameter -> shape; None where the stage or the user kept none.
-        fragments: frozen parameter -> the part this file holds.
+        groups: parameter name -> shape in the order of the flat group, per group (stage 3: sub-group).
+        frozen: frozen parameter -> shape; None if not saved.
+        fragments: frozen parameter -> the part in this file.
         shared: tied alias -> owner.
     """
 
@@ -162,18 +166,18 @@ class ModelFile:
         return value if type(value) is int else None
 
     def counters(self) -> dict[str, int]:
-        """The engine's counters that there are."""
+        """The engine's counters in the file."""
         counted = {key: self.count(key) for key in ("global_steps", "global_samples", "skipped_steps")}
         return {key: value for key, value in counted.items() if value is not None}
 
 
 def read_model(folder: Folder, name: str) -> ModelFile:
-    """Read one file of model states; CheckpointError for what DeepSpeed never writes."""
+    """Read one file of model states; CheckpointError if DeepSpeed could not have written it."""
     content = load(folder, name)
     where = str(folder.path / name)
     module = content.get("module")
     if not isinstance(module, dict) or "buffer_names" not in content:
-        raise CheckpointError(f"{where}: not the model states of a DeepSpeed run")
+        raise CheckpointError(f"{where}: not a DeepSpeed model states file")
     if "autoep_layers" in content or "ds_autoep_layers" in content:
         raise CheckpointError(f"{where}: expert parallel checkpoints are not supported")
     degrees = content.get("checkpoint_parallel_dimensions")
@@ -202,7 +206,7 @@ def read_model(folder: Folder, name: str) -> ModelFile:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimFile:
     """One `*_optim_states.pt`: `state` is the ZeRO optimizer's own dict."""
 
@@ -218,7 +222,7 @@ def read_optim(folder: Folder, name: str) -> OptimFile:
     where = str(folder.path / name)
     state = content.get("optimizer_state_dict")
     if not isinstance(state, dict):
-        raise CheckpointError(f"{where}: not the optimizer states of a DeepSpeed run")
+        raise CheckpointError(f"{where}: not a DeepSpeed optimizer states file")
     if "ds_zero_partition_groups" in state:
         raise CheckpointError(f"{where}: expert parallel checkpoints are not supported")
     config = content.get("ds_config")
@@ -226,26 +230,24 @@ def read_optim(folder: Folder, name: str) -> OptimFile:
 
 
 def check_same(where: str, what: str, ours: Any, first: Any) -> None:
-    """CheckpointError unless two files agree on a record that is the same on every rank of a run."""
+    """CheckpointError unless two files agree on a record that is equal on every rank of a run."""
     if ours != first:
-        raise CheckpointError(
-            f"{where}: its {what} is not that of the first rank; files of two runs or steps"
-        )
+        raise CheckpointError(f"{where}: its {what} differs from the first rank; files of two runs or steps")
 
 
 def config_of(content: Mapping[str, Any]) -> Any:
-    """The DeepSpeed configuration in a form that can be compared."""
+    """The DeepSpeed configuration in comparable form."""
     return plain(content.get("ds_config"))
 
 
 def flat(value: Any, where: str, *, whole: bool = False) -> StoredTensor:
-    """A tensor that is one run of elements (of any shape where `whole`); CheckpointError otherwise."""
+    """`value` if it is a contiguous 1-d tensor (of any shape if `whole`); else CheckpointError."""
     if not isinstance(value, StoredTensor):
         raise CheckpointError(f"{where}: not a tensor")
     step = 1
     for size, stride in zip(reversed(value.shape), reversed(value.strides), strict=True):
         if size != 1 and stride != step:
-            raise CheckpointError(f"{where}: a tensor that is not contiguous")
+            raise CheckpointError(f"{where}: the tensor is not contiguous")
         step *= size
     if not whole and len(value.shape) != 1:
         raise CheckpointError(f"{where}: a flat tensor of {len(value.shape)} dimensions")
@@ -258,10 +260,10 @@ def fragment(value: Any, where: str) -> tuple[int, int]:
     if isinstance(value, Instance) and len(value.args) == 2 and state is None:
         state = {"numel": value.args[0], "start": value.args[1]}
     if not isinstance(state, dict):
-        raise CheckpointError(f"{where}: a damaged entry in param_slice_mappings")
+        raise CheckpointError(f"{where}: damaged param_slice_mappings")
     start, numel = state.get("start"), state.get("numel")
     if type(start) is not int or type(numel) is not int:
-        raise CheckpointError(f"{where}: a damaged entry in param_slice_mappings")
+        raise CheckpointError(f"{where}: damaged param_slice_mappings")
     return start, numel
 
 
@@ -269,7 +271,7 @@ def _dict(value: Any, where: str) -> dict[Any, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: damaged, a table of parameters is not a table")
+        raise CheckpointError(f"{where}: damaged, a table of parameters is not a dict")
     return value
 
 

@@ -1,7 +1,7 @@
-"""How ZeRO cuts a group of parameters: where each lies in the flat pieces of all ranks.
+"""How ZeRO partitions a group of parameters: where each lies in the flat buffers of all ranks.
 
-Stages 1 and 2 lay a group's parameters end to end, pad, and give each rank an equal slice. Stage 3 cuts every
-parameter for itself: rank r holds elements [r * n, (r + 1) * n) with n = ceil(numel / world).
+Stages 1 and 2 lay a group's parameters end to end, pad, and give each rank an equal slice. Stage 3 partitions
+each parameter on its own: rank r holds elements [r * n, (r + 1) * n) with n = ceil(numel / world).
 
 Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, deepspeed/utils/zero_to_fp32.py.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a flat run: `source` is exactly its bytes."""
+    """One rank's part of a flat buffer; `source` is exactly its bytes."""
 
     dtype: str
     numel: int
@@ -36,14 +36,14 @@ class Piece:
 
 
 def piece_of(stored: StoredTensor) -> Piece:
-    """The piece that a flat tensor of a rank file is."""
+    """A flat tensor of a rank file, as a piece."""
     view, numel = stored.view(), prod(stored.shape)
     return Piece(stored.dtype, numel, Slice(view.source, view.offset, numel * itemsize(stored.dtype)))
 
 
 @dataclass(frozen=True)
 class Flat:
-    """One flat run of elements of a group, of which every rank holds a piece."""
+    """One flat buffer of a group, as the pieces of all ranks."""
 
     dtype: str
     pieces: tuple[Piece, ...]
@@ -55,7 +55,7 @@ class Flat:
 
 
 def join(pieces: Sequence[Piece], where: str) -> Flat:
-    """The pieces of all ranks; CheckpointError if their types differ."""
+    """The pieces of all ranks; CheckpointError if their dtypes differ."""
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) != 1:
         raise CheckpointError(f"{where}: ranks hold different element types, {' and '.join(sorted(dtypes))}")
@@ -63,13 +63,13 @@ def join(pieces: Sequence[Piece], where: str) -> Flat:
 
 
 class Striped:
-    """A tensor cut by stage 3: rank r holds bytes [r * stripe, (r + 1) * stripe), at `base` of its piece."""
+    """A parameter partitioned by stage 3: rank r holds bytes [r * stripe, (r + 1) * stripe), at `base`."""
 
     __slots__ = ("base", "nbytes", "parts", "stripe")
 
     def __init__(self, parts: Sequence[Source], base: int, stripe: int, nbytes: int) -> None:
         if any(base + stripe > part.nbytes for part in parts) or not 0 <= nbytes <= stripe * len(parts):
-            raise CheckpointError("a parameter reaches beyond the flat group of a rank")
+            raise CheckpointError("a parameter exceeds the flat group of a rank")
         self.parts = parts
         self.base = base
         self.stripe = stripe
@@ -87,7 +87,7 @@ class Striped:
 
 
 class WholeParameters:
-    """One sub-group of stage 3: every parameter is cut for itself."""
+    """One sub-group of stage 3: every parameter is partitioned on its own."""
 
     def __init__(self, shapes: Shapes, world: int, where: str) -> None:
         self.shapes = shapes
@@ -101,11 +101,11 @@ class WholeParameters:
         self.length = total
 
     def part(self, shape: tuple[int, ...]) -> int:
-        """Elements of a parameter that each rank holds, padding included."""
+        """Elements of a parameter on each rank, padding included."""
         return -(-prod(shape) // self.world)
 
     def tensors(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
-        """The parameters out of a flat run; CheckpointError unless its length is exactly theirs."""
+        """The parameters of a flat buffer; CheckpointError unless its length is exactly theirs."""
         for piece in flat.pieces:
             if piece.numel != self.length:
                 raise CheckpointError(
@@ -121,7 +121,7 @@ class WholeParameters:
 
 
 class EqualSlices:
-    """One group of stages 1 and 2: parameters end to end, with gaps if aligned, cut equally."""
+    """One group of stages 1 and 2: parameters end to end, with alignment gaps, in equal slices."""
 
     def __init__(self, shapes: Shapes, gaps: Sequence[int], world: int, slice_: int, where: str) -> None:
         self.shapes = shapes
@@ -140,14 +140,14 @@ class EqualSlices:
             )
 
     def lean(self, rank: int) -> int:
-        """Elements of a rank's slice that are not padding at the end of the group."""
+        """Elements of a rank's slice without the padding at the end of the group."""
         return max(0, min(self.slice, self.used - rank * self.slice))
 
     def padding(self, rank: int) -> int:
         return self.slice - self.lean(rank)
 
     def tensors(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
-        """The parameters out of a flat run, with or without the padding; else CheckpointError."""
+        """The parameters of a flat buffer with or without padding; CheckpointError for other lengths."""
         lean = [self.lean(rank) for rank in range(self.world)]
         lengths = [piece.numel for piece in flat.pieces]
         if lengths not in (lean, [self.slice] * self.world):
@@ -163,7 +163,7 @@ class EqualSlices:
         }
 
     def fragments(self, rank: int, starts: Mapping[str, int] | None = None) -> dict[str, tuple[int, int]]:
-        """Parameter -> (start in the rank's slice, numel) of what a rank holds."""
+        """Parameter -> (start in the rank's slice, numel), for the parameters in it."""
         low, high = rank * self.slice, (rank + 1) * self.slice
         found = {}
         for name, start in (self.starts if starts is None else starts).items():
@@ -173,10 +173,10 @@ class EqualSlices:
         return found
 
     def starts_before_round_robin(self) -> dict[str, int]:
-        """Where `param_slice_mappings` has the parameters of a round-robin run.
+        """The starts that `param_slice_mappings` records in a run with `round_robin_gradients`.
 
-        DeepSpeed lays the flat group out in the shuffled order and records the mappings as if it had not.
-        Parameter i was dealt to partition i % world, and the partitions were laid end to end.
+        DeepSpeed lays the flat group out in shuffled order but records the mappings in the original order.
+        Parameter i went to partition i % world, and the partitions were laid end to end.
         """
         shuffled = list(self.shapes)
         order: list[str] = [""] * len(shuffled)
@@ -207,4 +207,4 @@ def check_distinct(pieces: Sequence[StoredTensor], where: str) -> None:
         taken.sort()
         for (_, stop), (start, _) in pairwise(taken):
             if start < stop:
-                raise CheckpointError(f"{where}: two flat groups share bytes")
+                raise CheckpointError(f"{where}: damaged, two flat groups share bytes")

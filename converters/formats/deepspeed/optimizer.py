@@ -1,4 +1,4 @@
-"""Optimizer state of a ZeRO run: flat moments cut back into parameters, and the groups by name."""
+"""Optimizer state of a ZeRO run: flat moments split into parameters, and groups by name."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def build_optimizer(
     short: Mapping[str, str],
     swap: SwapFiles | None = None,
 ) -> OptimizerState | None:
-    """The optimizer by parameter name; None where the files keep none.
+    """The optimizer by parameter name; None if the files hold none.
 
     Args:
-        layouts: one a flat group.
-        short: the stored name of a parameter -> its plain name.
-        swap: where runs lie that were pickled empty.
+        layouts: one per flat group.
+        short: stored name of a parameter -> plain name.
+        swap: the swap files of buffers that were pickled empty.
 
     Raises:
-        CheckpointError: ranks disagree, or state that is neither a flat run nor a number.
+        CheckpointError: the ranks disagree, or a state is neither flat nor a number.
     """
     states = [_states(stage, rank, len(layouts)) for rank in ranks]
     if any(found is None for found in states):
@@ -49,13 +49,13 @@ def build_optimizer(
             state[short[name]] = values
     groups = _groups(stage, ranks)
     names = [[short[name] for name in layout.shapes] for layout in layouts]
-    if groups is None:  # the elastic form keeps no groups
+    if groups is None:  # elastic checkpoints have no groups
         return OptimizerState(state, [{"params": group} for group in names])
     return OptimizerState(state, [_named(group, names) for group in groups])
 
 
 def optimizer_steps(stage: int, ranks: Sequence[OptimFile], groups: int) -> int | None:
-    """The number of optimizer steps, which all groups of all ranks must agree on; None where none is kept."""
+    """The number of optimizer steps, equal in all groups of all ranks; None if not recorded."""
     first: int | None = None
     for rank in ranks:
         for state in _states(stage, rank, groups) or ():
@@ -63,18 +63,18 @@ def optimizer_steps(stage: int, ranks: Sequence[OptimFile], groups: int) -> int 
             if step is None:
                 continue
             if not isfinite(step):
-                raise CheckpointError(f"{rank.where}: damaged, is of optimizer step {step:g}")
+                raise CheckpointError(f"{rank.where}: damaged, its optimizer step is {step:g}")
             if first is None:
                 first = int(step)
             if step != first:
                 raise CheckpointError(
-                    f"{rank.where}: is of optimizer step {step:g}, another rank or group of step {first}"
+                    f"{rank.where}: is at optimizer step {step:g}, another rank or group at step {first}"
                 )
     return first
 
 
 def number(value: Any, where: str) -> float | int | None:
-    """A number, also where it is pickled as a tensor of no dimensions."""
+    """A number, also from a 0-d tensor; else None."""
     if isinstance(value, StoredTensor) and value.shape == ():
         value = (
             Tensor.contiguous(where, value.dtype, (), value.view().source, value.view().offset).read().item()
@@ -83,7 +83,7 @@ def number(value: Any, where: str) -> float | int | None:
 
 
 def _states(stage: int, rank: OptimFile, groups: int) -> list[dict[str, Any]] | None:
-    """The state of each flat group of one rank, empty before the first step; None without a record."""
+    """The state of each flat group of one rank, empty before the first step; None if not saved."""
     base = rank.state.get(_OPTIMIZER if stage == 3 else _BASE)
     if base is None:
         return None
@@ -92,14 +92,16 @@ def _states(stage: int, rank: OptimFile, groups: int) -> list[dict[str, Any]] | 
     else:
         state = base.get("state") if isinstance(base, dict) else None
         if not isinstance(state, dict):
-            raise CheckpointError(f"{rank.where}: damaged, the optimizer keeps no state")
+            raise CheckpointError(f"{rank.where}: damaged, the optimizer has no state")
         if set(state) - set(range(groups)):
             raise CheckpointError(
-                f"{rank.where}: optimizer state for more than its {groups} parameter groups"
+                f"{rank.where}: damaged, optimizer state for more than its {groups} parameter groups"
             )
         found = [state.get(index, {}) for index in range(groups)]
     if len(found) != groups or not all(isinstance(group, dict) for group in found):
-        raise CheckpointError(f"{rank.where}: optimizer state for other than its {groups} parameter groups")
+        raise CheckpointError(
+            f"{rank.where}: damaged, optimizer state for other than its {groups} parameter groups"
+        )
     return found
 
 
@@ -129,13 +131,13 @@ def _group(
             for name, tensor in layout.tensors(join(pieces, f"{ranks[0].where}: {what}"), f".{what}").items():
                 made[name][what] = tensor
             continue
-        told = number(first, f"{ranks[0].where}: {what}")
-        if told is None:
+        count = number(first, f"{ranks[0].where}: {what}")
+        if count is None:
             raise CheckpointError(
                 f"{ranks[0].where}: the optimizer state {what!r} is neither flat nor a number"
             )
         for rank, value in zip(ranks, values, strict=True):
-            check_same(rank.where, f"optimizer state {what!r}", number(value, rank.where), told)
+            check_same(rank.where, f"optimizer state {what!r}", number(value, rank.where), count)
         for name in made:
             made[name][what] = _scalar(f"{name}.{what}", first)
     return made
@@ -149,7 +151,7 @@ def _scalar(name: str, value: Any) -> Tensor | Scalar:
 
 
 def _groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
-    """`param_groups` as the ranks have it, `params` still indices of flat groups."""
+    """`param_groups` of the ranks, with `params` as indices of flat groups."""
     found: list[Any] = []
     for rank in ranks:
         base = rank.state.get(_OPTIMIZER if stage == 3 else _BASE)
@@ -172,5 +174,5 @@ def _value(value: Any, where: str) -> Any:
 def _named(group: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
     indices = group.get("params")
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < len(names) for i in indices):
-        raise CheckpointError("the parameter groups of the optimizer fit no flat groups")
+        raise CheckpointError("damaged, the parameter groups of the optimizer do not match the flat groups")
     return {**group, "params": [name for index in indices for name in names[index]]}

@@ -1,12 +1,13 @@
 """DeepSpeed: ZeRO stages 1 to 3, BF16_Optimizer, and runs without ZeRO.
 
-`latest` names a folder with a file of optimizer states a rank and a file (stage 3: one a rank) of model
-states. What they say of the same thing is compared, and the layout that the parameters' shapes demand must be
-the one that every other record describes.
+`latest` names a folder with one file of optimizer states per rank and one file of model states (stage 3: one
+per rank). Redundant records are compared, and the layout computed from the parameters' shapes must match all
+records of it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,14 @@ from converters.formats.deepspeed.nvme_swap import SwapFiles
 from converters.formats.deepspeed.optimizer import build_optimizer, optimizer_steps
 from converters.formats.deepspeed.unsharded import open_unsharded
 from converters.names.canonical import plain_names
-from converters.storage.bytes import Folder, Memory
+from converters.storage.bytes import Memory
+from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small
 from converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from converters.storage.path_or_url import Place
 
 LATEST = "latest"
@@ -57,7 +61,7 @@ _ACCELERATE_MODEL = "pytorch_model"
 
 
 def _latest(path: Place) -> str | None:
-    """What `latest` says, printable; None where there is no such file."""
+    """The content of `latest`; None where there is no such file."""
     try:
         return read_small(path / LATEST, limit=1024, head=True).decode("utf-8", "replace").strip()
     except OSError:
@@ -65,14 +69,14 @@ def _latest(path: Place) -> str | None:
 
 
 def _below(path: Place, tag: str) -> Place | None:
-    """The folder that a tag names, if it is a name and rank files are there."""
+    """The folder of a tag, if the tag is a plain name and the folder has rank files."""
     if tag in ("", ".", "..") or any(mark in tag for mark in "/\\\0"):
         return None
     return child(path, tag) if _holds(path / tag) else None
 
 
 def _shard_folder(source: Source) -> Place | None:
-    """The folder of rank files that `source` means."""
+    """The folder of rank files to open for `source`."""
     path = source.path
     if path.is_file():
         return path.parent if path.name.endswith(("_model_states.pt", "_optim_states.pt")) else None
@@ -85,9 +89,9 @@ def _shard_folder(source: Source) -> Place | None:
         return child(path, tags[0]) if len(tags) == 1 else None
     found = _below(path, tag)
     if found is None and tags:
-        # Another tag is another step: which one is meant only a person can say.
+        # Another tag is another step; do not guess.
         raise CheckpointError(
-            f"{path / LATEST}: names {shown(tag)}, where no DeepSpeed files are; choose with --tag: "
+            f"{path / LATEST}: names {shown(tag)}, which holds no DeepSpeed files; choose with --tag: "
             + ", ".join(map(shown, tags[:8]))
         )
     return found
@@ -102,7 +106,7 @@ def _tags(path: Place) -> list[str]:
 
 
 def _holds(path: Place) -> bool:
-    """Whether rank files lie in `path`. A universal checkpoint has model files too, beside its `zero/`."""
+    """Whether `path` has rank files. A universal checkpoint has model files too, beside its `zero/`."""
     names = find_names(path)
     return names is not None and bool(names.optim or not (path / "zero").is_dir())
 
@@ -114,12 +118,12 @@ def _detect(source: Source) -> bool:
 def _incomplete(source: Source) -> str | None:
     tag = _latest(source.path)
     if tag is not None:
-        return f"{source.path / LATEST}: names {shown(tag)}, where no DeepSpeed files are"
+        return f"{source.path / LATEST}: names {shown(tag)}, which holds no DeepSpeed files"
     return None
 
 
 def _refuse_several_models(given: Place, found: Place) -> None:
-    """Accelerate saves each of several models into a folder beside the other, and `latest` names the last."""
+    """Accelerate saves several models into folders side by side; `latest` names only the last."""
     if given == found or not found.name.startswith(_ACCELERATE_MODEL):
         return
     models = [
@@ -133,10 +137,10 @@ def _open(source: Source) -> Checkpoint:
     path = _shard_folder(source)
     names = find_names(path) if path is not None else None
     if path is None or names is None:
-        raise CheckpointError(f"{source.path}: no DeepSpeed checkpoint here")
+        raise CheckpointError(f"{source.path}: not a DeepSpeed checkpoint")
     _refuse_several_models(source.path, path)
     if not names.model:
-        raise CheckpointError(f"{path}: the model states are missing, only optimizer states are there")
+        raise CheckpointError(f"{path}: the model states are missing, only optimizer states were found")
     folder = Folder(path, verify=source.verify)
     if not names.optim:
         if names.per_rank_model or list(names.model) != [0]:
@@ -146,7 +150,7 @@ def _open(source: Source) -> Checkpoint:
 
 
 class _Run:
-    """The rank files of one ZeRO run, read and compared."""
+    """The rank files of one ZeRO checkpoint, read and compared."""
 
     def __init__(self, folder: Folder, names: Names) -> None:
         self.folder = folder
@@ -156,28 +160,28 @@ class _Run:
         self.bf16_optimizer = "zero_stage" not in first.state and _FP32_SLICES in first.state
         stage = 1 if self.bf16_optimizer else first.state.get("zero_stage")
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise CheckpointError(f"{first.where}: the ZeRO stage {shown(stage)} is not known")
+            raise CheckpointError(f"{first.where}: unknown ZeRO stage {shown(stage)}")
         self.stage: int = stage
         self.world = self._world(first)
         check_ranks(folder.path, names.optim, self.world, "optimizer")
         self._check_options(first)
         if names.per_rank_model != (self.stage == 3):
             raise CheckpointError(
-                f"{where}: its model states are not of ZeRO stage {self.stage}; left by two runs"
+                f"{where}: its model states are not of ZeRO stage {self.stage}; the files are from two runs"
             )
         check_ranks(folder.path, names.model, self.world if self.stage == 3 else 1, "model")
         self.model = read_model(folder, names.model[0])
         self.models = [self.model]
         self._check_one_run([name for rank, name in names.model.items() if rank])
         if self.model.groups is None:
-            raise CheckpointError(f"{self.model.where}: says nothing of the parameters' shapes")
+            raise CheckpointError(f"{self.model.where}: has no param_shapes")
         self.shapes = self.model.groups
         self.flats = self._flats()
-        self.layouts: list[Layout] = (
-            [WholeParameters(shapes, self.world, where) for shapes in self.shapes]
-            if self.stage == 3
-            else [self._slices(group) for group in range(len(self.shapes))]
-        )
+        # Stages 1 and 2 only.
+        self.slices = [] if self.stage == 3 else [self._slices(group) for group in range(len(self.shapes))]
+        self.layouts: Sequence[Layout] = self.slices
+        if self.stage == 3:
+            self.layouts = [WholeParameters(shapes, self.world, where) for shapes in self.shapes]
 
     @staticmethod
     def _world(first: OptimFile) -> int:
@@ -190,7 +194,7 @@ class _Run:
         return int(counts[0])
 
     def _check_options(self, first: OptimFile) -> None:
-        """Refuse what lays the data out in another way."""
+        """Refuse options that change the data layout."""
         options = first.config.get("zero_optimization")
         self.options: dict[str, Any] = options if isinstance(options, dict) else {}
         shards = self.options.get("mics_shard_size", -1)
@@ -200,7 +204,7 @@ class _Run:
             raise CheckpointError(f"{first.where}: quantized frozen weights are not supported")
 
     def _check_one_run(self, other_models: list[str]) -> None:
-        """Compare all files with the first ones; of the other model files only the fragments are kept."""
+        """Compare all files with the first ones; keep only the fragments of the other model files."""
         first, model = self.optim[0], self.model
         config = config_of({"ds_config": first.config})
         records = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_version", "clip_grad")
@@ -213,7 +217,9 @@ class _Run:
         check_same(model.where, "ds_config", config_of(model.content), config)
         count = model.count("dp_world_size")
         if count is not None and count != self.world:
-            raise CheckpointError(f"{model.where}: is of {count} ranks, the optimizer states of {self.world}")
+            raise CheckpointError(
+                f"{model.where}: has a world size of {count}, the optimizer states {self.world}"
+            )
         for name in other_models:
             other = read_model(self.folder, name)
             check_same(other.where, "ds_version", other.content.get("ds_version"), first.version)
@@ -224,11 +230,10 @@ class _Run:
             check_same(other.where, "frozen_param_shapes", other.frozen, model.frozen)
             check_same(other.where, "frozen parameters", set(other.fragments), set(model.fragments))
             check_same(other.where, "buffer_names", other.buffers, model.buffers)
-            other.module, other.content, other.groups = {}, {}, None
-            self.models.append(other)
+            self.models.append(replace(other, module={}, content={}, groups=None))
 
     def _flats(self) -> list[Flat]:
-        """The fp32 masters, one flat run a group."""
+        """The fp32 masters, one flat buffer per group."""
         key = _FP32_GROUPS if self.stage == 3 else _FP32_SLICES
         by_rank: list[list[Piece]] = []
         for rank in self.optim:
@@ -246,7 +251,7 @@ class _Run:
         return [join(pieces, self.where) for pieces in zip(*by_rank, strict=True)]
 
     def _fill_from_swap(self, by_rank: list[list[Piece]]) -> None:
-        """Put what lies on NVMe in the place of the empty runs that were pickled."""
+        """Replace buffers that were pickled empty by their swap files."""
         layouts = [WholeParameters(shapes, self.world, self.where) for shapes in self.shapes]
         for rank, pieces in enumerate(by_rank):
             for group, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
@@ -259,7 +264,7 @@ class _Run:
         return SwapFiles(self.folder, [name for name in self.model.module if name not in buffers])
 
     def _slices(self, group: int) -> EqualSlices:
-        """The layout of one group of stages 1 and 2, held against every record of it."""
+        """The layout of one group of stages 1 and 2, checked against every record of it."""
         shapes = self.shapes[group]
         held = [piece.numel for piece in self.flats[group].pieces]
         paddings = [self._padding(rank, group) for rank in self.optim]
@@ -268,16 +273,16 @@ class _Run:
             for count, padding in zip(held, paddings, strict=True)
         ]
         if len(set(whole)) != 1:
-            raise CheckpointError(f"{self.where}: the ranks' slices of group {group} are not of one size")
+            raise CheckpointError(f"{self.where}: damaged, the ranks' slices of group {group} differ in size")
         layout = EqualSlices(shapes, self._gaps(group), self.world, whole[0], self.where)
         total = layout.slice * self.world - layout.used
         for rank, padding in enumerate(paddings):
-            due = layout.padding(rank)
-            if self.bf16_optimizer:  # it books all the padding on the last rank
-                due = total if rank == self.world - 1 else 0
-            if padding != due:
+            expected = layout.padding(rank)
+            if self.bf16_optimizer:  # it records all padding on the last rank
+                expected = total if rank == self.world - 1 else 0
+            if padding != expected:
                 raise CheckpointError(
-                    f"{self.optim[rank].where}: has a padding of {padding} in group {group}, not {due}"
+                    f"{self.optim[rank].where}: has a padding of {padding} in group {group}, not {expected}"
                 )
         self._check_mappings(group, layout)
         return layout
@@ -294,7 +299,7 @@ class _Run:
             or any(type(n) is not int or n < 0 for n in found)
         ):
             raise CheckpointError(
-                f"{self.optim[0].where}: damaged, its param_alignment_paddings fit no group"
+                f"{self.optim[0].where}: damaged, its param_alignment_paddings do not match the groups"
             )
         return found
 
@@ -306,7 +311,7 @@ class _Run:
         return int(paddings[group])
 
     def _check_mappings(self, group: int, layout: EqualSlices) -> None:
-        """`param_slice_mappings` must say of each rank what the layout does."""
+        """`param_slice_mappings` of each rank must match the layout."""
         shuffled = self.options.get("round_robin_gradients") is True and not any(self._gaps(group))
         starts = layout.starts_before_round_robin() if shuffled else None
         for number, rank in enumerate(self.optim):
@@ -316,13 +321,16 @@ class _Run:
             table = mappings[group] if isinstance(mappings, list) and group < len(mappings) else None
             if not isinstance(table, dict):
                 raise CheckpointError(f"{rank.where}: damaged, its param_slice_mappings lack a group")
-            told = {name: fragment(value, rank.where) for name, value in table.items()}
-            due = layout.fragments(number, starts)
-            if told != due:
-                name = next((name for name in {**due, **told} if told.get(name) != due.get(name)), "")
+            recorded = {name: fragment(value, rank.where) for name, value in table.items()}
+            expected = layout.fragments(number, starts)
+            if recorded != expected:
+                name = next(
+                    (name for name in {**expected, **recorded} if recorded.get(name) != expected.get(name)),
+                    "",
+                )
                 raise CheckpointError(
-                    f"{rank.where}: its param_slice_mappings place {name!r} elsewhere than rank {number} of "
-                    f"{self.world} has it"
+                    f"{rank.where}: damaged, its param_slice_mappings disagree with param_shapes about "
+                    f"{name!r} on rank {number} of {self.world}"
                 )
 
     def checkpoint(self, root: Place) -> Checkpoint:
@@ -332,7 +340,7 @@ class _Run:
                 if name in masters:
                     raise CheckpointError(f"{self.model.where}: {name!r} is in two parameter groups")
                 masters[name] = tensor
-        proven = self.stage != 3 and self._check_module(masters)
+        compared = self.stage != 3 and self._check_module(masters)
         tensors = {**masters, **self._frozen()}
         aliases = self._aliases(tensors)
         others = [name for name in self.model.module if name not in tensors and name not in aliases]
@@ -344,9 +352,7 @@ class _Run:
                 if name not in held and name not in self.model.buffers and _is_tensor(self.model.module[name])
             ]
             if lost:
-                raise CheckpointError(
-                    f"{self.model.where}: names {lost[0]!r}, whose values are recorded nowhere"
-                )
+                raise CheckpointError(f"{self.model.where}: names {lost[0]!r}, whose values were not saved")
         for name in others:
             value = self.model.module[name]
             if isinstance(value, StoredTensor):
@@ -355,7 +361,7 @@ class _Run:
         if missing:
             raise CheckpointError(f"{self.model.where}: the buffer {missing[0]!r} is named but missing")
         steps = optimizer_steps(self.stage, self.optim, len(self.shapes))
-        self._check_steps(steps, proven or len(tensors) == len(masters))
+        self._check_steps(steps, compared or len(tensors) == len(masters))
         plain = plain_names(tensors, where=self.where)
         short = dict(zip(tensors, plain, strict=True))
         known = {
@@ -378,15 +384,14 @@ class _Run:
         )
 
     def _check_module(self, masters: dict[str, Tensor]) -> bool:
-        """Hold the masters against the weights in the model states, shapes and a few values of each rank."""
+        """Compare the masters with the weights in the model states: shapes, and a sample of values."""
         compared = 0
-        for layout, flat_ in zip(self.layouts, self.flats, strict=True):
-            assert isinstance(layout, EqualSlices)
+        for layout, flat_ in zip(self.slices, self.flats, strict=True):
             compared += check_against_module(layout, flat_, self.model, zenflow="zenflow" in self.options)
         return compared > 0
 
     def _frozen(self) -> dict[str, Tensor]:
-        """Parameters that no optimizer owns: frozen, or without elements."""
+        """Parameters outside the optimizer: frozen, or without elements."""
         frozen = self.model.frozen or {}
         check_same(self.model.where, "frozen parameters", set(self.model.fragments), set(frozen))
         made: dict[str, Tensor] = {}
@@ -410,36 +415,38 @@ class _Run:
             if owner not in tensors or not tensors[owner].numel:
                 continue
             if alias in tensors:
-                raise CheckpointError(f"{self.model.where}: {alias!r} is both tied to {owner!r} and stored")
+                raise CheckpointError(f"{self.model.where}: {alias!r} is tied to {owner!r} and also stored")
             stored = self.model.module.get(alias)
             if self.stage < 3 and isinstance(stored, StoredTensor) and stored.shape != tensors[owner].shape:
-                raise CheckpointError(f"{self.model.where}: {alias!r} is tied to {owner!r} of another shape")
+                raise CheckpointError(
+                    f"{self.model.where}: {alias!r} is tied to {owner!r}, which has another shape"
+                )
             aliases[alias] = owner
         return aliases
 
-    def _check_steps(self, steps: int | None, harmless: bool) -> None:
-        """The optimizer's step must be the engine's, where nothing else ties the two kinds of files."""
+    def _check_steps(self, steps: int | None, compared: bool) -> None:
+        """The optimizer's step must match the engine's, where no values were compared."""
         total, skipped = self.model.count("global_steps"), self.model.count("skipped_steps") or 0
-        if steps is None or total is None or harmless:
+        if steps is None or total is None or compared:
             return
         if steps != total - skipped:
             raise CheckpointError(
-                f"{self.model.where}: is of step {total - skipped}, the optimizer states are of step {steps}"
+                f"{self.model.where}: is at step {total - skipped}, the optimizer states are at step {steps}"
             )
 
     def _metadata(self) -> dict[str, Any]:
-        told = {
+        metadata = {
             "step": self.model.count("global_steps"),
             "world_size": self.world,
             "ds_version": self.optim[0].version,
             "zero_stage": self.stage,
             "tag": self.folder.path.name,
         }
-        return {key: value for key, value in told.items() if isinstance(value, (int, str))}
+        return {key: value for key, value in metadata.items() if isinstance(value, (int, str))}
 
 
 def stored_tensor(name: str, stored: StoredTensor) -> Tensor:
-    """A tensor that one file holds whole."""
+    """A tensor stored whole in one file."""
     low = (0,) * len(stored.shape)
     view = stored.view if prod(stored.shape) else View(Memory(b""), 0, stored.strides)
     return Tensor(name, stored.dtype, stored.shape, [Box(low, stored.shape, view)])

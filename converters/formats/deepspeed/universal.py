@@ -1,9 +1,9 @@
-"""DeepSpeed universal checkpoints: what `ds_to_universal` makes of a ZeRO run, a folder for every parameter.
+"""DeepSpeed universal checkpoints, written by `ds_to_universal`: one folder per parameter.
 
 `zero/<parameter>/` holds the fp32 master and each moment in a file of its own, shaped (from stages 1 and 2)
-or flat (from stage 3); `zero/optimizer_state.pt` the groups; the run's model states lie beside, with shapes,
-ties and buffers. The parameters' files say nothing of each other, so they are held against the model states
-(the rounded weights, below stage 3) and against what is left of rank 0's flat groups (stage 3).
+or flat (from stage 3); `zero/optimizer_state.pt` holds the groups; the model states beside have shapes, ties
+and buffers. The parameters' files are checked against the model states (the rounded weights, below stage 3)
+and against rank 0's flat groups in the common file (stage 3).
 
 Source: deepspeed/checkpoint/ds_to_universal.py.
 """
@@ -34,7 +34,7 @@ from converters.formats.deepspeed.layout import WholeParameters, join, piece_of
 from converters.formats.deepspeed.optimizer import number
 from converters.formats.deepspeed.reader import stored_tensor
 from converters.names.canonical import plain_names
-from converters.storage.bytes import Folder
+from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small
 from converters.tensors.tensor import Tensor
 
@@ -54,7 +54,7 @@ def _is_universal(path: Place) -> bool:
 
 
 def _latest(path: Place) -> str | None:
-    """The folder that `latest_universal` names; None where there is none such."""
+    """The folder name in `latest_universal`; None if there is none."""
     try:
         tag = read_small(path / LATEST, limit=1024, head=True).decode("utf-8").strip()
     except (OSError, ValueError):
@@ -74,7 +74,7 @@ def _folder(source: Source) -> Place | None:
     if _is_universal(path):
         return path
     if (path / _DEEPSPEED_LATEST).exists():
-        return None  # the run that the universal folder was made from, whole
+        return None  # prefer the complete run that it was converted from
     tag = _latest(path)
     return child(path, tag) if tag is not None and _is_universal(path / tag) else None
 
@@ -85,25 +85,26 @@ def _detect(source: Source) -> bool:
 
 def _incomplete(source: Source) -> str | None:
     if (source.path / _ZERO).is_dir():
-        return f"{source.path / _COMMON}: is missing, the conversion to a universal checkpoint did not finish"
+        return f"{source.path / _COMMON}: missing: ds_to_universal did not finish; run it again"
     tag = _latest(source.path)
     if tag is not None:
-        return f"{source.path / LATEST}: names {shown(tag)}, which is no universal checkpoint"
+        return f"{source.path / LATEST}: names {shown(tag)}, which is not a universal checkpoint"
     return None
 
 
 def _open(source: Source) -> Checkpoint:
     path = _folder(source)
-    assert path is not None
+    if path is None:
+        raise CheckpointError(f"{source.path}: not a universal checkpoint")
     return _Universal(Folder(path, verify=source.verify)).checkpoint(source.path)
 
 
 def _load(folder: Folder, name: str) -> Any:
-    """One file of `zero/`; torch.save keeps the name that a file was saved under."""
+    """One file of `zero/`, refused if renamed (torch.save stores the original name)."""
     archive = TorchZip(folder.file(name))
     stem = name.rpartition("/")[2].removesuffix(_SUFFIX)
     if archive.archive not in (stem, "archive"):
-        raise CheckpointError(f"{archive.where}: was saved as {archive.archive!r}, so it is another file")
+        raise CheckpointError(f"{archive.where}: was saved as {archive.archive!r}, so it is a renamed file")
     return archive.load(STANDINS, PREFIXES)
 
 
@@ -116,13 +117,13 @@ class _Universal:
         self.common = self._common()
         stage = self.common.get("zero_stage", 1)
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise CheckpointError(f"{folder.path / _COMMON}: names no ZeRO stage that is known")
+            raise CheckpointError(f"{folder.path / _COMMON}: unknown ZeRO stage")
         self.stage: int = stage
         names = find_names(folder.path)
         if names is None or not names.model:
             raise CheckpointError(f"{self.where}: the model states are missing")
         if names.optim or names.per_rank_model != (self.stage == 3):
-            raise CheckpointError(f"{self.where}: holds files of a run of another stage")
+            raise CheckpointError(f"{self.where}: holds files from a run with another ZeRO stage")
         self.world = self._world()
         check_ranks(folder.path, names.model, self.world if self.stage == 3 else 1, "model")
         self.models = [read_model(folder, name) for name in names.model.values()]
@@ -165,7 +166,7 @@ class _Universal:
         return world
 
     def _parameter_folders(self) -> dict[str, list[str]]:
-        """Parameter -> the files it has; a folder for a name that the model states lack is refused."""
+        """Parameter -> its files; a folder for a name not in the model states is refused."""
         root = self.folder.path / _ZERO
         found: dict[str, list[str]] = {}
         children: list[Place] = list(root.iterdir())
@@ -175,16 +176,16 @@ class _Universal:
                 strange = [name for name in files if not name.endswith(_SUFFIX)]
                 if strange or (path.name not in self.shapes and path.name not in self.model.module):
                     raise CheckpointError(
-                        f"{path / strange[0] if strange else path}: belongs to no parameter"
+                        f"{path / strange[0] if strange else path}: belongs to no parameter of the model"
                     )
                 found[path.name] = [name.removesuffix(_SUFFIX) for name in files]
         for name in self.shapes:
             if _MASTER not in found.get(name, ()):
-                raise CheckpointError(f"{root / name / (_MASTER + _SUFFIX)}: is missing")
+                raise CheckpointError(f"{root / name / (_MASTER + _SUFFIX)}: missing")
         return found
 
     def _rank0(self) -> dict[str, dict[str, tuple[StoredTensor, int, int]]]:
-        """Parameter -> file -> (rank 0's flat group, first element, elements): stage 3 leaves them behind."""
+        """Parameter -> file -> (rank 0's flat group, first element, count), kept by stage 3."""
         where = str(self.folder.path / _COMMON)
         masters, states = self.common.get("fp32_flat_groups"), _states(self.common, where)
         held: dict[str, dict[str, tuple[StoredTensor, int, int]]] = {}
@@ -198,7 +199,9 @@ class _Universal:
                 if not isinstance(value, StoredTensor) or value.shape in ((), (0,)):
                     continue
                 if flat(value, f"{where}: {what}").shape != (layout.length,):
-                    raise CheckpointError(f"{where}: a flat group is not of the size that param_shapes gives")
+                    raise CheckpointError(
+                        f"{where}: damaged, the size of a flat group does not match param_shapes"
+                    )
                 for name, shape in shapes.items():
                     count = min(layout.part(shape), prod(shape))
                     held.setdefault(name, {})[str(what)] = (value, layout.bases[name], count)
@@ -221,16 +224,16 @@ class _Universal:
         if stored.shape != (shape if isinstance(content, dict) else (prod(shape),)):
             raise CheckpointError(f"{where}: is {list(stored.shape)}, the model states record {list(shape)}")
         if isinstance(content, dict) == (self.stage == 3):
-            raise CheckpointError(f"{where}: is not what a run of stage {self.stage} becomes")
-        self._prove(name, what, stored, where)
+            raise CheckpointError(f"{where}: damaged, not in the form written for ZeRO stage {self.stage}")
+        self._crosscheck(name, what, stored, where)
         suffix = "" if what == _MASTER else f".{what}"
         if not prod(shape):
             return stored_tensor(name + suffix, stored)
         view = stored.view()
         return Tensor.contiguous(name + suffix, stored.dtype, shape, view.source, view.offset)
 
-    def _prove(self, name: str, what: str, stored: StoredTensor, where: str) -> None:
-        """Hold a sample of the values against the second copy, if there is one."""
+    def _crosscheck(self, name: str, what: str, stored: StoredTensor, where: str) -> None:
+        """Compare sampled values with the second copy, if there is one."""
         count = prod(stored.shape)
         if what in self.rank0.get(name, {}):
             run, base, count = self.rank0[name][what]
@@ -239,7 +242,7 @@ class _Universal:
         elif self.stage < 3 and what == _MASTER:
             weight = self.model.module.get(name)
             if not isinstance(weight, StoredTensor) or weight.shape != self.shapes[name]:
-                raise CheckpointError(f"{self.model.where}: {name!r} is not there in its recorded shape")
+                raise CheckpointError(f"{self.model.where}: {name!r} is missing or not of its recorded shape")
             pairs = [(stored, at, weight, at) for at in _samples(count)]
             other = "the model states"
         else:
@@ -247,7 +250,7 @@ class _Universal:
         for left, start, right, within in pairs:
             if rounds_to(piece_of(left), start, right, count - within, within) is False:
                 raise CheckpointError(
-                    f"{where}: other values than {other}; a file of another parameter or step"
+                    f"{where}: its values differ from {other}; a file of another parameter or step"
                 )
 
     def checkpoint(self, root: Place) -> Checkpoint:
@@ -262,9 +265,7 @@ class _Universal:
             if name in tensors or name in aliases or not isinstance(value, StoredTensor):
                 continue
             if self.stage == 3 and name not in self.model.buffers and not prod(value.shape):
-                raise CheckpointError(
-                    f"{self.model.where}: names {name!r}, whose values are recorded nowhere"
-                )
+                raise CheckpointError(f"{self.model.where}: names {name!r}, whose values were not saved")
             tensors[name] = stored_tensor(name, value)
         missing = [name for name in self.model.buffers if name not in tensors and name not in aliases]
         if missing:
@@ -272,7 +273,7 @@ class _Universal:
         made = plain_names(tensors, where=self.where)
         short = dict(zip(tensors, made, strict=True))
         known = dict(zip(plain_names(aliases, where=self.where), aliases.values(), strict=True))
-        told = {
+        metadata = {
             "step": self.model.count("global_steps"),
             "ds_version": self.common.get("ds_version"),
             "zero_stage": self.stage,
@@ -284,13 +285,13 @@ class _Universal:
             tensors=made,
             aliases={alias: short[owner] for alias, owner in known.items()},
             optimizer=lambda _: self._optimizer(short),
-            metadata={key: value for key, value in told.items() if isinstance(value, (int, str))},
+            metadata={key: value for key, value in metadata.items() if isinstance(value, (int, str))},
             companions=find_companions(self.folder.path),
             counters=self.model.counters,
         )
 
     def _frozen(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Frozen parameters: whole below stage 3, else in a fragment a rank."""
+        """Frozen parameters: whole below stage 3, else one fragment per rank."""
         made: dict[str, Tensor] = {}
         for name, shape in (self.model.frozen or {}).items():
             where = f"{self.model.where}: {name!r}"
@@ -313,7 +314,7 @@ class _Universal:
         for name, kind in zip(self.shapes, kinds, strict=True):
             if kind and kind != every:
                 lost = sorted(every - kind)[0]
-                raise CheckpointError(f"{self.folder.path / _ZERO / name / (lost + _SUFFIX)}: is missing")
+                raise CheckpointError(f"{self.folder.path / _ZERO / name / (lost + _SUFFIX)}: missing")
             values: dict[str, Tensor | Scalar] = {}
             for what in sorted(kind):
                 values[what] = self._step(name) if what == _STEP else self._parameter(name, what)
@@ -336,7 +337,7 @@ class _Universal:
     def _steps_of_stage3(
         self, state: dict[str, dict[str, Tensor | Scalar]], short: dict[str, str], where: str
     ) -> None:
-        """Stage 3 keeps its steps (and other numbers) in the common file, one for each sub-group."""
+        """Stage 3 keeps its steps (and other numbers) in the common file, per sub-group."""
         states = _states(self.common, where) if self.stage == 3 else {}
         for index, shapes in enumerate(self.groups):
             values = states.get(index)
@@ -348,18 +349,19 @@ class _Universal:
                         state[short[name]][str(what)] = _scalar(value, f"{name}.{what}", where)
 
     def _check_steps(self, state: dict[str, dict[str, Tensor | Scalar]]) -> None:
-        """Every parameter is of one step, and of the one that the engine counted."""
+        """All parameters must be at one step, consistent with the engine's counters."""
         total, skipped = self.model.count("global_steps"), self.model.count("skipped_steps") or 0
-        told: dict[str, float] = {}
+        steps: dict[str, float] = {}
         for name, values in state.items():
             step = values.get(_STEP)
             if step is not None:
-                told[name] = float(step.read().item() if isinstance(step, Tensor) else step)
-        for name, steps in told.items():
-            if steps != next(iter(told.values())) or (total is not None and steps > total - skipped):
+                steps[name] = float(step.read().item() if isinstance(step, Tensor) else step)
+        first = next(iter(steps.values()), 0.0)
+        for name, count in steps.items():
+            if count != first or (total is not None and count > total - skipped):
                 raise CheckpointError(
-                    f"{self.folder.path / _ZERO / name}: is of step {steps:g}, other records of "
-                    f"{next(iter(told.values())):g}; the engine counted {total}"
+                    f"{self.folder.path / _ZERO / name}: is at step {count:g}, the first parameter at "
+                    f"{first:g}; the engine counted {total}"
                 )
 
     def _named(self, group: dict[Any, Any], short: dict[str, str], where: str) -> dict[str, Any]:
@@ -367,7 +369,7 @@ class _Universal:
         if not isinstance(indices, list) or any(
             type(index) is not int or not 0 <= index < len(self.groups) for index in indices
         ):
-            raise CheckpointError(f"{where}: the parameter groups fit none of the model states'")
+            raise CheckpointError(f"{where}: damaged, the parameter groups do not match the model states")
         values = {
             str(key): number(value, where) if isinstance(value, StoredTensor) else plain(value)
             for key, value in group.items()
@@ -376,11 +378,11 @@ class _Universal:
 
 
 def _states(common: dict[str, Any], where: str) -> dict[Any, Any]:
-    """The base optimizer's state by sub-group, as stage 3 leaves that of rank 0."""
+    """The base optimizer's state by sub-group, which stage 3 keeps for rank 0."""
     base = common.get("optimizer_state_dict")
     state = base.get("state") if isinstance(base, dict) else None
     if not isinstance(state, dict):
-        raise CheckpointError(f"{where}: damaged, the optimizer keeps no state")
+        raise CheckpointError(f"{where}: damaged, the optimizer has no state")
     return state
 
 
@@ -393,12 +395,12 @@ def _scalar(value: Any, name: str, where: str) -> Tensor | Scalar:
 
 
 def _samples(count: int) -> list[int]:
-    """Where to look at a run of elements: its start, its middle and its end."""
+    """The positions to sample: start, middle and end."""
     return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
 
 
 def _ordered(value: Any) -> Any:
-    """Tables as lists, since their order is the layout."""
+    """Dicts as lists, since their order is the layout."""
     if isinstance(value, dict):
         return list(value.items())
     return [_ordered(item) for item in value] if isinstance(value, list) else value

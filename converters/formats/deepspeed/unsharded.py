@@ -1,8 +1,8 @@
 """DeepSpeed without ZeRO: one file with the model and its optimizer.
 
-In fp32 the optimizer is torch's own. In 16 bits a wrapper keeps fp32 masters, shaped (`fp32_groups`) or one
-flat run a group (`fp32_groups_flat`), and no names: each must come, in the model's order, to the weight that
-is its rounded value.
+In fp32 the optimizer is torch's own. In 16 bits a wrapper keeps fp32 masters without names, shaped
+(`fp32_groups`) or one flat buffer per group (`fp32_groups_flat`). They are matched, in the model's order, to
+the weights that equal their rounded values.
 
 Source: deepspeed/runtime/fp16/unfused_optimizer.py and fused_optimizer.py.
 """
@@ -26,14 +26,14 @@ from converters.names.canonical import plain_names
 from converters.names.index_keys import fit_in_order
 
 if TYPE_CHECKING:
-    from converters.storage.bytes import Folder
+    from converters.storage.folder import Folder
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Masters:
-    """The fp32 copies: by name, and how the optimizer's groups count them."""
+    """The fp32 masters by name, and their names in the optimizer's groups."""
 
     tensors: dict[str, Tensor]
     groups: list[list[str]]
@@ -44,7 +44,7 @@ def open_unsharded(folder: Folder, name: str, root: Place) -> Checkpoint:
     """The checkpoint in the single file `name`.
 
     Raises:
-        CheckpointError: damaged, of a ZeRO run whose other files are missing, or masters that fit no weights.
+        CheckpointError: damaged, part of a ZeRO run, or its masters do not fit the weights.
     """
     model = read_model(folder, name)
     if model.groups is not None:
@@ -65,13 +65,13 @@ def open_unsharded(folder: Folder, name: str, root: Place) -> Checkpoint:
         if not isinstance(saved, dict):
             return None
         if masters.flat is not None:
-            return _flat_optimizer(saved, masters, model.where)
+            return _flat_optimizer(saved, masters.flat, masters.groups, model.where)
         state = saved if is_optimizer(saved) else saved.get("optimizer_state_dict")
         if masters.groups and isinstance(state, dict):
             state = _with_names(state, masters.groups, model.where)
         return read_optimizer(state, tensors, order, where=model.where)
 
-    told = {
+    metadata = {
         "step": model.count("global_steps"),
         "world_size": model.count("dp_world_size"),
         "ds_version": model.content.get("ds_version"),
@@ -84,14 +84,14 @@ def open_unsharded(folder: Folder, name: str, root: Place) -> Checkpoint:
         tensors=tensors,
         aliases=aliases,
         optimizer=optimizer,
-        metadata={key: value for key, value in told.items() if isinstance(value, (int, str))},
+        metadata={key: value for key, value in metadata.items() if isinstance(value, (int, str))},
         companions=find_companions(folder.path),
         counters=model.counters,
     )
 
 
 def _aliases(stored: dict[str, StoredTensor]) -> dict[str, str]:
-    """Names that are one and the same view of a storage."""
+    """Names with the same view of the same storage."""
     owners: dict[tuple[Any, ...], str] = {}
     aliases = {}
     for name, value in stored.items():
@@ -111,7 +111,7 @@ def _masters(saved: Any, stored: dict[str, StoredTensor], order: list[str], mode
     if isinstance(run, list):
         return _runs(run, stored, order, model.where)
     if not is_optimizer(saved):
-        raise CheckpointError(f"{model.where}: its optimizer is of a kind that is not supported")
+        raise CheckpointError(f"{model.where}: its optimizer is not supported; convert without --optimizer")
     return _Masters({}, [])
 
 
@@ -131,14 +131,14 @@ def _shaped(
     for name, (group, at) in places.items():
         master = wanted[group][at]
         if rounds_to(piece_of(master), 0, stored[name], prod(master.shape)) is False:
-            raise CheckpointError(f"{where}: the weight {name!r} is not its fp32 master, rounded")
+            raise CheckpointError(f"{where}: the weight {name!r} differs from its rounded fp32 master")
         named[group][at] = name
         tensors[name] = as_tensor(master, name)
     return _Masters(tensors, named)
 
 
 def _runs(groups: list[Any], stored: dict[str, StoredTensor], order: list[str], where: str) -> _Masters:
-    """Cut each group's run: the next weight goes where its values are, and only there."""
+    """Split each group's flat buffer: each next weight goes to the only group with its values."""
     runs = [piece_of(flat(group, f"{where}: fp32_groups_flat")) for group in groups]
     at = [0] * len(runs)
     shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in runs]
@@ -157,7 +157,7 @@ def _runs(groups: list[Any], stored: dict[str, StoredTensor], order: list[str], 
     frozen = [name for name in order if not any(name in group for group in shapes)]
     taken = {stored[name].shape for group in shapes for name in group}
     if at != [run.numel for run in runs] or any(stored[name].shape in taken for name in frozen):
-        raise CheckpointError(f"{where}: its fp32_groups_flat do not fit the weights beyond doubt")
+        raise CheckpointError(f"{where}: its fp32_groups_flat do not fit the weights unambiguously")
     layouts = [
         EqualSlices(group, [0] * len(group), 1, run.numel, where)
         for group, run in zip(shapes, runs, strict=True)
@@ -169,22 +169,23 @@ def _runs(groups: list[Any], stored: dict[str, StoredTensor], order: list[str], 
 
 
 def _with_names(state: dict[str, Any], groups: list[list[str]], where: str) -> dict[str, Any]:
-    """The optimizer's state dict, its groups told which parameters they count."""
-    told = state.get("param_groups")
-    if not isinstance(told, list) or [len(group.get("params", ())) for group in told] != list(
+    """The optimizer's state dict, with the names of the parameters in its groups."""
+    listed = state.get("param_groups")
+    if not isinstance(listed, list) or [len(group.get("params", ())) for group in listed] != list(
         map(len, groups)
     ):
-        raise CheckpointError(f"{where}: the optimizer's groups are not those of its fp32 masters")
-    named = [{**group, "param_names": names} for group, names in zip(told, groups, strict=True)]
+        raise CheckpointError(f"{where}: the optimizer's groups do not match its fp32 masters")
+    named = [{**group, "param_names": names} for group, names in zip(listed, groups, strict=True)]
     return {**state, "param_groups": named}
 
 
-def _flat_optimizer(saved: dict[str, Any], masters: _Masters, where: str) -> OptimizerState:
-    assert masters.flat is not None
-    # The same shape as a ZeRO run of one rank: one flat parameter a group.
+def _flat_optimizer(
+    saved: dict[str, Any], layouts: list[EqualSlices], groups: list[list[str]], where: str
+) -> OptimizerState:
+    # Laid out as by a ZeRO run of one rank: one flat parameter per group.
     alone = OptimFile(where, {"base_optimizer_state": saved.get("optimizer_state_dict")}, None, {})
-    names = {name: name for group in masters.groups for name in group}
-    built = build_optimizer(1, [alone], masters.flat, names)
+    names = {name: name for group in groups for name in group}
+    built = build_optimizer(1, [alone], layouts, names)
     if built is None:
-        raise CheckpointError(f"{where}: the optimizer keeps no state")
+        raise CheckpointError(f"{where}: the optimizer has no state")
     return built

@@ -1,8 +1,7 @@
 """The optimizer of a full state dict: `optimizer.state_dict()`, pickled whole.
 
-FSDP keys it by name. A plain optimizer counts its parameters, group by group, each group in the order of
-the model's modules. Which index is which parameter is then a puzzle: the indices' shapes must fit into the
-model's order, and in one way only. With no fit, or with two, the state is refused rather than guessed at.
+FSDP keys it by name. A plain optimizer counts its parameters group by group, each group in module order. The
+shapes of the state must then fit the model's parameters in exactly one way; otherwise the state is refused.
 
 Source: torch/optim/optimizer.py (`state_dict`), torch/distributed/fsdp (`optim_state_dict`).
 """
@@ -22,7 +21,7 @@ from converters.tensors.tensor import Box, Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# State that has the shape of its parameter, in every optimizer that uses the name.
+# State with the shape of its parameter, in all optimizers that use the name.
 _SHAPED = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"),
     *("sum", "acc_delta", "prev", "ax"),
@@ -33,7 +32,7 @@ Shape = tuple[int, ...]
 
 
 def as_tensor(stored: StoredTensor, name: str) -> Tensor:
-    """The whole of a pickled tensor; its bytes are located when they are first read."""
+    """A pickled tensor; its bytes are located at their first read."""
     origin = (0,) * len(stored.shape)
     return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.view)])
 
@@ -53,12 +52,12 @@ def read_optimizer(
     """The state by parameter name.
 
     Args:
-        saved: what `torch.load` would give: `{"state": ..., "param_groups": [...]}`.
-        tensors: the model's stored tensors by plain name, aliases and all.
-        order: their names as the model's modules define them, aliases left out; None where nothing tells.
+        saved: `{"state": ..., "param_groups": [...]}`, as unpickled.
+        tensors: the model's stored tensors by plain name, aliases included.
+        order: their names in module order, without aliases; None if unknown.
 
     Raises:
-        CheckpointError: damaged, or state that cannot be assigned to parameters beyond doubt.
+        CheckpointError: damaged, or its state cannot be matched to parameters unambiguously.
     """
     if not is_optimizer(saved) or not all(isinstance(group, dict) for group in saved["param_groups"]):
         raise CheckpointError(f"{where}: not an optimizer's state (no state and param_groups)")
@@ -68,13 +67,13 @@ def read_optimizer(
     if not all(type(key) is str or is_index(key) for key in flat) or len(set(flat)) != len(flat):
         raise CheckpointError(f"{where}: damaged, the params of its groups are not distinct names or numbers")
     if not set(saved["state"]) <= set(flat):
-        raise CheckpointError(f"{where}: damaged, it holds state of a parameter that is in no group")
+        raise CheckpointError(f"{where}: damaged, it holds state for a parameter in no group")
     state = {key: _state(value, str(key), where) for key, value in saved["state"].items()}
     names = _names(groups, keys, state, tensors, order, where)
     if len(set(names.values())) != len(names):
         raise CheckpointError(f"{where}: two optimizer states belong to one parameter")
     named: dict[str, Mapping[str, Tensor | Scalar]] = {}
-    for key in flat:  # the order of the groups, whatever order the parameters were first stepped in
+    for key in flat:  # in the order of the groups, not of the first steps
         if key in state:
             name = names[key]
             _check_shapes(name, state[key], tensors, where)
@@ -106,18 +105,19 @@ def _names(
         return {key: _known(plain_name(key), tensors, where) for key in flat}
     if not all(type(key) is int for key in flat):
         raise CheckpointError(f"{where}: damaged, its groups mix names and numbers")
-    told = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    listed = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
     if all(
-        isinstance(names, list) and len(names) == len(group) for names, group in zip(told, keys, strict=True)
+        isinstance(names, list) and len(names) == len(group)
+        for names, group in zip(listed, keys, strict=True)
     ):
         return {
             key: _known(plain_name(str(name)), tensors, where)
-            for group, names in zip(keys, told, strict=True)
+            for group, names in zip(keys, listed, strict=True)
             for key, name in zip(group, names or [], strict=True)
         }
     if order is None:
         raise CheckpointError(
-            f"{where}: its state is keyed by index, and nothing here tells the order of the parameters "
+            f"{where}: its state is keyed by index, and the order of the parameters is not recorded "
             "(safetensors files sort them by name); convert without --optimizer"
         )
     shapes = {key: _shape(values) for key, values in state.items()}
@@ -133,7 +133,7 @@ def _names(
 
 def _known(name: str, tensors: Mapping[str, Tensor], where: str) -> str:
     if name not in tensors:
-        raise CheckpointError(f"{where}: holds state of {name!r}, which the model does not have")
+        raise CheckpointError(f"{where}: holds state for {name!r}, which is not in the model")
     return name
 
 
@@ -146,7 +146,7 @@ def _state(values: Any, key: str, where: str) -> dict[str, StoredTensor | Scalar
             found[str(what)] = value
         elif value is not None:
             raise CheckpointError(
-                f"{where}: the state {str(what)!r} of {key!r} is neither tensor nor number, not supported"
+                f"{where}: the state {str(what)!r} of {key!r} is neither a tensor nor a number"
             )
     return found
 

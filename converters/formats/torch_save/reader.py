@@ -1,9 +1,9 @@
-"""Full state dicts as `torch.save` writes them: `.bin`, `.pt`, `.pth`, one file or shards with an index.
+"""Full state dicts written by `torch.save`: `.bin`, `.pt`, `.pth`, one file or shards with an index.
 
-A file holds a bare state dict, or one within containers (`model`, `state_dict`, ...), with an optimizer, a
-scheduler and counters beside it. A pickled tensor is a view of a storage, and two names with one view are
-tied. The optimizer may also lie in a file of its own: `optimizer.pt` (the Trainer) or `optimizer.bin`
-(Accelerate), beside this format's model or beside safetensors.
+A file holds a bare state dict, or one within containers (`model`, `state_dict`, ...), beside an optimizer, a
+scheduler and counters. Two names for one view of a storage are tied. The optimizer may also be a file of its
+own, `optimizer.pt` (the Trainer) or `optimizer.bin` (Accelerate), beside a model in this format or
+safetensors.
 
 Source: torch/serialization.py; transformers' `save_pretrained`; accelerate/utils/fsdp_utils.py
 (`FULL_STATE_DICT`).
@@ -23,40 +23,41 @@ from converters.formats import Format, Source
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
 from converters.names.canonical import model_container, plain_names
 from converters.names.ties import pick_owner
-from converters.storage.bytes import Folder, SourceFile
+from converters.storage.folder import Folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from converters.names.canonical import Path as KeyPath
+    from converters.storage.bytes import SourceFile
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _INDEX_SUFFIX = ".bin.index.json"
-# The names that libraries give a whole model, in the order of preference. A safetensors copy of the same
-# weights beside the last two is the newer habit and goes first.
+# The names that libraries give a whole model, in order of preference. A safetensors copy of the weights is
+# preferred to the last two.
 _FSDP = "pytorch_model_fsdp.bin"
 _HF = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-# Files beside a model that hold something else.
+# Files beside a model that are not the model.
 _OTHER = re.compile(
     r"optimizer.*|optim.*|scheduler.*|scaler.*|rng_state.*|random_states.*|training_args\.bin|sampler.*"
     r"|dataloader.*|dl_state.*|custom_checkpoint.*"
 )
-# One rank's part, by whoever: never a full state dict.
+# One rank's part, from any library: never a full state dict.
 _PARTS = re.compile(
     r".*(?:mp_rank_\d+|zero_pp_rank_\d+|_optim_states|rank-?\d+-of-\d+|_rank\d+|layer_\d+-model_\d+|expert_\d+).*"
 )
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _MAX_VALUES = 5_000_000
 _MAX_DEPTH = 16
-# Of a number in a path: paths are looked up, and see `pickle_reader.MAX_KEY`.
+# A number in a path, which becomes a dict key: see `pickle_reader.MAX_KEY`.
 _MAX_NUMBER = 1 << 31
 
 
 def _names(path: Place) -> list[str]:
-    """The file to start from: the one given, one of a known name, or the only one that may be a model."""
+    """The file to open: the given one, one with a known name, or the only possible model."""
     if path.is_file():
         part = _PARTS.fullmatch(path.name)
         return [path.name] if path.name.endswith((*_SUFFIXES, _INDEX_SUFFIX)) and not part else []
@@ -87,18 +88,18 @@ def _incomplete(source: Source) -> str | None:
     path = source.path
     if path.is_file():
         if _PARTS.fullmatch(path.name) and path.name.endswith(_SUFFIXES):
-            return f"{path}: one rank's part of a checkpoint, by its name; give the folder of all parts"
+            return f"{path}: one rank's part of a checkpoint, by its name; give the folder with all parts"
         return None
     found = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_SUFFIXES))
     parts = [name for name in found if _PARTS.fullmatch(name)]
     if parts:
         return (
-            f"{path}: holds one rank's parts ({parts[0]}, ...) in a layout that is not known, or not all of "
-            "them; save a full state dict, or sharded with DCP"
+            f"{path}: holds parts of single ranks ({parts[0]}, ...) that are incomplete or of an unknown "
+            "format; save a full state dict, or use DCP"
         )
     found = [name for name in found if not _OTHER.fullmatch(name)]
     if len(found) > 1:
-        return f"{path}: several files may be the model ({', '.join(found[:4])}); give one of them"
+        return f"{path}: several files could be the model ({', '.join(found[:4])}); give one of them"
     return None
 
 
@@ -108,11 +109,11 @@ def _open(source: Source) -> Checkpoint:
     (name,) = _names(source.path)
     where = str(root / name)
     optimizers: list[Any] = []
-    told: dict[str, Any] = {}
+    counted: dict[str, Any] = {}
     if name.endswith(_INDEX_SUFFIX):
         stored = read_index(folder, name, lambda file: _bare(file, load(file)))
     else:
-        stored, optimizers, told = _split(load(folder.file(name)), where)
+        stored, optimizers, counted = _split(load(folder.file(name)), where)
     views = plain_names(stored, where=where)
     tensors: dict[str, Tensor] = {}
     for plain, view in views.items():
@@ -135,19 +136,19 @@ def _open(source: Source) -> Checkpoint:
         tensors=tensors,
         aliases=_aliases(views, tensors),
         optimizer=optimizer,
-        metadata={**told, **trainer_metadata(root)},
+        metadata={**counted, **trainer_metadata(root)},
         companions=companions,
-        counters=lambda: {"step": told["step"]} if "step" in told else {},
+        counters=lambda: {"step": counted["step"]} if "step" in counted else {},
     )
 
 
 def load(file: SourceFile) -> Any:
-    """What `torch.load` would give, with `StoredTensor` for tensors. Nothing in it is run."""
+    """The result of `torch.load`, with `StoredTensor` for tensors; no code in it is run."""
     return TorchZip(file).load()
 
 
 def in_order(names: Iterable[str], aliases: Aliases) -> list[str]:
-    """`names` with tied parameters once, where their first name stands: as `named_parameters` counts them."""
+    """`names` with each tied parameter once, at its first name, as `named_parameters` counts them."""
     return list(dict.fromkeys(aliases.get(name, name) for name in names))
 
 
@@ -157,7 +158,7 @@ def optimizer_beside(
     """The optimizer in `optimizer.pt` or `optimizer.bin` beside the model, None where there is none.
 
     Raises:
-        CheckpointError: more than one, or one that cannot be assigned to the model's parameters.
+        CheckpointError: several, or one that does not fit the model's parameters.
     """
     try:
         entries = {entry.name for entry in folder.path.iterdir()}
@@ -173,7 +174,7 @@ def optimizer_beside(
 
 
 def _bare(file: SourceFile, saved: Any) -> dict[str, StoredTensor]:
-    """One shard: tensors by name, and nothing else."""
+    """The tensors of one shard, which may hold nothing else."""
     if not isinstance(saved, dict) or not all(
         isinstance(key, str) and isinstance(value, StoredTensor) for key, value in saved.items()
     ):
@@ -191,12 +192,14 @@ def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], 
     if "ds_version" in saved or "ds_config" in saved:
         raise CheckpointError(f"{where}: one file of a DeepSpeed checkpoint; give its folder")
     if is_optimizer(saved):
-        raise CheckpointError(f"{where}: an optimizer's state without a model; give the checkpoint's folder")
+        raise CheckpointError(
+            f"{where}: an optimizer's state without a model; give the folder of the checkpoint"
+        )
     found: dict[KeyPath, StoredTensor] = {}
     optimizers: list[Any] = []
-    told: dict[str, Any] = {}
+    counted: dict[str, Any] = {}
     left = _MAX_VALUES
-    # A stack, not recursion: what a file nests need not fit ours.
+    # A stack, since a file may nest deeper than the recursion limit.
     pending: list[tuple[KeyPath, Any]] = [((), saved)]
     while pending:
         path, value = pending.pop()
@@ -210,12 +213,12 @@ def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], 
         elif isinstance(value, dict):
             items = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
             if any(type(key) is int and abs(key) > _MAX_NUMBER for key, _ in items):
-                raise CheckpointError(f"{where}: a table is keyed by numbers too large for a state dict")
+                raise CheckpointError(f"{where}: a dict has integer keys too large for a state dict")
             pending.extend(((*path, key), item) for key, item in reversed(items))
         elif isinstance(value, (list, tuple)):
             pending.extend(((*path, at), item) for at, item in reversed(list(enumerate(value))))
         elif isinstance(value, int) and len(path) == 1 and path[0] in ("step", "global_step"):
-            told["step"] = value
+            counted["step"] = value
     container = model_container(list(found))
     model: dict[str, StoredTensor] = {}
     for path, stored in found.items():
@@ -226,20 +229,19 @@ def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], 
             model[name] = stored
     if not model:
         raise CheckpointError(f"{where}: holds no tensors")
-    told["other_keys"] = [".".join(map(str, path)) for path in found if container not in (None, path[:-1])]
-    return model, optimizers, told
+    counted["other_keys"] = [".".join(map(str, path)) for path in found if container not in (None, path[:-1])]
+    return model, optimizers, counted
 
 
 def _aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Alias -> owner for names whose tensors are one and the same view of one storage."""
+    """Alias -> owner, for names with the same view of the same storage."""
     groups: dict[str, list[str]] = {}
     for name, view in views.items():
         if tensors[name].numel:
-            # A stride that is never taken says nothing. As text, since a file chooses these numbers: see
-            # `pickle_reader.MAX_KEY`.
+            # Strides of dimensions of size 1 do not matter. The key is a string: see `pickle_reader.MAX_KEY`.
             strides = [step if size > 1 else 0 for size, step in zip(view.shape, view.strides, strict=True)]
-            place = (str(view.storage.zip.file.path), view.storage.key, view.offset, view.shape, strides)
-            groups.setdefault(repr((*place, view.dtype)), []).append(name)
+            located = (str(view.storage.zip.file.path), view.storage.key, view.offset, view.shape, strides)
+            groups.setdefault(repr((*located, view.dtype)), []).append(name)
     aliases: dict[str, str] = {}
     for names in groups.values():
         owner = pick_owner({name: tensors[name] for name in names}) if len(names) > 1 else names[0]

@@ -1,4 +1,4 @@
-"""The optimizer of an XLA FSDP v1 run: its state is cut like the shards it belongs to, and keyed by index."""
+"""The optimizer of an XLA FSDP v1 run: index-keyed state, sharded like its parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-# How transformers' Trainer has split parameters into decayed and not, by version: names with one of these are
-# not. The names it sees are those of the shards.
+# Names without weight decay in transformers' Trainer, by version; it sees the names of the shards.
 _UNDECAYED = (
     re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"),
     re.compile(r"bias"),
 )
-# Of a module's flat parameters the second holds what was frozen when it was wrapped.
+# The second flat parameter of a module holds those frozen when it was wrapped.
 _FROZEN = "_FSDP_SHARD_SEPARATOR_flat_param_1"
 _MAX_GROUP_TENSOR = 16
 
@@ -42,13 +41,13 @@ def read_optimizer(
 
     Args:
         saved: (file, `optimizer.state_dict()`) of every rank, in order.
-        layouts: key of `model` -> what it holds, in the model's order.
+        layouts: key of `model` -> its parameters, in the model's order.
         shapes: key of `model` -> the shape of one rank's shard.
         plain_names: name with wrappers -> plain name.
         trainer: whether transformers' Trainer wrote it, whose two groups are known.
 
     Raises:
-        CheckpointError: ranks that disagree, or state that cannot be assigned to parameters beyond doubt.
+        CheckpointError: the ranks disagree, or state cannot be matched to parameters unambiguously.
     """
     where, _ = saved[0]
     ranks = [(file, *_parts(file, value)) for file, value in saved]
@@ -57,12 +56,14 @@ def read_optimizer(
     for file, other_states, other_groups in ranks[1:]:
         if list(other_states) != list(states) or [_group(group) for group in other_groups] != hyper:
             raise CheckpointError(
-                f"{file}: its optimizer is not the one of {where}; a file of another run or step"
+                f"{file}: its optimizer differs from {where}; a file of another run or step"
             )
     indices = [_indices(group.get("params"), where) for group in groups]
     flat = [index for group in indices for index in group]
     if len(set(flat)) != len(flat) or not set(states) <= set(flat):
-        raise CheckpointError(f"{where}: damaged, the params of the optimizer's groups do not fit its state")
+        raise CheckpointError(
+            f"{where}: damaged, the params of the optimizer's groups do not match its state"
+        )
     keys = _keys(indices, groups, states, shapes, trainer, where)
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
     one_run = False
@@ -77,12 +78,11 @@ def read_optimizer(
                     _same(parts, f"the optimizer's {what!r}")
                 one_run = one_run or isinstance(value, StoredTensor)
                 if value is not None:
-                    kept = value if not isinstance(value, StoredTensor) else whole(value, str(what))
+                    replicated = value if not isinstance(value, StoredTensor) else whole(value, str(what))
                     for raw, _, _ in layouts[keys[index]].parts:
-                        made.setdefault(raw, {})[str(what)] = kept
+                        made.setdefault(raw, {})[str(what)] = replicated
                 continue
-            for raw, tensor in join(layouts[keys[index]], parts, f"{keys[index]}.{what}").items():
-                tensor.name = f"{tensor.name}.{what}"
+            for raw, tensor in join(layouts[keys[index]], parts, keys[index], f".{what}").items():
                 made.setdefault(raw, {})[str(what)] = tensor
         state.update({plain_names[raw]: values for raw, values in made.items()})
 
@@ -124,10 +124,10 @@ def _keys(
     trainer: bool,
     where: str,
 ) -> dict[int, str]:
-    """Index -> key of `model`: what the groups name, else the one way in which all shapes fit."""
-    told = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
-    if all(isinstance(names, (list, tuple)) for names in told):
-        named = [str(name).replace("_fpw_module.", "") for names in told for name in names or ()]
+    """Index -> key of `model`: by the names in the groups, else the only way in which all shapes fit."""
+    listed = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    if all(isinstance(names, (list, tuple)) for names in listed):
+        named = [str(name).replace("_fpw_module.", "") for names in listed for name in names or ()]
         flat = [index for group in indices for index in group]
         if len(named) == len(flat) and len(set(named)) == len(named) and set(named) <= set(shapes):
             return dict(zip(flat, named, strict=True))
@@ -154,15 +154,15 @@ def _decayed(
     indices: Sequence[Sequence[int]],
     wanted: Sequence[Sequence[Shape | None]],
 ) -> dict[int, str] | None:
-    """Index -> key as the Trainer's two groups have it, if each fits its part of the shards in one way."""
-    places: dict[int, str] = {}
+    """Index -> key for the Trainer's two groups, if each fits in one way."""
+    keys: dict[int, str] = {}
     for group, bare in enumerate((False, True)):
         part = [(key, shape) for key, shape in candidates if bool(pattern.search(key.lower())) == bare]
         found = fit_in_order(part, [wanted[group]])
         if not isinstance(found, dict):
             return None
-        places.update({indices[group][at]: key for key, (_, at) in found.items()})
-    return places
+        keys.update({indices[group][at]: key for key, (_, at) in found.items()})
+    return keys
 
 
 def _moment_shape(values: Mapping[Any, Any]) -> Shape | None:
@@ -173,12 +173,12 @@ def _moment_shape(values: Mapping[Any, Any]) -> Shape | None:
 
 
 def _cut(what: Any, value: Any, shard: Shape, where: str) -> bool:
-    """Whether one piece of state is cut like its parameter; a count of steps is the same on every rank."""
+    """Whether one state is sharded like its parameter; a step count is the same on every rank."""
     if isinstance(value, StoredTensor) and value.shape and what != "step":
         if value.shape != shard:
             raise CheckpointError(
-                f"{where}: the optimizer's {what!r} of {list(value.shape)} is not cut like its shard of "
-                f"{list(shard)}; convert without --optimizer"
+                f"{where}: the optimizer's {what!r} of {list(value.shape)} is not sharded like its "
+                f"parameter, {list(shard)}; convert without --optimizer"
             )
         return True
     if value is None or isinstance(value, (int, float, StoredTensor)):
@@ -189,22 +189,22 @@ def _cut(what: Any, value: Any, shard: Shape, where: str) -> bool:
 
 
 def _same(parts: Sequence[tuple[str, Any]], what: str) -> None:
-    """Refuse ranks whose copies of one small value differ: they are not of one step."""
+    """Refuse ranks whose copies of one replicated value differ: they are from different steps."""
     (where, first), *others = parts
     expected = _value(first, where)
     for file, value in others:
         if _value(value, file) != expected:
-            raise CheckpointError(f"{file}: {what} is not that of {where}; a file of another run or step")
+            raise CheckpointError(f"{file}: {what} differs from {where}; a file of another run or step")
 
 
 def _value(value: Any, where: str) -> Any:
-    """A small value, comparable."""
+    """A small value in comparable form."""
     if not isinstance(value, StoredTensor):
         return plain(value)
     with blame(where):
         tensor = whole(value, "a step")
         if tensor.numel > _MAX_GROUP_TENSOR:
-            raise CheckpointError("a tensor where a number should be")
+            raise CheckpointError("a tensor instead of a number")
         return tensor.read().tolist()
 
 

@@ -1,8 +1,8 @@
-"""PyTorch/XLA FSDP v1 (`XlaFullyShardedDataParallel`): one file a rank, each with its own description.
+"""PyTorch/XLA FSDP v1 (`XlaFullyShardedDataParallel`): one file per rank, each with its own metadata.
 
 A rank's file holds `model` (its shards, and every buffer whole), `shard_metadata` and often `optimizer`. The
 files may be called anything; transformers' Trainer writes `rank<r>-of-<W>-pytorch_model.bin`, with the
-optimizer in `rank<r>-of-<W>-optimizer.pt`. Every rank describes every shard, so each is held against all.
+optimizer in `rank<r>-of-<W>-optimizer.pt`. Every rank describes every shard; all descriptions must agree.
 
 Source: torch_xla/distributed/fsdp/xla_fully_sharded_data_parallel.py (`get_shard_metadata`,
 `_flatten_and_pad_to_world_size`), state_dict_utils.py; transformers/integrations/tpu.py.
@@ -22,7 +22,7 @@ from converters.formats import Format, Source
 from converters.formats.xla_fsdp.optimizer import read_optimizer
 from converters.formats.xla_fsdp.shards import Layout, join, read_layouts, whole
 from converters.names.canonical import plain_names
-from converters.storage.bytes import Folder
+from converters.storage.folder import Folder
 from converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ _SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
 _RANKED = re.compile(r"(?P<head>.*?)rank[-_]?(?P<rank>\d+)[-_]of[-_](?P<world>\d+)(?P<tail>.*)")
 _TRAINER_MODEL, _TRAINER_OPTIMIZER = "-pytorch_model.bin", "-optimizer.pt"
 _METADATA = "shard_metadata"
-# What makes a file of any name one of these, in its pickle.
+# Identifies a rank file of any name by its pickle.
 _MARK = _METADATA.encode()
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """One file, parsed: what it holds beside `shard_metadata`, and whose it is."""
+    """One parsed file: its content without `shard_metadata`, and its rank."""
 
     where: str
     content: dict[Any, Any]
@@ -50,15 +50,15 @@ class RankFile:
 
 
 def _ranked(name: str) -> re.Match[str] | None:
-    """The parts of a name that tells the rank and the number of ranks."""
+    """The parts of a file name that holds the rank and the world size."""
     return _RANKED.fullmatch(name) if name.endswith(_SUFFIXES) else None
 
 
 def _marked(folder: Folder, name: str) -> bool:
-    """Whether a file of any name is one rank's."""
+    """Whether a file of any name is a rank file."""
     try:
         return name.endswith(_SUFFIXES) and _MARK in TorchZip(folder.file(name)).read("data.pkl")
-    except RemoteError:  # not a matter of what the file is
+    except RemoteError:  # not a property of the file
         raise
     except CheckpointError:
         return False
@@ -75,12 +75,12 @@ def _detect(source: Source) -> bool:
     path = source.path
     folder = Folder(path.parent if path.is_file() else path, verify=source.verify)
     names = [path.name] if path.is_file() else _entries(path)
-    # A name of the usual kind is enough: a damaged file is then refused, and not passed over.
+    # A usual name is enough, so that a damaged file is refused and not skipped.
     return any(_ranked(name) for name in names) or any(_marked(folder, name) for name in names)
 
 
 def _set(match: re.Match[str]) -> tuple[str, int, str]:
-    """What the names of one checkpoint's ranks have in common."""
+    """The part that the file names of one checkpoint have in common."""
     tail = match["tail"]
     return (
         match["head"],
@@ -101,7 +101,7 @@ def _names(source: Source, folder: Folder) -> list[str]:
         if match:
             return sets[_set(match)]
     else:
-        if len(sets) > 1:  # other things than checkpoints may be called so
+        if len(sets) > 1:  # other files may have such names
             sets = {
                 kind: names for kind, names in sets.items() if any(_marked(folder, name) for name in names)
             }
@@ -110,7 +110,7 @@ def _names(source: Source, folder: Folder) -> list[str]:
     if len(sets) > 1:
         one, other, *_ = [names[0] for names in sets.values()]
         raise CheckpointError(
-            f"{folder.path}: holds the ranks of several checkpoints ({one}, {other}); give one of the files"
+            f"{folder.path}: holds rank files of several checkpoints ({one}, {other}); give one of the files"
         )
     return [name for name in entries if not _ranked(name) and _marked(folder, name)]
 
@@ -120,24 +120,24 @@ def _load(folder: Folder, name: str) -> RankFile:
     content = archive.load()
     metadata = content.pop(_METADATA, None) if isinstance(content, dict) else None
     if not isinstance(metadata, dict):
-        raise CheckpointError(f"{archive.where}: not a rank's file of XLA FSDP (no {_METADATA})")
+        raise CheckpointError(f"{archive.where}: not a rank file of XLA FSDP (no {_METADATA})")
     rank, world = metadata.get("rank"), metadata.get("world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
-        raise CheckpointError(f"{archive.where}: damaged, {_METADATA} tells no rank and world size")
+        raise CheckpointError(f"{archive.where}: damaged, {_METADATA} has no rank and world size")
     match = _ranked(name)
     if match and (int(match["rank"][:9]), int(match["world"][:9])) != (rank, world):
-        raise CheckpointError(f"{archive.where}: is rank {rank} of {world}, not what its name says")
+        raise CheckpointError(f"{archive.where}: is rank {rank} of {world}, unlike its name")
     return RankFile(archive.where, content, metadata, rank, world)
 
 
 def _by_rank(files: list[RankFile], kind: str, root: Place) -> list[RankFile]:
-    """The files that hold `kind`, in the order of their ranks: all of them, and each once."""
+    """The files that hold `kind`, in rank order; every rank must be there once."""
     found: dict[int, RankFile] = {}
     for file in files:
         if kind in file.content:
             if file.world != files[0].world:
                 raise CheckpointError(
-                    f"{file.where}: is of {file.world} ranks, {files[0].where} of {files[0].world}"
+                    f"{file.where}: has a world size of {file.world}, {files[0].where} of {files[0].world}"
                 )
             other = found.setdefault(file.rank, file)
             if other is not file:
@@ -149,9 +149,7 @@ def _by_rank(files: list[RankFile], kind: str, root: Place) -> list[RankFile]:
     world = files[0].world
     missing = next((rank for rank in range(world) if rank not in found), None)
     if missing is not None:
-        raise CheckpointError(
-            f"{root}: rank {missing} of {world} is missing, there is no file with its {kind}"
-        )
+        raise CheckpointError(f"{root}: rank {missing} of {world} is missing: no file holds its {kind}")
     return [found[rank] for rank in range(world)]
 
 
@@ -216,14 +214,14 @@ def _others(file: RankFile) -> list[str]:
 
 
 def _tensors(key: Any, value: Any, layout: Layout | None, shards: list[tuple[str, Any]]) -> dict[str, Tensor]:
-    """The tensors under one key of `model`: those its shards hold, or a buffer, whole on every rank."""
+    """The tensors under one key of `model`: joined from shards, or a buffer replicated on every rank."""
     if layout is not None:
         return join(layout, shards, str(key))
     if not isinstance(value, StoredTensor):
         return {}
     for where, other in shards:
         if not isinstance(other, StoredTensor) or (other.dtype, other.shape) != (value.dtype, value.shape):
-            raise CheckpointError(f"{where}: {str(key)!r} is another tensor than on rank 0")
+            raise CheckpointError(f"{where}: {str(key)!r} differs from rank 0")
     with blame(shards[0][0]):
         return {str(key): whole(value, str(key))}
 

@@ -1,4 +1,4 @@
-"""How XLA FSDP v1 cuts parameters: flat and padded, many in one, or along dim 0; putting them together."""
+"""Joining the sharded parameters of XLA FSDP v1: flat and padded, flattened together, or along dim 0."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Metadata = dict[Any, Any]
 _SHARD = "_fsdp_shard"
 _DOT = "_FSDP_SHARD_SEPARATOR_"
 _FLAT = "_fsdp_wrapped_module.flat_param_"
-# Shards are rounded up to a multiple of 128 elements (TPUs gather those faster), or of what the user chose.
+# Shards are padded to a multiple of 128 elements (faster all-gather on TPUs), or of a number the user chose.
 _MULTIPLES = tuple(1 << bit for bit in range(13))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What one sharded key holds.
+    """The parameters in one sharded key.
 
     Attributes:
-        shape: of the parameter that was cut; of a flat one, its length.
+        shape: of the parameter before sharding; of a flat parameter, its length.
         parts: (name with wrappers, first element, shape) of each original parameter, in flat order.
     """
 
@@ -44,19 +44,19 @@ class Layout:
 
     @property
     def flat(self) -> bool:
-        """Whether several parameters were joined before they were cut."""
+        """Whether parameters were flattened together before sharding."""
         return len(self.parts) > 1 or self.parts[0][2] != self.shape
 
 
 def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any]) -> dict[str, Layout]:
-    """Key of `model` -> what it holds, for the keys that are shards.
+    """Key of `model` -> its parameters, for the keys that are shards.
 
     Args:
-        described: (file, shard_metadata) of every rank; all must say the same.
+        described: (file, shard_metadata) of every rank; all must agree.
         keys: the keys of `model`, from the first rank.
 
     Raises:
-        CheckpointError: ranks that disagree, or metadata that does not describe exactly these keys.
+        CheckpointError: the ranks disagree, or the metadata does not describe exactly these keys.
     """
     (where, first), others = described[0], described[1:]
     layouts: dict[str, Layout] = {}
@@ -109,7 +109,7 @@ def _info(metadata: Metadata, head: str, suffix: str, where: str) -> dict[Any, A
 
 
 def _described(info: dict[Any, Any], suffix: str, where: str) -> tuple[str, Shape]:
-    """(original name, original shape) of one shard; the key is made of the name, and confirms it."""
+    """(original name, original shape) of one shard; the key contains the name, which must match."""
     name, shape = info.get("_orig_name"), _shape(info.get("_orig_size"), where)
     if not isinstance(name, str) or f"{_SHARD}.{name}".replace(".", _DOT) != suffix:
         raise CheckpointError(f"{where}: damaged shard_metadata, {suffix!r} is called {shown(name)}")
@@ -129,7 +129,7 @@ def _shape(value: Any, where: str) -> Shape:
 def _flat_entry(metadata: Metadata, name: str, where: str) -> tuple[list[Any], list[Shape], list[Any]]:
     entry = _table(metadata.get("flatten_info"), where).get(name.replace("_fpw_module.", ""))
     if not isinstance(entry, (list, tuple)) or len(entry) != 3:
-        raise CheckpointError(f"{where}: its shard_metadata does not tell what {name!r} holds")
+        raise CheckpointError(f"{where}: its shard_metadata does not describe {name!r}")
     names, shapes, numels = entry
     if not all(isinstance(part, (list, tuple)) for part in entry) or not (
         len(names) == len(shapes) == len(numels) > 0
@@ -156,16 +156,18 @@ def _flat_layout(
     return Layout(shape, tuple(parts))
 
 
-def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str) -> dict[str, Tensor]:
-    """The tensors that the ranks' shards of one key make, by name with wrappers.
+def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str, suffix: str = "") -> dict[str, Tensor]:
+    """Join the ranks' shards of one key into tensors, by name with wrappers.
 
     Args:
         shards: (file, value) of every rank, in order.
+        suffix: appended to the tensors' own names (`.exp_avg`), not to the keys of the result.
 
     Raises:
-        CheckpointError: shards of different types or shapes, or of a size that sharding never leaves.
+        CheckpointError: shards of different dtypes or shapes, or of a size that sharding never produces.
     """
     where, first = shards[0]
+    key += suffix
     stored: list[StoredTensor] = []
     for file, value in shards:
         if not isinstance(value, StoredTensor) or not isinstance(first, StoredTensor):
@@ -178,21 +180,21 @@ def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str) -> dict[st
         stored.append(value)
     with blame(where):
         if len(first.shape) == 1:
-            return _join_flat(layout, stored, key)
-        return {layout.parts[0][0]: _join_rows(layout, stored, key)}
+            return _join_flat(layout, stored, key, suffix)
+        return {layout.parts[0][0]: _join_rows(layout, stored, key, suffix)}
 
 
 def whole(stored: StoredTensor, name: str) -> Tensor:
-    """A pickled tensor as it is, located when it is first read."""
+    """A pickled tensor, located at its first read."""
     origin = (0,) * len(stored.shape)
     return Tensor(plain_name(name), stored.dtype, stored.shape, [Box(origin, stored.shape, stored.view)])
 
 
-def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str) -> dict[str, Tensor]:
+def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix: str) -> dict[str, Tensor]:
     length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
     if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):
         raise CheckpointError(
-            f"{key!r} has {length} elements a rank, {numel} on {world} ranks have another size"
+            f"{key!r} has {length} elements per rank, which does not fit {numel} on {world} ranks"
         )
     if length > 1 and any(shard.strides != (1,) for shard in stored):
         raise CheckpointError(f"{key!r} is not contiguous")
@@ -207,11 +209,11 @@ def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str) -> dict
             low, high = max(start, rank * length), min(stop, (rank + 1) * length)
             at = (stored[rank].offset + low - rank * length) * width
             pieces.append((low - start, high - start, sources[rank], at))
-        made[name] = Tensor.from_flat(plain_name(name), dtype, shape, pieces)
+        made[name] = Tensor.from_flat(plain_name(name) + suffix, dtype, shape, pieces)
     return made
 
 
-def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str) -> Tensor:
+def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
     rows, *rest = stored[0].shape or (0,)
     if (
         layout.flat
@@ -220,8 +222,8 @@ def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str) -> Tens
         or rows != -(-layout.shape[0] // len(stored))
     ):
         raise CheckpointError(
-            f"{key!r} has the shape {list(stored[0].shape)} a rank, {list(layout.shape)} cut along its first "
-            f"dimension on {len(stored)} ranks has another"
+            f"{key!r} has the shape {list(stored[0].shape)} per rank, which does not fit "
+            f"{list(layout.shape)} sharded along dim 0 on {len(stored)} ranks"
         )
     boxes = []
     for rank, shard in enumerate(stored):
@@ -229,7 +231,7 @@ def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str) -> Tens
         size = min(rows, layout.shape[0] - low)
         if size > 0:  # the rest is padding
             boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.view))
-    return Tensor(plain_name(layout.parts[0][0]), stored[0].dtype, layout.shape, boxes)
+    return Tensor(plain_name(layout.parts[0][0]) + suffix, stored[0].dtype, layout.shape, boxes)
 
 
 def _span(shard: StoredTensor) -> FileSpan:

@@ -1,4 +1,4 @@
-"""Files being written to a disk: at the page cache's pace, with the disk kept busy while they grow."""
+"""Output files, written by several threads and flushed to the disk while they grow."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ if TYPE_CHECKING:
     from converters.storage.bytes import FileSpan
     from converters.storage.path_or_url import Place
 
-# Linux gives a larger write larger folios, which it must find or make first: writes of 1 MiB were seen to
-# cost five times the processor time of these.
+# Linux allocates larger folios for larger writes: writes of 1 MiB took five times the CPU time of these.
 WRITE_BYTES = 256 << 10
-# Written bytes that are handed to the disk together, so that the last fsync has little left to wait for.
+# Written bytes between two flushes, so that the final fsync has little left to write.
 FLUSH_BYTES = 32 << 20
-# Bytes the kernel copies in one call, so that the progress bar moves and Ctrl-C is heard.
+# Bytes the kernel copies per call, so that the progress bar moves and Ctrl-C is handled.
 _KERNEL_COPY = 8 << 20
 
 
 class OutputFile:
-    """A new file, written in pieces by any threads; durable once the last piece is done.
+    """A new file, written in pieces by any thread, and fsynced after the last piece.
 
     Args:
-        pieces: how many times `finish` will be called.
+        pieces: how often `finish` will be called.
 
     Raises:
         OSError: the file exists, or cannot be written.
     """
 
     def __init__(self, path: Path, pieces: int = 1) -> None:
-        self._fd = -1  # set first: __del__ runs even when it cannot be opened
+        self._fd = -1  # set first: __del__ runs even when open fails
         self._fd = open_new(path)
         self._left = pieces
         self._lock = threading.Lock()
@@ -47,11 +46,11 @@ class OutputFile:
             os.close(self._fd)
 
     def piece(self, at: int) -> Piece:
-        """A piece of the file, to be written from byte `at` on."""
+        """A piece of the file that begins at byte `at`."""
         return Piece(self, self._fd, at)
 
     def finish(self) -> None:
-        """One piece is done; after the last the file is durable and closed."""
+        """End one piece; after the last, fsync and close the file."""
         with self._lock:
             self._left -= 1
             last = not self._left
@@ -78,10 +77,10 @@ class Piece:
             self._advance(count)
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
-        """Append the bytes of `span` unread; False, and nothing done, where that is not possible.
+        """Let the kernel append the bytes of `span`; False, with nothing written, where it cannot.
 
         Args:
-            progress: called with the bytes of each step.
+            progress: called with the number of bytes of each step.
         """
         if not hasattr(os, "copy_file_range"):
             return False
@@ -96,9 +95,9 @@ class Piece:
                     descriptor.fd, self._fd, want, offset_src=span.offset + done, offset_dst=self._at
                 )
             except OSError:
-                count = 0  # across filesystems, or an old kernel
+                count = 0  # across file systems, or an old kernel
             if count == 0:
-                # Whoever writes the bytes instead starts over; what is there already is overwritten.
+                # The caller writes all bytes itself, over those copied so far.
                 self._at, self._flushed = start, min(start, self._flushed)
                 progress(-done)
                 return False
@@ -108,7 +107,7 @@ class Piece:
         return True
 
     def finish(self) -> None:
-        """Tell the file that this piece is done."""
+        """Flush, and end this piece."""
         self._flush()
         self.file.finish()
 
@@ -120,13 +119,13 @@ class Piece:
     def _flush(self) -> None:
         count = self._at - self._flushed
         if count and hasattr(os, "posix_fadvise"):  # not on macOS; a count of 0 would mean the whole file
-            # For pages that are dirty this starts their way to the disk and waits for nothing.
+            # For dirty pages this starts writeback without waiting for it.
             os.posix_fadvise(self._fd, self._flushed, count, os.POSIX_FADV_DONTNEED)
         self._flushed = self._at
 
 
 def write_file(path: Place, data: bytes) -> None:
-    """Write a small new file, durably; OSError where it cannot be done."""
+    """Write and fsync a small new file; OSError if it exists or writing fails."""
     if isinstance(path, RemotePath):
         path.write_bytes(data)
         return
@@ -136,7 +135,7 @@ def write_file(path: Place, data: bytes) -> None:
 
 
 def copy_file(source: Place, target: Path) -> None:
-    """Copy a small file into a new one, durably and in little memory; OSError where it cannot be done."""
+    """Copy a small file into a new one in chunks, and fsync it; OSError if that fails."""
     if isinstance(source, RemotePath):
         source.download(target)
     else:

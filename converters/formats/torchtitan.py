@@ -1,8 +1,8 @@
-"""torchtitan's own Llama under the names, and in the order of rows, that transformers uses.
+"""torchtitan's Llama with the names and the row order of transformers.
 
-torchtitan's models have names of their own, and its Llama rotates neighbouring pairs of a head's rows, where
-transformers rotates its first half with its second. So the rows of the query and key projections, and of
-whatever an optimizer keeps of them, stand in another order.
+torchtitan names its parameters differently, and its rotary embedding pairs adjacent rows of a head, where
+transformers pairs the first half with the second. So the rows of the query and key projections, and of their
+optimizer state, are permuted.
 
 Source: torchtitan/models/llama3/state_dict_adapter.py; "RoFormer", arXiv:2104.09864, section 3.4.2.
 """
@@ -46,18 +46,18 @@ _AROUND = {
 
 
 def is_torchtitan_llama(checkpoint: Checkpoint) -> bool:
-    """Whether the tensors have the names of torchtitan's Llama."""
+    """Whether the tensors have torchtitan's Llama names."""
     return "tok_embeddings.weight" in checkpoint.tensors
 
 
 def as_transformers_llama(checkpoint: Checkpoint, *, heads: int, key_value_heads: int) -> Checkpoint:
-    """The same checkpoint as transformers would have it; nothing is read before it is asked for.
+    """The same checkpoint with transformers' names and row order, read lazily.
 
     Args:
-        heads, key_value_heads: of the attention, which the checkpoint does not tell.
+        heads, key_value_heads: of the attention; the checkpoint does not record them.
 
     Raises:
-        CheckpointError: rows that the heads do not divide.
+        CheckpointError: the heads do not divide the rows.
     """
     names = {name: _transformers_name(name) for name in (*checkpoint.tensors, *checkpoint.aliases)}
 
@@ -99,7 +99,7 @@ def as_transformers_llama(checkpoint: Checkpoint, *, heads: int, key_value_heads
 
 
 def _transformers_name(name: str) -> str:
-    """The name that transformers has for a tensor of torchtitan's; an unknown one stays as it is."""
+    """transformers' name for a tensor of torchtitan; an unknown name is returned unchanged."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return _AROUND.get(name, name)
@@ -108,10 +108,10 @@ def _transformers_name(name: str) -> str:
 
 
 def _in_halves(tensor: Tensor, heads: int) -> Tensor:
-    """The rows of each head in another order: the first of every pair, then the second of every pair."""
+    """Reorder the rows of each head: the first of every pair, then the second of every pair."""
     rows, *rest = tensor.shape
     if rows % (2 * heads):
-        raise CheckpointError(f"{tensor.name}: {rows} rows are not those of {heads} heads")
+        raise CheckpointError(f"{tensor.name}: {rows} rows cannot be split into {heads} heads")
     half = rows // heads // 2
     row, *strides = row_major(tensor.shape, itemsize(tensor.dtype))
 
@@ -119,7 +119,9 @@ def _in_halves(tensor: Tensor, heads: int) -> Tensor:
     def source() -> Source:
         run = tensor.run()
         if run is None:
-            raise CheckpointError(f"{tensor.name}: is cut within its rows, which is not supported here")
+            raise CheckpointError(
+                f"{tensor.name}: is sharded along another dimension than 0, which is not supported here"
+            )
         return run
 
     def box(head: int, second: int) -> Box:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from converters.storage.bytes import Folder
-from converters.writers import output_file as outfile
-from converters.writers.output_file import OutputFile, write_file
+from converters.storage import output_file as outfile
+from converters.storage.folder import Folder
+from converters.storage.output_file import OutputFile, write_file
 
 if TYPE_CHECKING:
     from pathlib import Path

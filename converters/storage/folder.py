@@ -1,0 +1,140 @@
+"""The files of one checkpoint folder, by names that cannot leave it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import OrderedDict
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from converters.errors import CheckpointError
+from converters.storage.bytes import Descriptor, SourceFile
+from converters.storage.guarded import real_path
+from converters.storage.object_store import RemotePath
+from converters.storage.range_reader import RemoteFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from converters.storage.path_or_url import Place
+
+
+def _max_open_files() -> int:
+    """A quarter of this process's limit: the rest belongs to the caller."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 64
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 4))
+
+
+_MAX_OPEN_FILES = _max_open_files()
+
+
+class Folder:
+    """The files of one checkpoint folder, on a disk or in an object store, by names that stay inside it.
+
+    Links must stay inside it too (`converters.storage.guarded`). The folder itself may be a link, because
+    the user named it.
+    """
+
+    def __init__(self, path: Place, *, verify: bool = True) -> None:
+        self.path = path
+        self._verify = verify
+        self._descriptors = _Descriptors()
+        self._files: dict[str, SourceFile] = {}
+
+    def file(self, name: str) -> SourceFile:
+        """The file `name`, a relative path; CheckpointError if it leaves the folder or is no regular file."""
+        known = self._files.get(name)
+        if known is None:
+            known = self._files[name] = self._open(name)
+        return known
+
+    def _open(self, name: str) -> SourceFile:
+        pure = PurePosixPath(name)
+        if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts:
+            raise CheckpointError(f"{self.path}: the file name {name!r} leaves the checkpoint folder")
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError:  # a lone surrogate
+            raise CheckpointError(f"{self.path}: the file name {name!r} is not valid Unicode") from None
+        if isinstance(self.path, RemotePath):
+            remote = self.path / name
+            return RemoteFile(name, remote, _size(remote), verify=self._verify)
+        path = self.path / name
+        real = real_path(path, self.path)
+        return _LocalFile(name, path, real, _size(path), self._descriptors, verify=self._verify)
+
+
+def _size(path: Place) -> int:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: not a regular file")
+    return status.st_size
+
+
+class _Descriptors:
+    """A bounded set of open files, the least recently used evicted first.
+
+    Files hold this and not their `Folder`, which would be a reference cycle: dropping a checkpoint closes
+    its files at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, Descriptor] = OrderedDict()
+
+    def get(self, real: str, path: Path) -> Descriptor:
+        """The open file `real`; errors name `path`."""
+        with self._lock:
+            descriptor = self._open.get(real)
+            if descriptor is None:
+                try:
+                    descriptor = Descriptor(real)
+                except OSError as error:
+                    raise CheckpointError(f"{path}: {error.strerror or error}") from None
+                self._open[real] = descriptor
+                if len(self._open) > _MAX_OPEN_FILES:
+                    self._open.popitem(last=False)
+            else:
+                self._open.move_to_end(real)
+            return descriptor
+
+
+class _LocalFile(SourceFile):
+    """A file on a disk, where the kernel reads ahead."""
+
+    path: Path
+
+    def __init__(
+        self, name: str, path: Path, real: str, nbytes: int, descriptors: _Descriptors, *, verify: bool
+    ) -> None:
+        super().__init__(name, path, nbytes, verify=verify)
+        self._real = real
+        self._descriptors = descriptors
+
+    def identity(self) -> object:
+        status = os.stat(self._real)  # noqa: PTH116
+        return status.st_dev, status.st_ino
+
+    def descriptor(self) -> Descriptor:
+        return self._descriptors.get(self._real, self.path)
+
+    def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
+        descriptor = self.descriptor()
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(descriptor.fd, [buffer[done:]], at + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {error.strerror or error}") from None
+            if count == 0:
+                raise CheckpointError(f"{self.path}: the file ends early, at byte {at + done}")
+            done += count

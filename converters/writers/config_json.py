@@ -1,0 +1,58 @@
+"""The `config.json` beside converted weights, with the dtype that they are written in."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from converters.storage.guarded import read_small_text
+from converters.tensors.dtypes import CASTABLE, TO_TORCH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from converters.storage.path_or_url import Place
+    from converters.writers.conversion import Entry
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers before 4.56 reads the second
+
+
+def with_dtype(
+    companions: Mapping[str, Place], entries: Iterable[Entry]
+) -> tuple[dict[str, bytes], dict[str, Place]]:
+    """The companions, with a `config.json` whose dtype is that of the tensors.
+
+    `from_pretrained` loads in the dtype that the config names, whatever the weights have. In a config of
+    quantized weights the key means something else, so that one is copied unchanged.
+
+    Returns:
+        The files to write (name -> content), and those to copy unchanged (name -> path).
+    """
+    copied = dict(companions)
+    path = copied.get("config.json")
+    config = None if path is None else json.loads(read_small_text(path))
+    if not isinstance(config, dict) or "quantization_config" in config:
+        return {}, copied
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        if entry.dtype in CASTABLE and entry.tensor.shape:
+            sizes[TO_TORCH[entry.dtype]] = sizes.get(TO_TORCH[entry.dtype], 0) + entry.nbytes
+    named = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
+    # With several dtypes, the one that the config names already is as good as any.
+    if not sizes or named.removeprefix("torch.") in sizes:
+        return {}, copied
+    _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
+    del copied["config.json"]
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    try:
+        return {"config.json": text.encode()}, copied
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can only escape
+        return {"config.json": (json.dumps(config, indent=2) + "\n").encode()}, copied
+
+
+def _set_dtype(config: dict[str, Any], name: str) -> None:
+    present = [key for key in _DTYPE_KEYS if key in config]
+    config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], name))
+    for key, part in config.items():
+        if key.endswith("_config") and isinstance(part, dict) and not part.keys().isdisjoint(_DTYPE_KEYS):
+            _set_dtype(part, name)
