@@ -43,7 +43,7 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/portable/test_moves.py::test_goes_on_from_the_reference", "tests/portable/test_run.py"),
     ),
     "files get their name before they are on disk": Mutant(
-        "portable/checkpoint/store.py",
+        "portable/durable.py",
         "    descriptor = os.open(path, os.O_RDONLY)\n    try:\n        os.fsync(descriptor)",
         "    descriptor = os.open(path, os.O_RDONLY)\n    try:\n        pass",
         ("tests/portable/test_durability.py",),
@@ -87,8 +87,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a folder of another run is gone on in": Mutant(
         "portable/output/existing_run.py",
-        "if earlier is not None and (changed := difference(earlier, config)):",
-        "if earlier is None and (changed := difference(earlier, config)):",
+        "if existing.config is not None and (changed := difference(existing.config, config)):",
+        "if existing.config is None and (changed := difference(existing.config, config)):",
         (
             "tests/portable/test_bad_input.py",
             "tests/portable/test_run.py",

@@ -126,7 +126,7 @@ def compiled_losses(config: RunConfig) -> Losses:
 
 def test_compiled_layers_do_not_go_with_zero3(tmp_path: Path, corpus: Path) -> None:
     config = zero_config(tmp_path, corpus, strategy="zero3", compile=True)
-    with pytest.raises(UserError, match=r"compile: true does not go with strategy zero3.*come and go"):
+    with pytest.raises(UserError, match=r"compile: not supported with strategy zero3.*gathers and frees"):
         backend_package("cpu").check(config, World(1))
 
 

@@ -120,4 +120,4 @@ def test_a_single_rank_that_offloads_is_missed_when_it_is_killed(
     assert run.returncode == 1, errors
     (told,) = (line for line in errors.splitlines() if line.startswith("error: "))
     assert "rank 0 failed first: it was killed by SIGKILL" in told
-    assert "memory.offload_optimizer nvme, with memory.nvme_path on a local disk, in place of cpu" in told
+    assert "memory.offload_optimizer nvme, with memory.nvme_path on a local disk, instead of cpu" in told

@@ -76,7 +76,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def page_settings() -> dict[str, Any]:
     """Of the file on the page that does what the Trainer does, what is not its model, data or size."""
-    _, _, text = PAGE.read_text("utf-8").partition("A file that does what the Trainer does")
+    _, _, text = PAGE.read_text("utf-8").partition("This file does what the Trainer does")
     document = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     train = {f"train__{key}": value for key, value in document["train"].items() if key != "epochs"}
     return {
