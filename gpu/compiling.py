@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from portable.errors import require
-from portable.model.build import transformer_layers
+from portable.model.layers import transformer_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,13 +20,13 @@ from gpu.generation import continue_text
 from gpu.loss_scale import DeviceScaler, LossScale
 from portable.checkpoint.matching import stored_state
 from portable.errors import unsupported
-from portable.model.build import embeddings, state_tensors
 from portable.model.chunked_loss import chunked_head
 from portable.model.loss import Objective
+from portable.model.parameters import embeddings, state_tensors
 from portable.model.tensors import fill
-from portable.model.transformers_patches import no_look_at_values
+from portable.model.transformers_patches import no_value_checks
 from portable.optim.build import build_optimizer, decaying, set_rates
-from portable.optim.non_finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
+from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.sharded import local
 
 if TYPE_CHECKING:
@@ -114,13 +114,13 @@ class TorchEngine:
         self._scaler = DeviceScaler(config.fp16, device) if config.precision == "fp16" else None
         self._scaling = LossScale(self._scaler)
         # Under a search for a loss scale an overflow is no failure; what is one then, ends the run.
-        self._limit = 1 if self._scaling.dynamic else allowed_in_a_row(config.train.on_non_finite)
-        self._account = torch.tensor(NEW_ACCOUNT, device=device)  # read when logging, never in between
+        self._limit = 1 if self._scaling.dynamic else allowed_streak(config.train.on_non_finite)
+        self._account = torch.tensor(NEW_COUNTERS, device=device)  # read when logging, never in between
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._captured.begin_pass()
         with self._sharded.accumulating(last=last):
-            with self._sharded.autocast(), no_look_at_values():
+            with self._sharded.autocast(), no_value_checks():
                 loss = self._objective(self._sharded.forward, batch, valid)
             scaled = loss * self._sharded.loss_scale
             (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
@@ -148,7 +148,7 @@ class TorchEngine:
         # The norm is over all ranks, so that all of them see an overflow of any.
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         bad = ~finite if self._scaler is None else self._scaler.update(~finite)
-        self._account, left_out = entered(self._account, bad=bad, loss=loss, limit=self._limit)
+        self._account, left_out = count_update(self._account, bad=bad, loss=loss, limit=self._limit)
         set_rates(self._optimizer, learning_rate, betas)
         # The optimizers leave parameters and state alone when this value is 1, which they find on the device
         # of the parameters: if those are offloaded, the host has waited for their gradients anyway.
@@ -183,7 +183,7 @@ class TorchEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
         self._captured.begin_pass()
-        with self._sharded.autocast(), no_look_at_values():
+        with self._sharded.autocast(), no_value_checks():
             loss = self._objective.evaluated(self._sharded.forward, batch)
         self.model.train()
         return loss

@@ -24,7 +24,8 @@ from gpu.experts import zero_missing_gradients
 from gpu.fsdp.units import order_prefetches, units
 from portable.errors import UserError
 from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.build import every_parameter_counts, materialize
+from portable.model.layers import every_parameter_gets_gradient
+from portable.model.parameters import materialize
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,7 +117,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     device = machine.device
     replicated = config.strategy == "no_shard" and machine.world_size > 1
     # Asked before anything is wrapped. DDP looks for what gets no gradient in each backward pass, if it must.
-    all_count = not replicated or every_parameter_counts(model)
+    all_count = not replicated or every_parameter_gets_gradient(model)
     zero_missing_gradients(model)
     checkpoint_activations(model, config.memory.activation_checkpointing)
     compile_layers(model, config)

@@ -25,11 +25,11 @@ from portable.batch_plan import plan_batches
 from portable.checkpoint.matching import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.build import materialize, state_tensors
 from portable.model.loss import Objective
+from portable.model.parameters import materialize, state_tensors
 from portable.model.tensors import fill
 from portable.optim.build import set_rates
-from portable.optim.non_finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
+from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.planner.memory_model import Cluster
 from portable.planner.subject import inspect
 from portable.terminal import native_stdout_closed
@@ -197,8 +197,8 @@ class ZeroEngine:
         self._scaling = LossScale(engine.optimizer.loss_scaler)
         self._saver = ZeroSaver(engine)
         # Under a search for a loss scale an overflow is no failure.
-        self._limit = allowed_in_a_row(config.train.on_non_finite)
-        self._account = torch.tensor(NEW_ACCOUNT)  # on the host, which waits for the norm in every step
+        self._limit = allowed_streak(config.train.on_non_finite)
+        self._account = torch.tensor(NEW_COUNTERS)  # on the host, which waits for the norm in every step
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._partitions.refresh()
@@ -233,7 +233,9 @@ class ZeroEngine:
             self._scaling.count_overflow()
             left_out = False
         told = loss.cpu() if left_out else torch.zeros(())
-        self._account, _ = entered(self._account, bad=torch.tensor(left_out), loss=told, limit=self._limit)
+        self._account, _ = count_update(
+            self._account, bad=torch.tensor(left_out), loss=told, limit=self._limit
+        )
         norm = self._engine.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
 

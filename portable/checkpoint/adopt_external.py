@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from converters import Checkpoint, CheckpointError
 from converters import Tensor as StoredTensor
 from converters.checkpoint import OptimizerState
-from portable.checkpoint.external import HALF_TYPES, Foreign
+from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
 from portable.config.problems import shown
 from portable.errors import DamagedError, UserError
-from portable.model.build import embeddings, state_tensors, tied_names
+from portable.model.parameters import embeddings, state_tensors, tied_names
 from portable.optim.build import build_optimizer, decaying
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _RULES: dict[str, dict[str, bool]] = {
 
 
 @dataclass(frozen=True)
-class Takeover:
+class AdoptedCheckpoint:
     """Where a run begins.
 
     Attributes:
@@ -76,9 +76,9 @@ def refuse_resume_step(config: RunConfig) -> None:
             )
 
 
-def take_over(
-    foreign: Foreign, config: RunConfig, model: nn.Module, rate: Callable[[int], float]
-) -> Takeover:
+def adopt_checkpoint(
+    foreign: ExternalCheckpoint, config: RunConfig, model: nn.Module, rate: Callable[[int], float]
+) -> AdoptedCheckpoint:
     """Match a checkpoint with the run that is to go on from it.
 
     Args:
@@ -101,7 +101,7 @@ def take_over(
 class _Matching:
     """One checkpoint beside one run."""
 
-    def __init__(self, foreign: Foreign, config: RunConfig, model: nn.Module) -> None:
+    def __init__(self, foreign: ExternalCheckpoint, config: RunConfig, model: nn.Module) -> None:
         self.foreign = foreign.named_for(model)
         self.config = config
         self.model = model
@@ -112,7 +112,7 @@ class _Matching:
     def refusal(self, reason: str, remedy: str) -> UserError:
         return UserError(f"checkpoint.resume: {self.foreign.root} {reason}; {remedy}")
 
-    def takeover(self, rate: Callable[[int], float]) -> Takeover:
+    def takeover(self, rate: Callable[[int], float]) -> AdoptedCheckpoint:
         tensors = self.weights()
         if self.foreign.optimizer is None:
             raise self.refusal("holds no optimizer state to go on with", self._weights_alone())
@@ -146,7 +146,7 @@ class _Matching:
             optimizer=OptimizerState(state, [{"params": list(self.trained)}]),
             metadata={"step": step},
         )
-        return Takeover(checkpoint, step, samples, rows, self.warnings)
+        return AdoptedCheckpoint(checkpoint, step, samples, rows, self.warnings)
 
     # -- the model ---------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ class _Sealed(WriteResult):
     checksum: int
 
 
-class SealingWriter(FileSystemWriter):
+class ChecksummingWriter(FileSystemWriter):
     """Writes this rank's shards into ``folder``; on the first rank also the metadata and the seal of all.
 
     Args:

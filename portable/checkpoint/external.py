@@ -18,7 +18,7 @@ from converters import CheckpointError, open_checkpoint, read_pickled
 from converters import Tensor as StoredTensor
 from converters.names.torchtitan import as_transformers_llama, is_torchtitan_llama
 from portable.checkpoint.find import checkpoint_of
-from portable.checkpoint.store import STATE_FILE, TrainerState
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError
 from portable.paths import exists, storage_errors
 
@@ -50,7 +50,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ExternalCheckpoint:
     """A checkpoint that another program wrote. Everything but the headers is read when it is asked for.
 
     Attributes:
@@ -135,7 +135,7 @@ class Foreign:
                     return state
         return {}
 
-    def named_for(self, model: Any) -> Foreign:
+    def named_for(self, model: Any) -> ExternalCheckpoint:
         """The same under the names of ``model``, where torchtitan has others: for Llama.
 
         Raises:
@@ -183,7 +183,7 @@ class Foreign:
         )
 
 
-def open_foreign(path: Place, order: Sequence[str] = ()) -> Foreign | None:
+def open_external(path: Place, order: Sequence[str] = ()) -> ExternalCheckpoint | None:
     """Open the checkpoint of another program.
 
     Args:
@@ -198,21 +198,21 @@ def open_foreign(path: Place, order: Sequence[str] = ()) -> Foreign | None:
     """
     try:
         with storage_errors("checkpoint.resume"):
-            if not exists(path) or written_by_us(checkpoint_of(path)):
+            if not exists(path) or is_own_checkpoint(checkpoint_of(path)):
                 return None
             checkpoint = open_checkpoint(path, order=order)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     root = checkpoint.root
-    if written_by_us(root):
+    if is_own_checkpoint(root):
         return None
     folder = root if root.is_dir() else root.parent
     if _PART.fullmatch(folder.name) and not (folder / STATE_FILE).exists():
         folder = folder.parent
-    return Foreign(checkpoint, folder, _trainer_state(folder))
+    return ExternalCheckpoint(checkpoint, folder, _trainer_state(folder))
 
 
-def written_by_us(folder: Place) -> bool:
+def is_own_checkpoint(folder: Place) -> bool:
     """Whether a checkpoint's folder is one of this program's, whole or not.
 
     A ``trainer_state.json`` that is not the Trainer's counts as ours, also a damaged one; without that file,
@@ -228,7 +228,7 @@ def own_state(path: Place) -> TrainerState | None:
     if not exists(path):
         return None
     folder = checkpoint_of(path)
-    return TrainerState.read(folder) if written_by_us(folder) else None
+    return TrainerState.read(folder) if is_own_checkpoint(folder) else None
 
 
 def _trainer_state(folder: Place) -> dict[str, Any] | None:

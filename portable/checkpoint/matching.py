@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters import CheckpointError
-from portable.model.build import state_tensors, tied_names
+from portable.model.parameters import state_tensors, tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

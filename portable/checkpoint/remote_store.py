@@ -14,7 +14,8 @@ from converters import manifest_entries
 from converters.manifest import MANIFEST
 from converters.storage.completion import begin, complete, is_complete, is_unfinished
 from converters.storage.object_store import RemotePath
-from portable.checkpoint.store import NO_CHECKPOINT, STATE_FILE, Checkpoints, step_of, unused_name
+from portable.checkpoint.store import NO_CHECKPOINT, Checkpoints, unused_name
+from portable.checkpoint.trainer_state import STATE_FILE, step_of
 from portable.errors import RunError, one_line
 from portable.ranks.collectives import background_group
 

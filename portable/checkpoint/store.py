@@ -6,25 +6,23 @@ config and tokenizer, ``trainer_state.json``, and a manifest of them all (:mod:`
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 import shutil
 import sys
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
+from converters import manifest_entries, manifest_text
 from converters.manifest import MANIFEST
 from converters.storage.object_store import RemotePath
 from converters.writers.replace_folder import exchange
 from portable.checkpoint.background import in_background
-from portable.durable import sync_folder, sync_tree, write_durably
-from portable.errors import DamagedError, RunError, UserError, one_line
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
+from portable.durable import sync_folder, sync_tree
+from portable.errors import RunError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,135 +30,13 @@ if TYPE_CHECKING:
 
     from converters.manifest import Entries
     from portable.backend import Backend, SaveHandle
-    from portable.paths import Place
 
 P = TypeVar("P", Path, RemotePath)
 """The kind of place where checkpoints are kept."""
 
-FORMAT_VERSION = 2
-"""1: without a manifest."""
-_WITH_MANIFEST = 2
-STATE_FILE = "trainer_state.json"
 NO_CHECKPOINT = f"holds no {STATE_FILE}, so it counts as no checkpoint"
-_STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PARTIAL_SUFFIX = ".partial"
 _DAMAGED_SUFFIX = ".damaged"
-_KINDS: dict[str, type] = {
-    "step": int,
-    "samples": int,
-    "seed": int,
-    "schedule": dict,
-    "run": dict,
-    "data": str,
-    "backend": str,
-    "strategy": str,
-    "world_size": int,
-    "metadata": dict,
-    "format_version": int,
-}
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """Where a run stands, in plain JSON beside the shards.
-
-    Attributes:
-        step: optimizer steps done.
-        samples: sequences consumed, which is the position in the data.
-        seed: of the run.
-        schedule: the learning-rate schedule's settings.
-        run: the settings that make two runs the same run.
-        data: digest of every token of the data set, by which another machine's text is told apart.
-        backend, strategy, world_size: what wrote the checkpoint; the next leg may choose others.
-        metadata: what a person may want to know besides.
-    """
-
-    step: int
-    samples: int
-    seed: int
-    schedule: dict[str, Any]
-    run: dict[str, Any]
-    data: str
-    backend: str
-    strategy: str
-    world_size: int
-    metadata: dict[str, Any] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
-
-    @classmethod
-    def read(cls, folder: Place) -> TrainerState:
-        """Read ``folder/trainer_state.json``.
-
-        Raises:
-            DamagedError: if it does not say what it must.
-            UserError: if it is missing, or of a newer format.
-        """
-        path = folder / STATE_FILE
-        try:
-            values = json.loads(path.read_text("utf-8"))
-            version = values["format_version"]
-            if version > FORMAT_VERSION:
-                raise UserError(
-                    f"{path}: format version {version} is newer than this program ({FORMAT_VERSION})"
-                )
-            state = cls(**values)._checked()
-            if (named := step_of(folder.name)) is not None and named != state.step:
-                raise ValueError(f"step is {state.step}")
-            return state
-        except FileNotFoundError as error:
-            raise UserError(f"{path}: missing; is {folder} a checkpoint of this program?") from error
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            reason = one_line(error)
-            reason = f"{type(error).__name__}: {reason if len(reason) <= 200 else reason[:197] + '...'}"
-            raise DamagedError(f"{path}: damaged ({reason}); use an older checkpoint") from error
-
-    def _checked(self) -> TrainerState:
-        for name, kind in _KINDS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise TypeError(f"{name} is of type {type(value).__name__}")
-        for name, least in (("step", 0), ("samples", 0), ("world_size", 1), ("format_version", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}")
-        return self
-
-    def check_files(self, folder: Place) -> str | None:
-        """Hold every file of the checkpoint in ``folder``, whose state this is, against its manifest.
-
-        Returns:
-            a warning, where an older version of this program wrote the checkpoint, without a manifest.
-
-        Raises:
-            DamagedError: if one is missing, or not as it was written.
-        """
-        try:
-            manifest = check_manifest(folder)
-        except CheckpointError as error:
-            raise DamagedError(f"{one_line(error)}; use an older checkpoint") from error
-        if manifest is None:
-            if self.format_version >= _WITH_MANIFEST:
-                raise DamagedError(f"{folder / MANIFEST}: missing; use an older checkpoint")
-            return (
-                f"{folder}: an older version of this program wrote it, without a manifest of its files; only "
-                "its shards are checked"
-            )
-        if manifest.get("step") != self.step or manifest.get("run") != self.run_digest:
-            raise DamagedError(f"{folder / MANIFEST}: of another checkpoint; use an older checkpoint")
-        return None
-
-    @property
-    def run_digest(self) -> str:
-        """A digest of ``run``."""
-        return hashlib.blake2b(json.dumps(self.run, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-    @property
-    def skipped_steps(self) -> int:
-        """Of ``step``, those whose update was left out because it was not finite."""
-        counted = self.metadata.get("skipped_steps", 0)
-        return counted if isinstance(counted, int) else 0
-
-    def write(self, folder: Path) -> None:
-        write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -404,12 +280,6 @@ def unused_name(path: P) -> P:
         number += 1
         found = path.with_name(f"{path.name}-{number}")
     return found
-
-
-def step_of(name: str) -> int | None:
-    """The step that the name of a checkpoint tells; None where it is no such name."""
-    match = _STEP_FOLDER.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def _cause(error: BaseException) -> BaseException:

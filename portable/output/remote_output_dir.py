@@ -21,7 +21,7 @@ from portable.formatting import human_bytes
 from portable.output.lease import Lease
 from portable.output.output_dir import Output
 from portable.paths import storage_errors
-from portable.temporary_folder import lasting
+from portable.temporary_folder import lasting_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ class RemoteOutput(Output):
         self.place = place
         self.agreed = str(place)
         self.rank = rank
-        base = Path(staging or lasting() / f"portable-{os.getuid()}")
+        base = Path(staging or lasting_folder() / f"portable-{os.getuid()}")
         self._shared = None if staging else base
         digest = hashlib.sha256(str(place).encode()).hexdigest()[:16]
         self._staging = base.absolute() / digest / f"rank-{rank}"

@@ -76,7 +76,7 @@ class Inventory:
         return list(found.values())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """See :func:`portable.batch_plan.flops_per_token`."""
+        """See :func:`portable.model.flops.flops_per_token`."""
         return self.products + self.scores * seq_len
 
     def checkpoint_bytes(self, train: TrainConfig) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from portable.batch_plan import flops_per_token
 from portable.errors import UserError, one_line
-from portable.model.build import embeddings, state_tensors, transformer_layers
+from portable.model.flops import flops_per_token
+from portable.model.layers import transformer_layers
+from portable.model.parameters import embeddings, state_tensors
 from portable.optim.build import decaying
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight

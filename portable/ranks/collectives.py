@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from portable.errors import RUN_ERROR, USER_ERROR, ToldElsewhereError, UserError, one_line
+from portable.errors import RUN_ERROR, USER_ERROR, ReportedElsewhereError, UserError, one_line
 from portable.terminal import native_stdout_closed
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def all_or_none(outcome: T | UserError) -> T:
 
     Raises:
         UserError: on the first rank with an error, that error.
-        ToldElsewhereError: on the others.
+        ReportedElsewhereError: on the others.
     """
     error = outcome if isinstance(outcome, UserError) else None
     refusals = gather_text("" if error is None else one_line(error))
@@ -53,15 +53,15 @@ def all_or_none(outcome: T | UserError) -> T:
     if error is not None and (not dist.is_initialized() or dist.get_rank() == first):
         raise error
     if first is not None or isinstance(outcome, UserError):
-        raise ToldElsewhereError(refusals[first or 0], USER_ERROR)
+        raise ReportedElsewhereError(refusals[first or 0], USER_ERROR)
     return outcome
 
 
-def leave_word(error: Exception) -> None:
+def publish_error(error: Exception) -> None:
     """Let the ranks that will wait for this one in vain know why it ends, and give them the time to see.
 
     To be called on a rank that raises what other ranks may not: their next collective fails when this process
-    ends, and they ask :func:`word_left` what it was.
+    ends, and they ask :func:`peer_error` what it was.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -72,7 +72,7 @@ def leave_word(error: Exception) -> None:
             store.set(_WORD, json.dumps({"code": code, "message": one_line(error)}))
 
 
-def word_left() -> ToldElsewhereError | None:
+def peer_error() -> ReportedElsewhereError | None:
     """What another rank has said before it ended, if one has."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -80,7 +80,7 @@ def word_left() -> ToldElsewhereError | None:
         store = dist.distributed_c10d._get_default_store()
         if store.check([_WORD]):
             word = json.loads(store.get(_WORD))
-            return ToldElsewhereError(word["message"], word["code"])
+            return ReportedElsewhereError(word["message"], word["code"])
     return None
 
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from portable.errors import (
     RUN_ERROR,
     USER_ERROR,
+    ReportedElsewhereError,
     RunError,
     StoppedError,
-    ToldElsewhereError,
     UserError,
     one_line,
 )
@@ -29,7 +29,7 @@ from portable.formatting import human_count
 from portable.ranks import watchdog
 from portable.ranks.oom_kills import killed_since, oom_kills
 from portable.ranks.parent_death import die_with_parent, spawned_bound
-from portable.temporary_folder import scratch_folder, started_below
+from portable.temporary_folder import scratch_folder, temporary_files_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,7 +130,7 @@ def launch(
             logging.getLogger(chatty).setLevel(logging.CRITICAL)
         kills_before = oom_kills()
         agent = ThreadPoolExecutor(1)
-        with spawned_bound(), started_below(folder), _signals_passed_on(folder) as requests:
+        with spawned_bound(), temporary_files_in(folder), _signals_passed_on(folder) as requests:
             running = agent.submit(
                 elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid()
             )
@@ -192,7 +192,7 @@ def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch
         os.kill(os.getpid(), signal.SIGTERM)
     try:
         return function(*arguments)
-    except ToldElsewhereError as error:
+    except ReportedElsewhereError as error:
         time.sleep(5 * POLL)  # the rank that tells shall end first
         os._exit(error.exit_code)
     except (UserError, RunError) as error:

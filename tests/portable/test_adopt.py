@@ -25,7 +25,8 @@ from portable.data import LAST_LABEL, KnownClasses
 from portable.data.classes import number_classes
 from portable.errors import UserError
 from portable.model.build import build_model, model_config
-from portable.model.special_tokens import SpecialTokens, known_classes
+from portable.model.labels import known_classes
+from portable.model.special_tokens import SpecialTokens
 from portable.run.batches import train_loader
 from portable.run.rank import run_rank
 from portable.run.save import write_model_files

@@ -18,7 +18,8 @@ from converters import check_manifest, open_checkpoint, write_dcp, write_safeten
 from converters.manifest import MANIFEST
 from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
-from portable.checkpoint.store import CheckpointFolder, TrainerState
+from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import RunError
 from portable.run.rank import run_rank
 from tests.runs import configured
@@ -100,7 +101,7 @@ def test_all_is_synced_before_the_name(
     assert {*manifest["files"], MANIFEST} == {path.relative_to(final).as_posix() for path in files}
     for path in [*files, *(path for path in final.rglob("*") if path.is_dir()), final]:
         then = str(partial / path.relative_to(final))
-        if path.name == checkpointing.STATE_FILE:  # written under another name, then replaced
+        if path.name == STATE_FILE:  # written under another name, then replaced
             then = next(name for log in logs for name in log["synced"] if path.name in name)
         last = max(moment for log in logs for moment in log["synced"].get(then, [0]))
         # A folder's own time also tells of its new name; that of its files is what was written last.

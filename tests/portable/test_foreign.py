@@ -1,4 +1,4 @@
-"""A run begins at a checkpoint that another program's own code wrote (`make_foreign.py`).
+"""A run begins at a checkpoint that another program's own code wrote (`make_external.py`).
 
 The oracle is plain torch: the model of transformers and `torch.optim.AdamW`, filled with what the writing run
 held in memory, on the same batches.
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from converters import open_checkpoint
-from portable.checkpoint.external import open_foreign, written_by_us
+from portable.checkpoint.external import is_own_checkpoint, open_external
 from portable.cli import main
 from portable.data import TrainLoader
 from portable.errors import UserError
@@ -33,7 +33,7 @@ from portable.run.restore import restore
 from portable.run.settle import settle
 from tests.converters.compare import assert_same
 from tests.converters.making import once
-from tests.portable.make_foreign import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
+from tests.portable.make_external import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     pytest.importorskip("deepspeed")
 
     def fill(out: Path) -> None:
-        command = ["python", "-m", "tests.portable.make_foreign", str(out)]
+        command = ["python", "-m", "tests.portable.make_external", str(out)]
         making = [zygote.start(*command, DS_ACCELERATOR="cpu", USE_TORCH_XLA="0")]
         if WITH_XLA:
             making.append(zygote.start(*command, "xla", PJRT_DEVICE="CPU", USE_TORCH_XLA="1"))
@@ -96,7 +96,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
             _, errors = process.communicate()
             assert process.returncode == 0, errors[-4000:]
 
-    return once("make_foreign", tmp_path_factory, fill)
+    return once("make_external", tmp_path_factory, fill)
 
 
 def begun(path: Path, corpus: Path, folder: Path, **settings: Any) -> dict[str, Any]:
@@ -396,7 +396,7 @@ def test_the_model_names_what_the_optimizer_numbers(
     path = trainer / f"checkpoint-{STEPS}" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "new"}))
     names = [name for name, _ in llama().named_parameters()]
-    opened = open_foreign(trainer, names)
+    opened = open_external(trainer, names)
     assert opened is not None and opened.optimizer is not None
     held = torch.load(foreign / "trainer.ref.pt", weights_only=False)["optim"]
     for name, values in opened.optimizer.state.items():
@@ -577,16 +577,16 @@ def test_our_own_are_never_mistaken(trainer: Path, corpus: Path, tmp_path: Path)
     config = configured(folder, corpus, train__steps=1, train__warmup_steps=0, checkpoint__export=False)
     assert run_rank("cpu", config) == 0
     ours = folder / "checkpoints" / "step-000001"
-    assert open_foreign(folder) is None and open_foreign(ours) is None
+    assert open_external(folder) is None and open_external(ours) is None
     theirs = (trainer / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
     state = json.loads((ours / "trainer_state.json").read_text())
     for damaged in ("", "{", json.dumps(state)[:-9], json.dumps({**state, "global_step": 3})):
         (ours / "trainer_state.json").write_text(damaged)
-        assert written_by_us(ours) and open_foreign(ours) is None
+        assert is_own_checkpoint(ours) and open_external(ours) is None
     (ours / "trainer_state.json").unlink()
-    assert open_foreign(ours) is None
+    assert open_external(ours) is None
     resumed = configured(tmp_path / "next", corpus, checkpoint__resume=str(ours))
     with pytest.raises(UserError, match=r"trainer_state.json: missing"):
         run_rank("cpu", resumed)
     (trainer / f"checkpoint-{STEPS}" / "trainer_state.json").write_text(theirs)
-    assert open_foreign(trainer) is not None
+    assert open_external(trainer) is not None

@@ -13,6 +13,8 @@ from portable.config.sections import ModelConfig
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.initialize import Blueprint
+from portable.model.layers import transformer_layers
+from portable.model.parameters import materialize, state_tensors
 from portable.model.pretrained import pretrained_weights
 from portable.registry import create_backend
 from portable.run.prepare import prepare
@@ -75,7 +77,7 @@ def full_weights(folder: Path, corpus: Path, strategy: str) -> dict[str, torch.T
     backend.start()
     try:
         engine = restore(prepare(settle(config, backend.name), backend), None).engine
-        tensors = models.state_tensors(engine.model)
+        tensors = state_tensors(engine.model)
         return {
             name: getattr(t, "full_tensor", lambda t=t: t)().detach().clone() for name, t in tensors.items()
         }
@@ -100,7 +102,7 @@ def test_a_pretrained_model_of_another_shape_is_refused(tmp_path: Path) -> None:
         return models.build_model(models.model_config(settings), settings)
 
     small = build(32)
-    models.materialize(small, torch.device("cpu"))
+    materialize(small, torch.device("cpu"))
     small.save_pretrained(tmp_path)
     settings = load_config({"model": {"name_or_path": str(tmp_path)}}).model
     with pytest.raises(UserError, match=r"has shape .* in the checkpoint"):
@@ -207,7 +209,7 @@ def test_lists_within_a_list_are_no_layers() -> None:
         }
     ).model
     model = models.build_model(models.model_config(settings), settings)
-    layers = models.transformer_layers(model)
+    layers = transformer_layers(model)
     assert {type(layer).__name__ for _, layer in layers} == {"FunnelLayer"}
     assert layers[0][0] == "funnel.encoder.blocks.0.0"
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from portable.batch_plan import flops_per_token, parameter_count, plan_batches, total_steps
+from portable.batch_plan import plan_batches, total_steps
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
+from portable.model.flops import flops_per_token, parameter_count
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

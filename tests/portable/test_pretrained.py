@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
+from portable.model.parameters import state_tensors
 from portable.model.pretrained import PretrainedWeights, pretrained_weights
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def test_weights_are_those_of_from_pretrained(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, config = ARCHITECTURES[model_type]
-    theirs = models.state_tensors(saved(tmp_path, model_type, task, config))
+    theirs = state_tensors(saved(tmp_path, model_type, task, config))
     settings = chosen(task, name_or_path=str(tmp_path))
     model = built(settings)
 
@@ -91,7 +92,7 @@ def test_weights_are_those_of_from_pretrained(
 
 
 def test_slices_of_stacked_experts_are_slices_of_the_whole(tmp_path: Path) -> None:
-    theirs = models.state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
+    theirs = state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
     settings = chosen("causal-lm", name_or_path=str(tmp_path))
     found = pretrained_weights(settings, built(settings)).found
     name = "model.layers.1.mlp.experts.gate_up_proj"
@@ -102,7 +103,7 @@ def test_slices_of_stacked_experts_are_slices_of_the_whole(tmp_path: Path) -> No
 def test_a_table_that_cannot_be_read_leaves_the_work_to_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = models.state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
+    theirs = state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
     settings = chosen("causal-lm", name_or_path=str(tmp_path))
     model = built(settings)
     monkeypatch.setattr("portable.model.pretrained._translated", lambda *_: None)

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.formats.dcp.checksums import SEAL
 from converters.manifest import MANIFEST
-from portable.checkpoint.store import CheckpointFolder, TrainerState
+from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.trainer_state import TrainerState
 from portable.config import load_config
 from portable.errors import DamagedError, RunError, UserError
 from portable.output.lock import locked
