@@ -1,7 +1,7 @@
-"""Checkpoints: when they are complete, which one is the last, how many are kept.
+"""Save, list and delete the checkpoints of a run.
 
-A checkpoint is ``<run>/checkpoints/step-000100/``: the shards in the strategy's native format, the model's
-config and tokenizer, ``trainer_state.json``, and a manifest of them all (:mod:`converters.manifest`).
+A checkpoint is a folder ``<run>/checkpoints/step-000100/``: the shards in the strategy's native format, the
+model's config and tokenizer, ``trainer_state.json`` and a manifest of all files (:mod:`converters.manifest`).
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     from portable.backend import Backend, SaveHandle
 
 P = TypeVar("P", Path, RemotePath)
-"""The kind of place where checkpoints are kept."""
+"""The type of the paths: local or in an object store."""
 
-NO_CHECKPOINT = f"holds no {STATE_FILE}, so it counts as no checkpoint"
+NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
 _PARTIAL_SUFFIX = ".partial"
 _DAMAGED_SUFFIX = ".damaged"
 
 
 @dataclass(frozen=True)
 class _Pending(Generic[P]):
-    """A save under way: the folder it is to become, and its end."""
+    """A save in progress: its final path and its completion."""
 
     final: P
     completion: Future[None]
 
 
 class Checkpoints(ABC, Generic[P]):
-    """The checkpoints of a run, wherever they are kept. Rank 0 makes them complete; saves never overlap.
+    """The checkpoints of a run. Rank 0 completes them; saves never overlap.
 
     Args:
-        path: the folder or URL that holds them.
-        keep: how many of the newest stay; None: all.
+        path: the folder or URL of the checkpoints.
+        keep: number of checkpoints to keep; None for all.
         rank: of this process.
     """
 
@@ -61,9 +61,9 @@ class Checkpoints(ABC, Generic[P]):
         self._keep = keep
         self._rank = rank
         self._pending: _Pending[P] | None = None
-        self._last: P | None = None  # as far as this rank knows
+        self._last: P | None = None  # the last complete checkpoint, as far as this rank knows
 
-    # -- what depends on where they are kept -------------------------------------------------------------
+    # -- implemented for each kind of storage ------------------------------------------------------------
 
     @abstractmethod
     def _complete_ones(self) -> Iterator[P]:
@@ -71,15 +71,15 @@ class Checkpoints(ABC, Generic[P]):
 
     @abstractmethod
     def _set_aside(self, folder: P) -> P:
-        """As :meth:`set_aside`."""
+        """See :meth:`set_aside`."""
 
     @abstractmethod
     def remove_partial(self) -> None:
-        """Delete what interrupted saves left behind. Called on rank 0, which holds the run's lock."""
+        """Delete the files of interrupted saves. Called on rank 0, which holds the run's lock."""
 
     @abstractmethod
     def _open(self, final: P) -> Path:
-        """An empty folder for this rank's files of ``final``; there on all ranks after a barrier."""
+        """Create an empty folder for this rank's files of ``final``. It exists on all ranks after a barrier."""
 
     @abstractmethod
     def _complete(
@@ -90,34 +90,34 @@ class Checkpoints(ABC, Generic[P]):
         add_files: Callable[[], None],
         manifest: Callable[[Entries], str],
     ) -> None:
-        """Wait for the shards and make the checkpoint complete; every rank, in a thread of its own.
+        """Wait for the shards and complete the checkpoint. Runs on every rank in a background thread.
 
         Args:
             handle: of the shards.
             written: this rank's folder.
-            final: where they are to be.
-            add_files: puts the small files that go along into ``written``; for rank 0.
-            manifest: the text of the manifest of the files of all ranks; for rank 0.
+            final: the path of the checkpoint.
+            add_files: adds the other files to ``written``; for rank 0.
+            manifest: returns the text of the manifest of all ranks' files; for rank 0.
         """
 
     @abstractmethod
     def _remove(self, folder: P) -> None:
-        """Delete a checkpoint; it must count as none from the first file on that is gone."""
+        """Delete a checkpoint. It must not count as complete once the first file is deleted."""
 
-    # -- the same everywhere -----------------------------------------------------------------------------
+    # -- common to all storage ---------------------------------------------------------------------------
 
     def complete(self) -> list[tuple[int, P]]:
-        """The complete checkpoints as (step, folder), oldest first."""
+        """Return the complete checkpoints as (step, folder), oldest first."""
         steps = [(step_of(folder.name), folder) for folder in self._complete_ones()]
         return sorted(((step, folder) for step, folder in steps if step is not None), key=lambda one: one[0])
 
     def latest(self) -> P | None:
-        """The newest complete checkpoint."""
+        """Return the newest complete checkpoint, or None."""
         self._last = next((folder for _, folder in reversed(self.complete())), None)
         return self._last
 
     def set_aside(self, folder: P) -> P:
-        """Have a damaged checkpoint count as none any more, and keep it; returns where it is now."""
+        """Mark a damaged checkpoint so that it no longer counts, without deleting it; return its path."""
         aside = self._set_aside(folder)
         self.latest()
         return aside
@@ -129,13 +129,13 @@ class Checkpoints(ABC, Generic[P]):
         save: Callable[[Path], SaveHandle],
         add_files: Callable[[Path], None],
     ) -> None:
-        """Start to write a checkpoint; all ranks call it together. It is complete after :meth:`finish`.
+        """Start writing a checkpoint. A collective call; the checkpoint is complete after :meth:`finish`.
 
         Args:
-            backend: for the waiting of ranks on each other.
-            state: what to write as ``trainer_state.json``.
-            save: writes this rank's shards into a folder, perhaps in the background.
-            add_files: writes the small files that go along; called on rank 0.
+            backend: for barriers.
+            state: the contents of ``trainer_state.json``.
+            save: writes this rank's shards into a folder, possibly in the background.
+            add_files: writes the other files; called on rank 0.
         """
         self.finish()
         final = self.path / f"step-{state.step:06d}"
@@ -152,7 +152,7 @@ class Checkpoints(ABC, Generic[P]):
         def manifest(entries: Entries) -> str:
             return manifest_text(entries, step=state.step, run=state.run_digest)
 
-        # What comes after the shards takes its time, too: syncing or sending, removing an older checkpoint.
+        # Syncing, uploading and deleting an older checkpoint take time, so they run in the background too.
         def complete() -> None:
             self._complete(handle, written, final, add, manifest)
             if self._rank == 0:
@@ -161,15 +161,15 @@ class Checkpoints(ABC, Generic[P]):
         self._pending = _Pending(final, in_background(complete, name="checkpoint"))
 
     def finish_if_written(self) -> None:
-        """Raise what went wrong with the checkpoint under way, if it is over by now; does not wait."""
+        """Finish a save that has ended, and raise its error if it failed. Does not wait."""
         if self._pending is not None and self._pending.completion.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the checkpoint under way, if there is one, is complete.
+        """Wait until the save in progress, if any, is complete.
 
         Raises:
-            RunError: if it could not be written. The checkpoints before are as they were.
+            RunError: if it failed. Earlier checkpoints are intact.
         """
         if self._pending is None:
             return
@@ -182,7 +182,7 @@ class Checkpoints(ABC, Generic[P]):
     def _failure(self, folder: P) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             reason = one_line(_cause(error))
@@ -199,10 +199,10 @@ class Checkpoints(ABC, Generic[P]):
 
 
 class CheckpointFolder(Checkpoints[Path]):
-    """``<run>/checkpoints`` in a file system that all ranks see.
+    """``<run>/checkpoints`` in a file system shared by all ranks.
 
-    A checkpoint is written as ``.step-000100.partial`` and appears by rename, so that a folder with a step's
-    name is complete, whenever the run was killed.
+    A checkpoint is written as ``.step-000100.partial`` and then renamed, so a folder named by a step is
+    always complete, even if the run was killed.
     """
 
     def _complete_ones(self) -> Iterator[Path]:
@@ -240,7 +240,7 @@ class CheckpointFolder(Checkpoints[Path]):
         add_files: Callable[[], None],
         manifest: Callable[[Entries], str],
     ) -> None:
-        """On rank 0, have everything on disk, then give it its name."""
+        """On rank 0, flush everything to disk, then rename it."""
         handle.wait()
         if self._rank == 0:
             add_files()
@@ -250,12 +250,12 @@ class CheckpointFolder(Checkpoints[Path]):
             sync_folder(self.path)
 
     def _put(self, written: Path, final: Path) -> None:
-        """Give a checkpoint its name. One of the same step, from before a resume, is there until then."""
+        """Rename a checkpoint, replacing one of the same step that was written before a resume."""
         if os.path.lexists(final) and not (final / STATE_FILE).is_file():
             aside = unused_name(final.with_name(f"{final.name}.kept"))
             final.rename(aside)
             print(
-                f"warning: {final}: held no {STATE_FILE}, so it was no checkpoint; kept as {aside}",
+                f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}",
                 file=sys.stderr,
             )
         if os.path.lexists(final) and exchange(written, final):
@@ -265,7 +265,7 @@ class CheckpointFolder(Checkpoints[Path]):
         written.rename(final)
 
     def _remove(self, folder: Path) -> None:
-        """Take its name first: half a checkpoint must not pass for one."""
+        """Rename it first, so that a partly deleted checkpoint never counts as one."""
         doomed = folder.with_name(f".{folder.name}.old{_PARTIAL_SUFFIX}")
         shutil.rmtree(doomed, ignore_errors=True)
         with suppress(FileNotFoundError):
@@ -274,7 +274,7 @@ class CheckpointFolder(Checkpoints[Path]):
 
 
 def unused_name(path: P) -> P:
-    """``path``, or the first of ``path-2``, ``path-3`` ... that there is not."""
+    """Return the first of ``path``, ``path-2``, ``path-3`` ... that does not exist."""
     found, number = path, 1
     while found.exists() if isinstance(found, RemotePath) else os.path.lexists(found):
         number += 1
@@ -283,7 +283,7 @@ def unused_name(path: P) -> P:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first rank's own error, where torch has put those of all ranks together."""
+    """The lowest rank's error, if torch has combined the errors of all ranks."""
     failures = getattr(error, "failures", None)
     if not isinstance(failures, dict) or not failures:
         return error

@@ -20,19 +20,11 @@ if TYPE_CHECKING:
 
 
 FORMAT_VERSION = 2
-"""1: without a manifest."""
-
-
+"""Version 1 had no manifest."""
 _WITH_MANIFEST = 2
-
-
 STATE_FILE = "trainer_state.json"
-
-
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
-
-
-_KINDS: dict[str, type] = {
+_TYPES: dict[str, type] = {
     "step": int,
     "samples": int,
     "seed": int,
@@ -49,17 +41,17 @@ _KINDS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run stands, in plain JSON beside the shards.
+    """The state of a run, in JSON beside the shards.
 
     Attributes:
         step: optimizer steps done.
         samples: sequences consumed, which is the position in the data.
         seed: of the run.
-        schedule: the learning-rate schedule's settings.
-        run: the settings that make two runs the same run.
-        data: digest of every token of the data set, by which another machine's text is told apart.
-        backend, strategy, world_size: what wrote the checkpoint; the next leg may choose others.
-        metadata: what a person may want to know besides.
+        schedule: the settings of the learning rate schedule.
+        run: the settings that must not change within a run.
+        data: digest of every token of the data set, to detect other data.
+        backend, strategy, world_size: of the launch that wrote the checkpoint. The next launch may differ.
+        metadata: more information for the user.
     """
 
     step: int
@@ -79,8 +71,8 @@ class TrainerState:
         """Read ``folder/trainer_state.json``.
 
         Raises:
-            DamagedError: if it does not say what it must.
-            UserError: if it is missing, or of a newer format.
+            DamagedError: if the file is damaged.
+            UserError: if it is missing or has a newer format.
         """
         path = folder / STATE_FILE
         try:
@@ -102,7 +94,7 @@ class TrainerState:
             raise DamagedError(f"{path}: damaged ({reason}); use an older checkpoint") from error
 
     def _checked(self) -> TrainerState:
-        for name, kind in _KINDS.items():
+        for name, kind in _TYPES.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise TypeError(f"{name} is of type {type(value).__name__}")
@@ -112,13 +104,13 @@ class TrainerState:
         return self
 
     def check_files(self, folder: Place) -> str | None:
-        """Hold every file of the checkpoint in ``folder``, whose state this is, against its manifest.
+        """Check every file of this checkpoint in ``folder`` against the manifest.
 
         Returns:
-            a warning, where an older version of this program wrote the checkpoint, without a manifest.
+            a warning if the checkpoint has an old format without a manifest.
 
         Raises:
-            DamagedError: if one is missing, or not as it was written.
+            DamagedError: if a file is missing or was changed.
         """
         try:
             manifest = check_manifest(folder)
@@ -128,11 +120,11 @@ class TrainerState:
             if self.format_version >= _WITH_MANIFEST:
                 raise DamagedError(f"{folder / MANIFEST}: missing; use an older checkpoint")
             return (
-                f"{folder}: an older version of this program wrote it, without a manifest of its files; only "
-                "its shards are checked"
+                f"{folder}: written by an older version of this program, without a manifest; only its shards "
+                "are checked"
             )
         if manifest.get("step") != self.step or manifest.get("run") != self.run_digest:
-            raise DamagedError(f"{folder / MANIFEST}: of another checkpoint; use an older checkpoint")
+            raise DamagedError(f"{folder / MANIFEST}: belongs to another checkpoint; use an older one")
         return None
 
     @property
@@ -142,7 +134,7 @@ class TrainerState:
 
     @property
     def skipped_steps(self) -> int:
-        """Of ``step``, those whose update was left out because it was not finite."""
+        """The number of steps whose update was skipped because it was not finite."""
         counted = self.metadata.get("skipped_steps", 0)
         return counted if isinstance(counted, int) else 0
 
@@ -151,6 +143,6 @@ class TrainerState:
 
 
 def step_of(name: str) -> int | None:
-    """The step that the name of a checkpoint tells; None where it is no such name."""
+    """Parse the step from a checkpoint's name; None for other names."""
     match = _STEP_FOLDER.fullmatch(name)
     return int(match[1]) if match else None

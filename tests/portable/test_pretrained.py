@@ -135,8 +135,8 @@ def test_what_the_checkpoint_has_for_nothing_is_told(tmp_path: Path) -> None:
     )
     settings = chosen("sequence-classification", name_or_path=str(tmp_path))
     assert pretrained_weights(settings, built(settings)).notes() == [
-        "newly initialised: score.weight",
-        "in the checkpoint and not used: lm_head.weight, model.layers.*.new (2)",
+        "newly initialized: score.weight",
+        "in the checkpoint but not used: lm_head.weight, model.layers.*.new (2)",
     ]
 
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None
     saved(tmp_path, "llama", "causal-lm", SMALL)
     save_file({"something.else": torch.ones(3)}, tmp_path / "model.safetensors", {"format": "pt"})
     settings = chosen("causal-lm", name_or_path=str(tmp_path))
-    with pytest.raises(UserError, match="none of its 1 tensors belongs to a LlamaForCausalLM"):
+    with pytest.raises(UserError, match="none of the checkpoint's 1 tensors belongs to a LlamaForCausalLM"):
         pretrained_weights(settings, built(settings))
 
 
@@ -153,7 +153,7 @@ def test_a_tied_pair_that_differs_in_the_file_is_refused(tmp_path: Path) -> None
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     settings = chosen("causal-lm", name_or_path=str(tmp_path))
-    with pytest.raises(UserError, match=r"lm_head\.weight differ in the checkpoint, and its config ties"):
+    with pytest.raises(UserError, match=r"lm_head\.weight differ in the checkpoint, but its config ties"):
         pretrained_weights(settings, built(settings))
 
 
@@ -217,7 +217,7 @@ def test_numbers_of_another_kind_are_never_copied(kind: torch.dtype, tmp_path: P
     saved(tmp_path, "llama", "causal-lm", SMALL)
     rewritten(tmp_path, lambda tensors: tensors.update({PROJECTION: tensors[PROJECTION].to(kind)}))
     settings = described(tmp_path, None)
-    with pytest.raises(UserError, match=r"up_proj\.weight is stored as .*give the model in float32"):
+    with pytest.raises(UserError, match=r"up_proj\.weight is stored as .*use a checkpoint in float32"):
         pretrained_weights(settings, built(settings))
 
 
