@@ -296,7 +296,7 @@ class _Matching:
                 without_effect = name == "decoupled_weight_decay" and not group.get("weight_decay")
                 if isinstance(theirs, bool | int) and bool(theirs) != ours and not without_effect:
                     raise self.refusal(
-                        f"was trained with {name} {bool(theirs)}, which train.optimizer {kind} does not support",
+                        f"was trained with {name} {bool(theirs)}, which train.optimizer {kind} has not",
                         _weights_alone(self.external),
                     )
 

@@ -79,7 +79,7 @@ class Checkpoints(ABC, Generic[P]):
 
     @abstractmethod
     def _open(self, final: P) -> Path:
-        """Create an empty folder for this rank's files of ``final``. It exists on all ranks after a barrier."""
+        """Create an empty folder for this rank's files of ``final``, on all ranks after a barrier."""
 
     @abstractmethod
     def _complete(

@@ -211,7 +211,7 @@ def _unbuildable(config: PretrainedConfig, place: str, error: Exception) -> str:
         if keys:
             return f"{place}: {keys[0]} is {error.args[0]!r}, which transformers does not know; change it"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{place}: building the model failed ({kind}{one_line(error)}); check the sizes and names"
+    return f"{place}: building the model failed ({kind}{one_line(error)}); check its sizes and names"
 
 
 # torch's messages for incompatible shapes. Other errors on the meta device, such as control flow that depends

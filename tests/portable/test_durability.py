@@ -265,7 +265,7 @@ def test_a_disk_that_is_full_is_one_line(
     from portable.reporting import metrics
 
     monkeypatch.setattr(metrics, "open_own", lambda _, flags: os.open("/dev/full", flags))
-    with pytest.raises(RunError, match=r"cannot be written to: No space left.*free some.*step-000004"):
+    with pytest.raises(RunError, match=r"is not writable: No space left.*free some.*step-000004"):
         run_rank("cpu", configured(folder, corpus))
 
 
@@ -301,7 +301,7 @@ def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     checkpoints = CheckpointFolder(tmp_path)
     checkpoints.remove_partial()
     assert (
-        "step-000001: holds no trainer_state.json, so it counts as no checkpoint" in capsys.readouterr().err
+        "step-000001: has no trainer_state.json, so it is not a checkpoint" in capsys.readouterr().err
     )
     save(checkpoints, 1)
     assert (tmp_path / "step-000001.kept" / "mine.txt").read_text() == "kept"

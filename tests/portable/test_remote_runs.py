@@ -440,8 +440,8 @@ def test_what_is_no_checkpoint_is_kept(
     assert "mine.txt" not in s3.tree("run/checkpoints/step-000001")
     assert s3.names("run/checkpoints/step-000001/_COMPLETE")
     told = capfd.readouterr().err
-    assert "step-000001: held no trainer_state.json" in told and "step-000001.kept" in told
-    assert "step-000007: holds no trainer_state.json, so it counts as no checkpoint" in told
+    assert "step-000001: had no trainer_state.json" in told and "step-000001.kept" in told
+    assert "step-000007: has no trainer_state.json, so it is not a checkpoint" in told
 
 
 def test_half_of_an_unmarked_checkpoint_goes_with_the_next_leg(s3: ObjectStore) -> None:
