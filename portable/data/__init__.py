@@ -1,4 +1,4 @@
-"""Data: sources, tokenizer, token cache, data sets, their order, and the loaders that feed the loop."""
+"""Data: sources, tokenizer, token cache, data sets, sample order and loaders."""
 
 from portable.data.build import TASKS, Data, DataSettings, DataSizes, build_data, inspect_data
 from portable.data.classes import Classes, KnownClasses

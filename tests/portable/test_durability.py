@@ -300,9 +300,7 @@ def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     mine.write_text("kept")
     checkpoints = CheckpointFolder(tmp_path)
     checkpoints.remove_partial()
-    assert (
-        "step-000001: has no trainer_state.json, so it is not a checkpoint" in capsys.readouterr().err
-    )
+    assert "step-000001: has no trainer_state.json, so it is not a checkpoint" in capsys.readouterr().err
     save(checkpoints, 1)
     assert (tmp_path / "step-000001.kept" / "mine.txt").read_text() == "kept"
     assert "kept as" in capsys.readouterr().err
