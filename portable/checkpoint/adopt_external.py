@@ -94,9 +94,10 @@ def adopt_checkpoint(
     """
     try:
         external = external.named_for(model)
+        tensors, warnings = _match_weights(external, model)  # before the optimizer, whose errors say less
         if external.optimizer is None:
             raise _refusal(external, "has no optimizer state", _weights_alone(external))
-        return _Matching(external, external.optimizer, config, model).adopted(rate)
+        return _Matching(external, external.optimizer, config, model).adopted(tensors, warnings, rate)
     except OptimizerStateError as error:
         raise DamagedError(f"checkpoint.resume: {error.reason}; choose another checkpoint") from error
     except CheckpointError as error:
@@ -118,6 +119,65 @@ def _weights_alone(external: ExternalCheckpoint) -> str:
     )
 
 
+def _match_weights(
+    external: ExternalCheckpoint, model: nn.Module
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return every tensor of the model by the model's names, and warnings.
+
+    Raises:
+        UserError: for a missing tensor, another shape or an unexpected tensor.
+    """
+    wanted = state_tensors(model)
+    held = dict(external.checkpoint.tensors)
+    aliases = external.checkpoint.aliases
+    for name, others in tied_names(model).items():
+        stored = [other for other in (name, *others) if other in held]
+        if len(stored) > 1:
+            raise _refusal(
+                external,
+                f"has separate tensors {stored[0]} and {stored[1]}, which the model ties",
+                "set model.config.tie_word_embeddings to false",
+            )
+        if stored:
+            held[name] = held.pop(stored[0])
+    missing = [name for name in wanted if name not in held]
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = [
+        name
+        for name in held
+        if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    remedy = "use the model that it was trained with (model.name_or_path or model.config)"
+    if missing and missing[0] in aliases:
+        raise _refusal(
+            external,
+            f"ties {missing[0]} to {aliases[missing[0]]}, but the model does not",
+            "set model.config.tie_word_embeddings to true",
+        )
+    if missing:
+        beside = f", but has {_some(unexpected)}" if unexpected else ""
+        raise _refusal(external, f"has no {_some(missing)}{beside}", remedy)
+    if unexpected:
+        raise _refusal(external, f"has {_some(unexpected)}, which the model does not have", remedy)
+    for name, tensor in wanted.items():
+        if held[name].shape != tuple(tensor.shape):
+            raise _refusal(
+                external,
+                f"has {name} of shape {list(held[name].shape)}, the model of {list(tensor.shape)}",
+                remedy,
+            )
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    half = [name for name in trained if held[name].dtype in HALF_TYPES]
+    warnings = []
+    if half:
+        warnings.append(
+            f"{external.root} has {len(half)} of {len(trained)} weights only in "
+            f"{held[half[0]].dtype}, without 32-bit master weights; training continues from the rounded "
+            "values"
+        )
+    return {name: held[name] for name in wanted}, warnings
+
+
 class _Matching:
     """Matches a checkpoint with optimizer state to a run."""
 
@@ -130,13 +190,13 @@ class _Matching:
         self.model = model
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.notes: list[str] = []
-        self.warnings: list[str] = []
 
     def refusal(self, reason: str, remedy: str) -> UserError:
         return _refusal(self.external, reason, remedy)
 
-    def adopted(self, rate: Callable[[int], float]) -> AdoptedCheckpoint:
-        tensors = self.weights()
+    def adopted(
+        self, tensors: dict[str, StoredTensor], warnings: list[str], rate: Callable[[int], float]
+    ) -> AdoptedCheckpoint:
         self.check_rule()
         step, step_source = self.step()
         samples, samples_source = self.samples(step)
@@ -159,7 +219,7 @@ class _Matching:
         ]
         narrow = [kind for kind in kinds if kind in HALF_TYPES]
         if narrow:
-            self.warnings.append(
+            warnings.append(
                 f"{self.external.root} has the optimizer state only in {' and '.join(narrow)}; it is "
                 "converted to 32 bits"
             )
@@ -170,59 +230,7 @@ class _Matching:
             optimizer=OptimizerState(state, [{"params": list(self.trained)}]),
             metadata={"step": step},
         )
-        return AdoptedCheckpoint(checkpoint, step, samples, rows, self.warnings)
-
-    # -- the model ---------------------------------------------------------------------------------------
-
-    def weights(self) -> dict[str, StoredTensor]:
-        """Return every tensor of the model by the model's names.
-
-        Raises:
-            UserError: for a missing tensor, another shape or an unexpected tensor.
-        """
-        wanted = state_tensors(self.model)
-        held = dict(self.external.checkpoint.tensors)
-        aliases = self.external.checkpoint.aliases
-        for name, others in tied_names(self.model).items():
-            stored = [other for other in (name, *others) if other in held]
-            if len(stored) > 1:
-                raise self.refusal(
-                    f"has separate tensors {stored[0]} and {stored[1]}, which the model ties",
-                    "set model.config.tie_word_embeddings to false",
-                )
-            if stored:
-                held[name] = held.pop(stored[0])
-        missing = [name for name in wanted if name not in held]
-        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        unexpected = [
-            name
-            for name in held
-            if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)
-        ]
-        remedy = "use the model that it was trained with (model.name_or_path or model.config)"
-        if missing and missing[0] in aliases:
-            raise self.refusal(
-                f"ties {missing[0]} to {aliases[missing[0]]}, but the model does not",
-                "set model.config.tie_word_embeddings to true",
-            )
-        if missing:
-            beside = f", but has {_some(unexpected)}" if unexpected else ""
-            raise self.refusal(f"has no {_some(missing)}{beside}", remedy)
-        if unexpected:
-            raise self.refusal(f"has {_some(unexpected)}, which the model does not have", remedy)
-        for name, tensor in wanted.items():
-            if held[name].shape != tuple(tensor.shape):
-                raise self.refusal(
-                    f"has {name} of shape {list(held[name].shape)}, the model of {list(tensor.shape)}", remedy
-                )
-        half = [name for name in self.trained if held[name].dtype in HALF_TYPES]
-        if half:
-            self.warnings.append(
-                f"{self.external.root} has {len(half)} of {len(self.trained)} weights only in "
-                f"{held[half[0]].dtype}, without 32-bit master weights; training continues from the rounded "
-                "values"
-            )
-        return {name: held[name] for name in wanted}
+        return AdoptedCheckpoint(checkpoint, step, samples, rows, warnings)
 
     # -- the optimizer -----------------------------------------------------------------------------------
 

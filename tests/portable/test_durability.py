@@ -303,5 +303,5 @@ def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     assert "step-000001: has no trainer_state.json, so it is not a checkpoint" in capsys.readouterr().err
     save(checkpoints, 1)
     assert (tmp_path / "step-000001.kept" / "mine.txt").read_text() == "kept"
-    assert "kept as" in capsys.readouterr().err
+    assert "moved to" in capsys.readouterr().err
     assert [step for step, _ in checkpoints.complete()] == [1]

@@ -336,7 +336,7 @@ def test_a_run_begins_and_goes_on_by_itself(
     for words in (
         f"resuming at step 3 from {trainer}",
         "written by the Hugging Face Trainer",
-        "by global_step of trainer_state.json, as the optimizer counts",
+        "global_step of trainer_state.json and the optimizer",
         "step 3 x train.global_batch_size 4; the order of the data is this run's own",
         "in the next step, by this run's schedule (cosine, peak 0.002)",
         "the checkpoint's own stood at 0.002 and is not taken",
@@ -364,7 +364,7 @@ def test_what_is_told_where_the_person_decides(
     assert main(command(trainer, corpus, tmp_path / "run", train__weight_decay=0.3, **told)) == 0
     said = capsys.readouterr().err
     assert "resuming at step 0" in said
-    assert "checkpoint.resume_step; the checkpoint says 3 (global_step of trainer_state.json)" in said
+    assert "checkpoint.resume_step; the checkpoint has 3 (global_step of trainer_state.json)" in said
     assert "7: checkpoint.resume_samples" in said
     assert "train.weight_decay: 0.1 there, 0.3 here" in said
     state = json.loads((tmp_path / "run/checkpoints/step-000001/trainer_state.json").read_text())
@@ -380,7 +380,7 @@ def test_resume_info(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "trainer": ["checkpoint-3", "exp_avg, exp_avg_sq, step of 20 parameters, F32; 3 steps", "base_lrs"],
         "trainer-zero2": ["DeepSpeed ZeRO-2, 2 ranks", "global_steps in the shards", "global_samples"],
         "torchtitan": ["torchtitan, 2 ranks", "3 (train_state.step in the shards)"],
-        "trainer-model-only": ["none: the weights can be where a run starts"],
+        "trainer-model-only": ["none: a run can start from the weights"],
     }
     for name, expected in words.items():
         assert main(["--resume-info", str(foreign / name)]) == 0
@@ -450,11 +450,11 @@ REFUSED: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("model only", lose_state, {}, ["no optimizer state", "set model.name_or_path to"]),
     ("cut", cut, {}, ["optimizer.pt", "truncated"]),
     ("flipped", flip, {}, ["optimizer.pt", "checksum"]),
-    ("two steps", set_back, {}, ["is of step 2 (global_step", "counted 3", "set checkpoint.resume_step"]),
-    ("no weight", lack_a_weight, {}, ["holds no model.norm.weight", "model.name_or_path"]),
-    ("deeper", nothing, llama_of(num_hidden_layers=3), ["holds no model.layers.2", "and 6 more"]),
+    ("two steps", set_back, {}, ["is at step 2 (global_step", "counted 3", "set checkpoint.resume_step"]),
+    ("no weight", lack_a_weight, {}, ["has no model.norm.weight", "model.name_or_path"]),
+    ("deeper", nothing, llama_of(num_hidden_layers=3), ["has no model.layers.2", "and 6 more"]),
     ("flatter", nothing, llama_of(num_hidden_layers=1), ["model.layers.1", "the model does not have"]),
-    ("wider", nothing, llama_of(intermediate_size=96), ["in the shape [80, 48], the model in [96, 48]"]),
+    ("wider", nothing, llama_of(intermediate_size=96), ["of shape [80, 48], the model of [96, 48]"]),
     ("untied", nothing, llama_of(tie_word_embeddings=False), ["lm_head.weight"]),
     ("optimizer", nothing, {"train__optimizer": "adafactor"}, ["exp_avg_sq", "set train.optimizer to adamw"]),
     ("finished", nothing, {"train__steps": 3}, ["ends after step 3", "train.steps", "resume_step to 0"]),
@@ -490,7 +490,10 @@ def test_settings_that_are_mere_defaults(
     given = begun(trainer, corpus, tmp_path / "run")
     del given["train.learning_rate"]
     line = refusal(capsys, flags(given))
-    assert "was trained with train.betas [0.8, 0.95], train.learning_rate 0.002, and this run's are" in line
+    assert (
+        "was trained with train.betas [0.8, 0.95], train.learning_rate 0.002, and this run has other defaults"
+        in line
+    )
     assert "set train.betas and train.learning_rate" in line
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -518,7 +521,7 @@ def test_a_checkpoint_that_says_no_step(
         "train__stop_after": 5,
     }
     line = refusal(capsys, command(path, corpus, tmp_path / "run", **chosen))
-    assert "does not say how many steps were taken; set checkpoint.resume_step" in line
+    assert "has no step count; set checkpoint.resume_step" in line
     assert not (tmp_path / "run").exists()
     asked = {"checkpoint__resume_step": 4}
     assert main(command(path, corpus, tmp_path / "run", **chosen, **asked)) == 0

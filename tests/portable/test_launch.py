@@ -472,7 +472,7 @@ def test_a_second_signal_acts_at_once(notes: Path, zygote: Zygote) -> None:
     ("counted", "words"),
     [
         ((0, 1), "killed by SIGKILL by the kernel, which ran out of host memory; set this lower"),
-        ((3, 3), "though the kernel counts no kill for memory since the start"),
+        ((3, 3), "but not by the kernel's OOM killer"),
         (
             (None, None),
             "killed by SIGKILL, most likely by the kernel because host memory ran out; set this lower",

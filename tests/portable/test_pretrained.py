@@ -207,7 +207,7 @@ def test_what_cannot_be_dequantised_here_is_refused(description: dict[str, Any],
     saved(tmp_path, "llama", "causal-lm", SMALL)
     rewritten(tmp_path, lambda tensors: tensors.update({PROJECTION: tensors[PROJECTION].to(torch.int8)}))
     settings = described(tmp_path, description)
-    with pytest.raises(UserError, match=rf"quantised \({description['quant_method']}\)") as refused:
+    with pytest.raises(UserError, match=rf"quantized \({description['quant_method']}\)") as refused:
         pretrained_weights(settings, built(settings))
     assert "\n" not in str(refused.value)
 
