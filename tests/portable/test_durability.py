@@ -265,7 +265,7 @@ def test_a_disk_that_is_full_is_one_line(
     from portable.reporting import metrics
 
     monkeypatch.setattr(metrics, "open_own", lambda _, flags: os.open("/dev/full", flags))
-    with pytest.raises(RunError, match=r"is not writable: No space left.*free some.*step-000004"):
+    with pytest.raises(RunError, match=r"cannot be written to: No space left.*free some.*step-000004"):
         run_rank("cpu", configured(folder, corpus))
 
 

@@ -463,7 +463,7 @@ def test_the_first_rank_that_fails_is_reported(how: str, said: str, notes: Path,
 def test_a_second_signal_acts_at_once(notes: Path, zygote: Zygote) -> None:
     told, _ = reported(zygote, notes, "asked twice")
     assert told == (
-        "StoppedError: stopped by a second signal, without another save; there is no checkpoint yet, "
+        "StoppedError: stopped by a second signal without saving; there is no checkpoint yet, "
         "so the same command starts over"
     )
 
@@ -506,7 +506,7 @@ def test_a_signal_before_the_ranks_are_up_is_not_lost(notes: Path, zygote: Zygot
 
 @pytest.mark.parametrize("requests", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
 def test_what_a_stopped_run_goes_on_from_is_there(requests: list[int]) -> None:
-    assert "goes on from runs/a/step-000004" in str(_stopped(requests, "runs/a/step-000004"))
+    assert "resumes from runs/a/step-000004" in str(_stopped(requests, "runs/a/step-000004"))
     assert "there is no checkpoint yet" in str(_stopped(requests, None))
     assert _stopped(requests, None).exit_code == 128 + requests[0]
 
