@@ -1,10 +1,10 @@
-"""What ``accelerate launch`` tells the ranks that it starts, through their environment.
+"""The environment variables that ``accelerate launch`` sets for its ranks.
 
-Each variable stands for a key of an Accelerate config file, and that key's meaning is looked up where the
-file's is: :mod:`portable.config.accelerate_yaml`.
+Each variable corresponds to a key of an Accelerate config file, which :mod:`portable.config.accelerate_yaml`
+interprets.
 
-The launcher sets most of them whether it was asked to or not, so that a value which is its default asks for
-nothing here. ``--mixed_precision no`` cannot be told from silence.
+The launcher always sets most of them, so default values are ignored. ``--mixed_precision no`` is the same as
+no ``--mixed_precision``.
 """
 
 from __future__ import annotations

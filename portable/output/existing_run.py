@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.config import difference, load_config
-from portable.config.load import MOST_BYTES
+from portable.config.load import MAX_BYTES
 from portable.errors import UserError, one_line
 from portable.paths import exists, storage_errors
 
@@ -68,7 +68,7 @@ def _digest(path: Place) -> str | None:
         if not exists(path):  # also for an invalid name
             return None
         with path.open("rb") as file:
-            return hashlib.blake2b(file.read(MOST_BYTES + 1)).hexdigest()
+            return hashlib.blake2b(file.read(MAX_BYTES + 1)).hexdigest()
 
 
 def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> None:

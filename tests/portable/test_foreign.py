@@ -526,7 +526,7 @@ def test_a_checkpoint_that_says_no_step(
     asked = {"checkpoint__resume_step": 4}
     assert main(command(path, corpus, tmp_path / "run", **chosen, **asked)) == 0
     said = capsys.readouterr().err
-    assert "warning: " in said and "holds 20 of 20 weights in BF16 only" in said
+    assert "warning: " in said and "has 20 of 20 weights only in BF16" in said
     assert "optimizer's state in BF16 only" in said
     assert "momentum_buffer of 20 parameters" in said
     assert "resuming at step 4" in said
