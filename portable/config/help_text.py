@@ -37,8 +37,8 @@ def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage:
     note = (
         "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a boolean "
         "needs no value (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is null; "
-        "keys inside a mapping follow another dot (--model.config.hidden_size 512); paths expand ~ and ${VAR} "
-        "as a shell does. Marked *: must not change between launches of a run."
+        "keys inside a mapping follow another dot (--model.config.hidden_size 512); paths expand ~ and "
+        "${VAR} as a shell does. Marked *: must not change between launches of a run."
     )
     parts += ["", *textwrap.wrap(note, width), ""]
     parts += [_section(name, about.get(name, ""), table, width) for name in ["", *about]]

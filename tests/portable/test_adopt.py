@@ -331,7 +331,7 @@ def test_other_classes_are_refused_with_both_lists(
 def test_a_label_that_is_no_class_and_a_single_one_are_refused() -> None:
     with pytest.raises(UserError, match=r"label -1, which is not one of the 2 classes"):
         number_classes([-1, 0, 1], ["a", "b"])
-    with pytest.raises(UserError, match="nothing to tell apart"):
+    with pytest.raises(UserError, match="all records have the same label"):
         number_classes(["a"])
 
 
@@ -543,7 +543,7 @@ def test_a_text_ends_where_its_classifier_looks(kind: str, tmp_path: Path) -> No
     assert again("a b")["input_ids"] == [*bare, again.eos_token_id]
     word_tokenizer("", **WORDS, pad_token="<pad>").save_pretrained(tmp_path / "bare")
     endless = given.replaced({"data.tokenizer": str(tmp_path / "bare")})
-    with pytest.raises(UserError, match=r"data\.tokenizer: it puts no eos_token behind a text"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: it adds no eos_token to a text"):
         opened(endless).__enter__()
 
 

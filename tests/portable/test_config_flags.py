@@ -169,7 +169,7 @@ def test_options_of_the_command(tmp_path: Path) -> None:
         ("--train 3", "--train is a section; set what is in it, as --train.steps"),
         (
             "--train.warmup_steps 300",
-            "--train.warmup_steps 300 is more than train.steps 200",
+            "--train.warmup_steps 300 exceeds train.steps 200",
         ),
         ("--deepspeed.config a.json --deepspeed.config.x 1", "--deepspeed.config.x: "),
         ("--nproc 0", "--nproc must be integer >= 1, got '0'"),

@@ -77,7 +77,7 @@ def test_a_dry_run_writes_nothing(settings: Settings, tmp_path: Path) -> None:
     sizes = inspect_data(settings)
     assert snapshot(tmp_path) == before
     assert (sizes.tokens, sizes.train_samples, sizes.cached, sizes.vocab_size) == (None, None, None, 300)
-    assert "unknown until tokenized" in str(sizes)
+    assert "known after tokenizing" in str(sizes)
     data = build_data(settings)
     before = snapshot(tmp_path)
     assert inspect_data(settings) == data.sizes

@@ -129,7 +129,7 @@ def test_a_pair_that_has_no_room_is_refused(tmp_path: Path) -> None:
         cache_dir=tmp_path / "cache",
     )
     for look in (build_data, inspect_data):
-        with pytest.raises(UserError, match=r"data.seq_len: 4 tokens hold no pair"):
+        with pytest.raises(UserError, match=r"data.seq_len: 4 tokens are too few for a pair"):
             look(settings, task="sequence-classification")
 
 

@@ -278,7 +278,7 @@ def test_settings_that_make_no_sense(tmp_path: Path) -> None:
 
 def test_an_empty_source_fails_its_check(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": " "}])
-    with pytest.raises(UserError, match="has no text in it"):
+    with pytest.raises(UserError, match="contains no text"):
         open_source(str(path)).check()
 
 

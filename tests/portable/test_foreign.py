@@ -340,7 +340,7 @@ def test_a_run_begins_and_goes_on_by_itself(
         "step 3 x train.global_batch_size 4; the data order is this run's own",
         "in the next step, by this run's schedule (cosine, peak 0.002)",
         "the checkpoint's own stood at 0.002 and is not taken",
-        "the order of the data, random number generators, loss scales",
+        "data order, random number generators, loss scales",
     ):
         assert words in said
         assert words in planned or words.startswith("resuming")

@@ -267,7 +267,7 @@ def test_what_is_refused_is_refused_again(folder: Path, capsys: pytest.CaptureFi
     for _ in range(2):
         long = ["--data.seq_len", "1000000", "--train.global_batch_size", "2"]
         assert main(["--model.name_or_path", str(folder), *long]) == 2
-        assert "data.seq_len: 1000000 tokens are more" in capsys.readouterr().err
+        assert "data.seq_len: 1000000 tokens exceed" in capsys.readouterr().err
 
 
 class Scripted:

@@ -569,7 +569,7 @@ def test_a_checkpoint_of_an_older_version_is_gone_on_from_with_a_warning(
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     (checkpoint / "trainer_state.json").write_text(json.dumps({**state, "format_version": 1}))
     assert leg(folder, corpus) == 0
-    assert "an older version of this program wrote it, without a manifest" in capsys.readouterr().err
+    assert "written by an older version of this program, without a manifest" in capsys.readouterr().err
     assert weights(folder) == weights(finished)
 
 

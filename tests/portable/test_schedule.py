@@ -93,7 +93,7 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
         ({"schedule": "LRRangeTest", "warmup_steps": 5}, "train.warmup_steps 5 has no use"),
         (
             {"schedule": "OneCycle", "schedule_params": {"cycle_min_lr": 0}, "optimizer": "sgd"},
-            "cycle_momentum moves train.betas",
+            "cycle_momentum changes train.betas",
         ),
         ({"schedule": "warmuplr"}, "did you mean WarmupLR"),
     ],
