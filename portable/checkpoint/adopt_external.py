@@ -277,16 +277,11 @@ class _Matching:
                     )
             left |= values.keys() - wanted.keys()
             state[name] = {key: values[key] for key in wanted}
-        if self.trained and not state and any(self.wanted_of(ours)):
+        if not state and any(ours.initial_state(parameter) for parameter in self.trained.values()):
             raise self.refusal("has an optimizer that has not taken a step", _weights_alone(self.external))
         if left:
             self.notes.append(f"train.optimizer {kind} does not use {', '.join(sorted(left))}: not restored")
         return state
-
-    def wanted_of(self, optimizer: Any) -> Iterator[str]:
-        """Names of the optimizer state of any parameter."""
-        for parameter in self.trained.values():
-            yield from optimizer.initial_state(parameter)
 
     def _other_optimizer(self, values: Mapping[str, object]) -> str:
         fits = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}

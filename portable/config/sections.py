@@ -75,6 +75,11 @@ class ModelConfig(Section):
     )
 
     @property
+    def key(self) -> str:
+        """The key that describes the model, for error messages."""
+        return "model.config" if self.name_or_path is None else "model.name_or_path"
+
+    @property
     def from_scratch(self) -> bool:
         """Whether training starts from random weights."""
         return self.name_or_path is None or self.init == "scratch"

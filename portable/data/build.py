@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,10 +37,9 @@ from portable.errors import UserError
 from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from portable.data.documents import TextSplit
+    from portable.config import DataConfig
 
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "causal-lm",
@@ -48,49 +47,6 @@ CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "seq2seq-lm",
     "sequence-classification",
 )
-
-
-class DataSettings(Protocol):
-    """The keys of the ``data`` section that this module uses."""
-
-    @property
-    def source(self) -> str | Sequence[str] | None: ...
-    @property
-    def config_name(self) -> str | None: ...
-    @property
-    def split(self) -> str | None: ...
-    @property
-    def max_samples(self) -> int | None: ...
-    @property
-    def text_field(self) -> str: ...
-    @property
-    def target_field(self) -> str: ...
-    @property
-    def label_field(self) -> str: ...
-    @property
-    def text_pair_field(self) -> str | None: ...
-    @property
-    def source_prefix(self) -> str: ...
-    @property
-    def target_seq_len(self) -> int | None: ...
-    @property
-    def text_split(self) -> TextSplit: ...
-    @property
-    def source_language(self) -> str | None: ...
-    @property
-    def target_language(self) -> str | None: ...
-    @property
-    def tokenizer(self) -> str | None: ...
-    @property
-    def vocab_size(self) -> int | None: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def packing(self) -> bool: ...
-    @property
-    def eval_fraction(self) -> float: ...
-    @property
-    def cache_dir(self) -> str | os.PathLike[str] | None: ...
 
 
 MAX_CUT = 0.05  # a larger share of truncated tokens causes a warning
@@ -175,7 +131,7 @@ class Data:
 
 
 def build_data(
-    settings: DataSettings,
+    settings: DataConfig,
     *,
     task: str = CAUSAL,
     seed: int = 0,
@@ -287,7 +243,7 @@ def build_data(
 
 
 def inspect_data(
-    settings: DataSettings,
+    settings: DataConfig,
     *,
     task: str = CAUSAL,
     model_tokenizer: str | None = None,
@@ -332,17 +288,17 @@ def inspect_data(
     return replace(_sizes(settings, task, source, name, size, tokens), **opened)
 
 
-def _cache_dir(settings: DataSettings) -> Path:
+def _cache_dir(settings: DataConfig) -> Path:
     return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir)
 
 
-def _languages(settings: DataSettings, task: str) -> dict[str, Any]:
+def _languages(settings: DataConfig, task: str) -> dict[str, Any]:
     if task != SEQ2SEQ:
         return {}
     return {"source_language": settings.source_language, "target_language": settings.target_language}
 
 
-def _frame(settings: DataSettings, task: str, tokenizer: Any, vocabulary: Vocabulary) -> Frame:
+def _frame(settings: DataConfig, task: str, tokenizer: Any, vocabulary: Vocabulary) -> Frame:
     if _fields(settings, task).pair is not None:
         _pair_frame(settings, tokenizer)  # raises before anything is tokenized
         return Frame((), ())  # special tokens are added after truncation
@@ -356,7 +312,7 @@ def _target_frame(framed: Frame, task: str) -> Frame | None:
     return (framed.target or framed) if task == SEQ2SEQ else None
 
 
-def _pair_frame(settings: DataSettings, tokenizer: Any) -> PairFrame:
+def _pair_frame(settings: DataConfig, tokenizer: Any) -> PairFrame:
     found = PairFrame.of(tokenizer)
     if settings.seq_len < found.length + 2:
         raise UserError(
@@ -366,7 +322,7 @@ def _pair_frame(settings: DataSettings, tokenizer: Any) -> PairFrame:
     return found
 
 
-def _fields(settings: DataSettings, task: str) -> Fields:
+def _fields(settings: DataConfig, task: str) -> Fields:
     return Fields(
         text=settings.text_field,
         target=settings.target_field if task == SEQ2SEQ else None,
@@ -377,7 +333,7 @@ def _fields(settings: DataSettings, task: str) -> Fields:
     )
 
 
-def _source(settings: DataSettings, task: str, cache: Path, *, remember: bool = True) -> Source:
+def _source(settings: DataConfig, task: str, cache: Path, *, remember: bool = True) -> Source:
     if task not in TASKS:
         raise UserError(f"model.task: {task!r} is not one of {', '.join(TASKS)}")
     if settings.seq_len < 1:
@@ -412,11 +368,11 @@ def _vocabulary(tokenizer: Any, task: str, *, ends_texts: bool = False) -> Vocab
     return vocabulary
 
 
-def _packs(settings: DataSettings, task: str) -> bool:
+def _packs(settings: DataConfig, task: str) -> bool:
     return settings.packing and task in (CAUSAL, MASKED)
 
 
-def _parts(settings: DataSettings, task: str, tokens: TokenCache) -> tuple[Part, Part]:
+def _parts(settings: DataConfig, task: str, tokens: TokenCache) -> tuple[Part, Part]:
     if not _packs(settings, task):
         return split_documents(tokens.documents, settings.eval_fraction)
     blocks = packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
@@ -438,7 +394,7 @@ def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
 
 
 def _sizes(
-    settings: DataSettings,
+    settings: DataConfig,
     task: str,
     source: Source,
     tokenizer: str | None,

@@ -84,9 +84,12 @@ class Source(ABC):
     def check(self) -> None:
         """Read the first document without writing anything. Raises ``UserError`` if reading fails."""
         if next(self.documents(), None) is None:
-            raise UserError(
-                f"data.source: {self.name} contains no text; choose a source with at least one document"
-            )
+            raise self.no_text()
+
+    def no_text(self) -> UserError:
+        return UserError(
+            f"data.source: {self.name} contains no text; choose a source with at least one document"
+        )
 
 
 def changed_meanwhile(path: object) -> UserError:

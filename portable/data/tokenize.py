@@ -116,9 +116,7 @@ def tokenize(
                     written += _write(batch, tokenizer, framed, writer)
                     bar.update(sum(_size(document) for document in batch))
             if not written:
-                raise UserError(
-                    f"data.source: {source.name} contains no text; choose a source with at least one document"
-                )
+                raise source.no_text()
             writer.finish(suffix=list(framed.suffix), source=source.name)
         draft.commit()
     try:

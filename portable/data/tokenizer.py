@@ -244,9 +244,7 @@ def _head(source: Source) -> Iterator[str]:
         if left <= 0:
             return
     if not found:
-        raise UserError(
-            f"data.source: {source.name} contains no text; choose a source with at least one document"
-        )
+        raise source.no_text()
 
 
 _parallelism_is_ours = False

@@ -75,11 +75,11 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
         except Exception as error:  # inconsistent sizes raise exceptions of other classes
             raise UserError(f"model.name_or_path: {one_line(error)}") from error
-    key = _config_key(settings)
+
     try:
         config.get_text_config()
     except ValueError as error:  # the config contains several text models
-        raise UserError(f"{key}: {one_line(error)}") from error
+        raise UserError(f"{settings.key}: {one_line(error)}") from error
     if settings.task == "seq2seq-lm" and not getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"model.task: seq2seq-lm needs an encoder-decoder model, and {config.model_type} is not one; use "
@@ -87,11 +87,6 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         )
     without_quantization(config)  # weights are loaded and saved as floats
     return config
-
-
-def _config_key(settings: ModelConfig) -> str:
-    """The key that describes the model, for error messages."""
-    return "model.config" if settings.name_or_path is None else "model.name_or_path"
 
 
 # Keys in published config.json files that no current config class has. They have no effect.
@@ -116,14 +111,15 @@ def _is_generation_setting(key: str) -> bool:
     return not key.startswith("_") and key in vars(GenerationConfig())
 
 
-def without_quantization(config: PretrainedConfig) -> Any:
+def without_quantization(config: PretrainedConfig) -> dict[str, Any] | None:
     """Remove the quantization config from ``config`` and return it, or None."""
-    description = None
+    description: Any = None
     for part in (config, config.get_text_config(), config.get_text_config(decoder=True)):
         if "quantization_config" in vars(part):
             description = description or part.quantization_config
             del part.quantization_config
-    return description
+    given: dict[str, Any] | None = description.to_dict() if hasattr(description, "to_dict") else description
+    return given
 
 
 def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
@@ -134,29 +130,28 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
     Raises:
         UserError: if the config does not describe a model that can run.
     """
-    place = _config_key(settings)
-    text = config.get_text_config()
-    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        size = getattr(text, key, None)
+    key, text = settings.key, config.get_text_config()
+    for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
-            raise UserError(f"{place}: {key} is {size}; it must be at least 1")
+            raise UserError(f"{key}: {name} is {size}; it must be at least 1")
     try:
         model = _from_config(config, settings, settings.attention)
     except Exception as error:  # invalid sizes and names raise exceptions of any class
         lacks_sdpa = settings.attention == "sdpa" and "scaled_dot_product_attention" in str(error)
         if not lacks_sdpa:
-            raise UserError(_unbuildable(config, place, error)) from error
+            raise UserError(_unbuildable(config, key, error)) from error
         if "attention" in settings.model_fields_set:
             architecture = str(error).split()[0]
             raise UserError(f"model.attention: {architecture} has no sdpa kernel; use eager") from error
         try:
             model = _from_config(config, settings, "eager")
         except Exception as second:
-            raise UserError(_unbuildable(config, place, second)) from second
+            raise UserError(_unbuildable(config, key, second)) from second
     model.tie_weights()
     _prepare_for_training(model)
     if settings.attention != "flash_attention_2":  # not implemented on the meta device
-        _check_forward(model, place)
+        _check_forward(model, key)
     return model
 
 
@@ -201,17 +196,17 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     return model
 
 
-def _unbuildable(config: PretrainedConfig, place: str, error: Exception) -> str:
+def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
     """Explain why building the model raised ``error``."""
     if isinstance(error, ImportError):
         return f"model: {one_line(error)}"
     if isinstance(error, KeyError) and error.args:
         values = config.get_text_config().to_dict()
-        keys = [key for key, value in values.items() if isinstance(value, str) and value == error.args[0]]
-        if keys:
-            return f"{place}: {keys[0]} is {error.args[0]!r}, which transformers does not know; change it"
+        names = [name for name, value in values.items() if isinstance(value, str) and value == error.args[0]]
+        if names:
+            return f"{key}: {names[0]} is {error.args[0]!r}, which transformers does not know; change it"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{place}: building the model failed ({kind}{one_line(error)}); check its sizes and names"
+    return f"{key}: building the model failed ({kind}{one_line(error)}); check its sizes and names"
 
 
 # torch's messages for incompatible shapes. Other errors on the meta device, such as control flow that depends
@@ -219,14 +214,14 @@ def _unbuildable(config: PretrainedConfig, place: str, error: Exception) -> str:
 _SHAPES_DISAGREE = re.compile(r"must match|cannot be multiplied|is invalid for input of size|Expected size")
 
 
-def _check_forward(model: PreTrainedModel, place: str) -> None:
+def _check_forward(model: PreTrainedModel, key: str) -> None:
     """Raise UserError if the sizes in the config are inconsistent. Uses no memory and computes nothing."""
     try:
         trial_forward(one_layer_per_kind(model))
     except Exception as error:
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
-                f"{place}: its sizes are inconsistent ({one_line(error)}); check the numbers of heads and "
+                f"{key}: its sizes are inconsistent ({one_line(error)}); check the numbers of heads and "
                 "the sizes that they must divide"
             ) from error
 

@@ -24,18 +24,16 @@ def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClass
     """
     if settings.task != "sequence-classification":
         return None
-    key = "model.config" if settings.name_or_path is None else "model.name_or_path"
-    given = settings.config or {} if settings.name_or_path is None else {}
     names = _class_names(config)
     if settings.name_or_path is None:
-        known = any(key in given for key in ("num_labels", "id2label", "label2id"))
+        known = any(key in (settings.config or {}) for key in ("num_labels", "id2label", "label2id"))
     elif settings.init == "scratch":
         known = False
     else:
         built = getattr(config, "architectures", None)
         named = any(not name.startswith("LABEL_") for name in names)
         known = any(n.endswith("ForSequenceClassification") for n in built) if built else named
-    return KnownClasses(key, tuple(names)) if known else None
+    return KnownClasses(settings.key, tuple(names)) if known else None
 
 
 def problem_of(config: PretrainedConfig, settings: ModelConfig) -> Problem | None:
@@ -48,8 +46,7 @@ def problem_of(config: PretrainedConfig, settings: ModelConfig) -> Problem | Non
     if settings.task != "sequence-classification" or kind is None:
         return None
     if kind not in PROBLEMS:
-        key = "model.config" if settings.name_or_path is None else "model.name_or_path"
-        raise UserError(f"{key}: problem_type is {kind!r}; it may be {', '.join(PROBLEMS)}")
+        raise UserError(f"{settings.key}: problem_type is {kind!r}; it may be {', '.join(PROBLEMS)}")
     problem: Problem = kind
     return problem
 

@@ -310,10 +310,9 @@ def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
 
 def _quantization(settings: ModelConfig) -> str | None:
     """The checkpoint's quantization method, or None if it is not quantized."""
-    description = without_quantization(_own_config(settings))
-    if description is None:
+    given = without_quantization(_own_config(settings))
+    if given is None:
         return None
-    given = description if isinstance(description, dict) else description.to_dict()
     kind = given.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(given) else "unknown method")
     return str(getattr(kind, "value", kind))
 
@@ -333,9 +332,8 @@ def _own_config(settings: ModelConfig) -> PretrainedConfig:
 def _dequantized(settings: ModelConfig, model: PreTrainedModel, method: str) -> PretrainedWeights:
     """Load a quantized checkpoint as floats, with transformers' dequantization."""
     try:
-        description = without_quantization(_own_config(settings))
         config = copy.deepcopy(model.config)
-        given = dict(description if isinstance(description, dict) else description.to_dict())
+        given = without_quantization(_own_config(settings)) or {}
         from transformers.quantizers.auto import AutoQuantizationConfig
 
         if hasattr(AutoQuantizationConfig.from_dict(dict(given)), "dequantize"):

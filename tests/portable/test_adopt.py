@@ -422,7 +422,7 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(
         ([[0.5, 1.5], [0.0, 0.0]], {}, "some scores of classes are not from 0 to 1"),
         ([[], []], {}, "no record has a class"),
         ([1, 2], {"problem_type": REGRESSION, "num_labels": 2}, "one number per text"),
-        ([float("nan"), 1.0], {}, "'label' is nan, neither a class"),
+        ([float("nan"), 1.0], {}, "'label' is nan, not a class"),
         ([0, 1], {"problem_type": "ranking"}, "problem_type is 'ranking'; it may be"),
     ],
 )
