@@ -191,9 +191,6 @@ class _Matching:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.notes: list[str] = []
 
-    def refusal(self, reason: str, remedy: str) -> UserError:
-        return _refusal(self.external, reason, remedy)
-
     def adopted(
         self, tensors: dict[str, StoredTensor], warnings: list[str], rate: Callable[[int], float]
     ) -> AdoptedCheckpoint:
@@ -256,7 +253,8 @@ class _Matching:
         for name, parameter in self.trained.items():
             wanted: Mapping[str, Tensor] = ours.initial_state(parameter)
             if name not in theirs and name not in groups:
-                raise self.refusal(
+                raise _refusal(
+                    self.external,
                     f"has no optimizer state for {name}, which this run trains",
                     f"it may have been frozen; {_weights_alone(self.external)}",
                 )
@@ -270,7 +268,8 @@ class _Matching:
                 value = values.get(key)
                 shape = value.shape if isinstance(value, StoredTensor) else ()
                 if value is None or (tensor.dim() and shape != tuple(tensor.shape)):
-                    raise self.refusal(
+                    raise _refusal(
+                        self.external,
                         f"has {', '.join(sorted(values))} for {name}, but train.optimizer {kind} needs "
                         f"{', '.join(sorted(wanted))}",
                         self._other_optimizer(values),
@@ -278,7 +277,9 @@ class _Matching:
             left |= values.keys() - wanted.keys()
             state[name] = {key: values[key] for key in wanted}
         if not state and any(ours.initial_state(parameter) for parameter in self.trained.values()):
-            raise self.refusal("has an optimizer that has not taken a step", _weights_alone(self.external))
+            raise _refusal(
+                self.external, "has an optimizer that has not taken a step", _weights_alone(self.external)
+            )
         if left:
             self.notes.append(f"train.optimizer {kind} does not use {', '.join(sorted(left))}: not restored")
         return state
@@ -298,7 +299,8 @@ class _Matching:
                 theirs = group.get(name, ours)
                 without_effect = name == "decoupled_weight_decay" and not group.get("weight_decay")
                 if isinstance(theirs, bool | int) and bool(theirs) != ours and not without_effect:
-                    raise self.refusal(
+                    raise _refusal(
+                        self.external,
                         f"was trained with {name} {bool(theirs)}, which train.optimizer {kind} has not",
                         _weights_alone(self.external),
                     )
@@ -314,7 +316,8 @@ class _Matching:
         unset = [(key, theirs) for key, theirs, _ in differing if not self.config.is_set(key)]
         if unset:
             wanted = ", ".join(f"{key} {shown(value)}" for key, value in unset)
-            raise self.refusal(
+            raise _refusal(
+                self.external,
                 f"was trained with {wanted}, and this run has other defaults",
                 f"set {' and '.join(key for key, _ in unset)}, to these values to continue as before",
             )
@@ -384,11 +387,13 @@ class _Matching:
             return given, f"checkpoint.resume_step{aside}"
         remedy = "set checkpoint.resume_step to the number of steps done"
         if len({count.number for count in counts}) > 1:
-            raise self.refusal(f"has different step counts: {', '.join(map(str, counts))}", remedy)
+            raise _refusal(self.external, f"has different step counts: {', '.join(map(str, counts))}", remedy)
         if counts:
             done = counts[0].number
             if most > done:
-                raise self.refusal(f"is at step {counts[0]}, but its optimizer has taken {most}", remedy)
+                raise _refusal(
+                    self.external, f"is at step {counts[0]}, but its optimizer has taken {most}", remedy
+                )
             source = " and ".join(count.source for count in counts)
             if stepped and most < done:
                 return done, f"{source}; the optimizer has taken {most} of them"
@@ -400,7 +405,7 @@ class _Matching:
             if stepped
             else "has no step count"
         )
-        raise self.refusal(reason, remedy)
+        raise _refusal(self.external, reason, remedy)
 
     def samples(self, step: int) -> tuple[int, str]:
         given, counted = self.config.checkpoint.resume_samples, self.external.samples

@@ -70,14 +70,11 @@ class ExternalCheckpoint:
     @property
     def writer(self) -> str:
         """The program that wrote it, as far as it is known."""
-        checkpoint, metadata = self.checkpoint, self.checkpoint.metadata
+        checkpoint, facts = self.checkpoint, self.checkpoint.metadata
         if checkpoint.format.startswith("deepspeed"):
             universal = ", universal" if checkpoint.format.endswith("universal") else ""
-            engine = (
-                f"DeepSpeed ZeRO-{metadata['zero_stage']}{universal}"
-                if "zero_stage" in metadata
-                else "DeepSpeed"
-            )
+            stage = f" ZeRO-{facts['zero_stage']}{universal}" if "zero_stage" in facts else ""
+            engine = f"DeepSpeed{stage}"
         elif checkpoint.format == "dcp":
             titan = any(key.startswith("train_state.") for key in checkpoint.counters)
             engine = "torchtitan" if titan else "FSDP (torch.distributed.checkpoint)"
@@ -87,7 +84,7 @@ class ExternalCheckpoint:
             engine = f"a full state dict ({checkpoint.format})"
         if self.trainer is not None:
             engine = f"the Hugging Face Trainer, {engine}"
-        world = metadata.get("world_size")
+        world = facts.get("world_size")
         return f"{engine}, {world} ranks" if isinstance(world, int) and world > 1 else engine
 
     @property

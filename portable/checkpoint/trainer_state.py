@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from converters import CheckpointError, check_manifest
 from converters.manifest import MANIFEST
@@ -18,25 +18,11 @@ if TYPE_CHECKING:
 
     from portable.paths import Place
 
-
 FORMAT_VERSION = 2
 """Version 1 had no manifest."""
 _WITH_MANIFEST = 2
 STATE_FILE = "trainer_state.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
-_TYPES: dict[str, type] = {
-    "step": int,
-    "samples": int,
-    "seed": int,
-    "schedule": dict,
-    "run": dict,
-    "data": str,
-    "backend": str,
-    "strategy": str,
-    "world_size": int,
-    "metadata": dict,
-    "format_version": int,
-}
 
 
 @dataclass(frozen=True)
@@ -94,9 +80,9 @@ class TrainerState:
             raise DamagedError(f"{path}: damaged ({reason}); use an older checkpoint") from error
 
     def _checked(self) -> TrainerState:
-        for name, kind in _TYPES.items():
+        for name, kind in get_type_hints(TrainerState).items():
             value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
+            if not isinstance(value, get_origin(kind) or kind) or isinstance(value, bool):
                 raise TypeError(f"{name} is of type {type(value).__name__}")
         for name, least in (("step", 0), ("samples", 0), ("world_size", 1), ("format_version", 1)):
             if getattr(self, name) < least:

@@ -168,14 +168,9 @@ def train_tokenizer(
 ) -> Any:
     """Train a byte-level BPE on the start of ``source``, or load it from the cache.
 
-    Any number of processes may call this concurrently: one trains, the others wait.
-
-    Args:
-        source: of the text.
-        vocab_size: including the special tokens. A small source may result in fewer tokens.
-        cache: the cache folder.
-        mask: add a mask token.
-        ends: append the end token to each text.
+    ``vocab_size`` includes the special tokens; a small source may have fewer. ``mask`` adds a mask token, and
+    ``ends`` appends the end token to each text. Any number of processes may call this concurrently: one
+    trains, the others wait.
     """
     size = trained_vocab_size(vocab_size, mask=mask)
     folder = trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends)

@@ -324,9 +324,7 @@ def _is_bitsandbytes(description: Mapping[str, Any]) -> bool:
 def _own_config(settings: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    loader: Any = AutoConfig.from_pretrained
-    config: PretrainedConfig = loader(settings.name_or_path, trust_remote_code=settings.trust_remote_code)
-    return config
+    return AutoConfig.from_pretrained(settings.name_or_path, trust_remote_code=settings.trust_remote_code)
 
 
 def _dequantized(settings: ModelConfig, model: PreTrainedModel, method: str) -> PretrainedWeights:
@@ -377,8 +375,7 @@ def _load(
     settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
 ) -> tuple[Any, Mapping[str, Any]]:
     """Load a model like ``model`` into host memory; also return transformers' loading report."""
-    loader: Any = type(model).from_pretrained
-    loaded, info = loader(
+    loaded, info = type(model).from_pretrained(
         settings.name_or_path,
         config=config,
         dtype=torch.float32,
