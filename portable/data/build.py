@@ -197,6 +197,7 @@ def build_data(
                 part,
                 length,
                 vocabulary,
+                mask=_mask_token(vocabulary),
                 suffix=framed.suffix,
                 seed=seed,
                 packed=settings.packing,
@@ -354,11 +355,8 @@ def _source(settings: DataConfig, task: str, cache: Path, *, remember: bool = Tr
 
 def _vocabulary(tokenizer: Any, task: str, *, ends_texts: bool = False) -> Vocabulary:
     vocabulary = Vocabulary.of(tokenizer)
-    if task == MASKED and vocabulary.mask is None:
-        raise UserError(
-            "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
-            "tokenizer_config.json, use another tokenizer, or null to train one"
-        )
+    if task == MASKED:
+        _mask_token(vocabulary)
     around = (*vocabulary.prefix, *vocabulary.suffix)
     if ends_texts and (tokenizer.eos_token_id is None or tokenizer.eos_token_id not in around):
         raise UserError(
@@ -366,6 +364,15 @@ def _vocabulary(tokenizer: Any, task: str, *, ends_texts: bool = False) -> Vocab
             "model's own tokenizer, or null to train one that adds it"
         )
     return vocabulary
+
+
+def _mask_token(vocabulary: Vocabulary) -> int:
+    if vocabulary.mask is None:
+        raise UserError(
+            "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
+            "tokenizer_config.json, use another tokenizer, or null to train one"
+        )
+    return vocabulary.mask
 
 
 def _packs(settings: DataConfig, task: str) -> bool:

@@ -78,11 +78,10 @@ def classes_of(
             by_kind = {"classes": SINGLE, "sets": MULTI, "values": REGRESSION if width == 1 else MULTI}
             problem = by_kind[kind]
     _check_kind(kind, names, problem)
-    if problem != REGRESSION and kind != "values":
+    if problem != REGRESSION and tokens.values is None:
         return number_classes(names, declared, known, several=problem == MULTI)
     own = known.names if known is not None else tuple(f"LABEL_{index}" for index in range(width))
-    if kind == "values":
-        assert tokens.values is not None
+    if tokens.values is not None:
         if (found := tokens.values.shape[1]) != len(own):
             raise UserError(
                 f"data.label_field: {found} numbers per text, but {known.key if known else 'the model'} has "

@@ -32,6 +32,7 @@ class MaskedLM(Samples):
     the mask token, 10% by a random token, and 10% stay. The choice depends only on (seed, epoch, sample).
 
     Args:
+        mask: id of the mask token.
         shift: computes the decoder's input from the labels, for a model with a decoder.
     """
 
@@ -42,13 +43,13 @@ class MaskedLM(Samples):
         seq_len: int,
         vocabulary: Vocabulary,
         *,
+        mask: int,
         suffix: Sequence[int],
         seed: int,
         packed: bool,
         shift: LabelShift | None = None,
     ) -> None:
-        assert vocabulary.mask is not None
-        self._mask = vocabulary.mask
+        self._mask = mask
         self.num_samples = part.num_samples
         self._cache = cache
         self._part = part

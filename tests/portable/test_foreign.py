@@ -339,7 +339,7 @@ def test_a_run_begins_and_goes_on_by_itself(
         "global_step of trainer_state.json and the optimizer",
         "step 3 x train.global_batch_size 4; the data order is this run's own",
         "in the next step, by this run's schedule (cosine, peak 0.002)",
-        "the checkpoint's own stood at 0.002 and is not taken",
+        "the checkpoint's rate of 0.002 is not used",
         "data order, random number generators, loss scales",
     ):
         assert words in said
@@ -527,7 +527,7 @@ def test_a_checkpoint_that_says_no_step(
     assert main(command(path, corpus, tmp_path / "run", **chosen, **asked)) == 0
     said = capsys.readouterr().err
     assert "warning: " in said and "has 20 of 20 weights only in BF16" in said
-    assert "optimizer's state in BF16 only" in said
+    assert "has the optimizer state only in BF16" in said
     assert "momentum_buffer of 20 parameters" in said
     assert "resuming at step 4" in said
     # A checkpoint of this program says where it stands.
