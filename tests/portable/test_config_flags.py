@@ -166,7 +166,7 @@ def test_options_of_the_command(tmp_path: Path) -> None:
         ("--no-seed", "unknown flag --no-seed"),
         ("--strategy fullshard", "--strategy must be no_shard"),
         ("--log.trackers tensorbord", "--log.trackers must be list of: tensorboard"),
-        ("--train 3", "--train is a section; set what is in it, as --train.steps"),
+        ("--train 3", "--train is a section; set a key in it, such as --train.steps"),
         (
             "--train.warmup_steps 300",
             "--train.warmup_steps 300 exceeds train.steps 200",
@@ -177,7 +177,7 @@ def test_options_of_the_command(tmp_path: Path) -> None:
         ("--nproc", "--nproc needs a value: N"),
         ("--config", "--config needs a value: FILE"),
         ("--config /nowhere.yaml", "/nowhere.yaml: cannot read the config"),
-        ("run.yaml", "unexpected argument 'run.yaml'; a config file goes after --config"),
+        ("run.yaml", "unexpected argument 'run.yaml'; use --config for a config file"),
         ("-x", "unknown flag -x; flags have two dashes"),
         ("--", "unexpected argument '--'"),
         ("--help train.stepz", "--help: no setting named 'train.stepz'; did you mean train.steps?"),

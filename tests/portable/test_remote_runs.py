@@ -409,7 +409,7 @@ def test_a_staging_folder_that_somebody_else_made_is_refused(
     trap: str, s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name in the system's folder for temporary files is known to all who may write there."""
-    monkeypatch.setattr("portable.output.remote_output_dir.lasting", lambda: tmp_path)
+    monkeypatch.setattr("portable.output.remote_output_dir.lasting_folder", lambda: tmp_path)
     base = tmp_path / f"portable-{os.getuid()}"
     if trap == "a link":
         (tmp_path / "theirs").mkdir()
