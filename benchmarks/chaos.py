@@ -37,7 +37,8 @@ from benchmarks.pages import put_into
 from benchmarks.small_disk import SmallDisk, small_disk
 from benchmarks.train_overhead import SMALL_MODEL
 from converters import CheckpointError, open_checkpoint
-from portable.checkpoint.store import STATE_FILE, CheckpointFolder, TrainerState
+from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError, UserError
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 

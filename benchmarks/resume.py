@@ -145,7 +145,7 @@ def _peers(
     if writer == strategy == "full_shard":
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        from portable.model.build import state_tensors
+        from portable.model.parameters import state_tensors
 
         def dcp() -> None:
             state = {"model": state_tensors(engine.model), "optim": engine._optimizer_state()}

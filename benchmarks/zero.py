@@ -45,8 +45,8 @@ from benchmarks.train_overhead import (
 )
 from portable.config import load_config
 from portable.data import TrainLoader
-from portable.model.build import tied_names
 from portable.model.initialize import Blueprint
+from portable.model.parameters import tied_names
 from portable.model.tensors import to_torch
 from portable.ranks.launch import launch
 from portable.registry import create_backend, resolve_backend

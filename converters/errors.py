@@ -28,10 +28,21 @@ class CheckpointError(Exception):
     """
 
 
+class OptimizerStateError(CheckpointError):
+    """The optimizer state cannot be read, but the weights can. The argument is the reason."""
+
+    @property
+    def reason(self) -> str:
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return f"{self.reason}; convert without --optimizer"
+
+
 @contextmanager
 def blame(path: object) -> Iterator[None]:
     """Prefix the message of a `CheckpointError` raised within by `path`."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise type(error)(f"{path}: {error.args[0]}") from None

@@ -1,36 +1,32 @@
-"""What a run will do, worked out before it starts."""
+"""How the global batch is divided, and how many steps a run takes."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from portable.config.rules import largest_divisor
 from portable.errors import UserError
-from portable.model.build import looked_up_table, transformer_layers
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel
-
     from portable.config import RunConfig
 
-MAX_STEPS = 1 << 53  # beyond, floating-point numbers skip whole numbers
+MAX_STEPS = 1 << 53  # a float cannot represent every larger integer
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the global batch is cut over ranks and micro-batches.
+    """How the global batch is divided into ranks and micro-batches.
 
-    Rank ``r`` takes the ``r``-th of ``world_size`` equal, contiguous parts of each global batch, and goes
-    through its part in ``accumulation_steps`` micro-batches, which its devices share.
+    Rank ``r`` takes the ``r``-th of ``world_size`` equal, contiguous parts of each global batch, in
+    ``accumulation_steps`` micro-batches. The devices of a rank share a micro-batch.
     """
 
     global_batch_size: int
     micro_batch_size: int
-    """Sequences that a rank takes at a time: ``train.micro_batch_size`` times its devices."""
+    """Sequences per rank and forward pass: ``train.micro_batch_size`` times the rank's devices."""
     world_size: int
     rank: int
     seed: int
@@ -46,9 +42,9 @@ class BatchPlan:
         return self.sequences_per_rank // self.micro_batch_size
 
     def dropout_seed(self, first_sample: int, micro_batch: int) -> int:
-        """Seed of the randomness inside a micro-batch: keyed by the run and by the samples in it.
+        """Seed of the dropout in a micro-batch. It depends only on the run's seed and the samples.
 
-        A resumed run therefore repeats it without any saved generator state.
+        A resumed run repeats it, so no generator state is saved.
         """
         rank = 0 if self.one_program else self.rank
         sample = first_sample + rank * self.sequences_per_rank + micro_batch * self.micro_batch_size
@@ -59,12 +55,12 @@ class BatchPlan:
 def plan_batches(
     config: RunConfig, *, world_size: int, rank: int, devices_per_rank: int = 1, one_program: bool = False
 ) -> BatchPlan:
-    """Derive the accumulation from the global batch.
+    """Compute the gradient accumulation from the global batch.
 
-    A micro-batch size that was left at its default is lowered until it divides; one that was chosen must.
+    The default micro-batch size is lowered to a divisor. A size that was set must divide.
 
     Raises:
-        UserError: if the global batch cannot be divided, with sizes that can.
+        UserError: if the global batch or the micro-batch size does not divide.
     """
     total = config.train.global_batch_size
     devices = world_size * devices_per_rank
@@ -78,70 +74,30 @@ def plan_batches(
         )
     share = total // devices
     micro = config.train.micro_batch_size
-    assert micro != "auto"  # a backend has replaced or refused it
+    assert micro != "auto"  # the backend has replaced or refused it
     fitting = largest_divisor(share, micro)
     if config.is_set("train.micro_batch_size") and fitting != micro:
         raise UserError(
-            f"train.micro_batch_size: a {unit}'s share of the global batch is {share} sequences, which "
-            f"micro-batches of {micro} do not divide; use {fitting} or another divisor of {share}"
+            f"train.micro_batch_size: {micro} does not divide the {share} sequences of the global batch that "
+            f"each {unit} takes; use {fitting} or another divisor of {share}"
         )
     micro_batch = fitting * devices_per_rank
     return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program)
 
 
 def total_steps(config: RunConfig, samples: int) -> int:
-    """The length of the schedule in optimizer steps: ``train.steps``, or what ``train.epochs`` come to.
+    """Return the number of optimizer steps: ``train.steps``, or ``train.epochs`` in steps.
 
     Raises:
-        UserError: for more epochs than any run could go through.
+        UserError: if the number of steps exceeds :data:`MAX_STEPS`.
     """
     if config.train.epochs is None:
-        assert config.train.steps is not None  # the schema sees to it
+        assert config.train.steps is not None  # the schema requires one of the two
         return config.train.steps
     steps = config.train.epochs * samples / config.train.global_batch_size
     if not steps <= MAX_STEPS:
         raise UserError(
-            f"train.epochs: {config.train.epochs:g} epochs of {samples} samples are more steps than can be "
-            "counted; lower it, or give train.steps"
+            f"train.epochs: {config.train.epochs:g} epochs of {samples} samples are too many steps; "
+            "lower it, or set train.steps"
         )
     return max(1, math.ceil(steps))
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Parameters of the model, tied ones counted once."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: int) -> float:
-    """Floating-point operations per trained token, forward and backward.
-
-    The convention of the PaLM paper (appendix B): 6 for each weight that takes part in a matrix product,
-    which leaves out looked-up embeddings but not a tied output head, plus 12 x layers x hidden size x
-    sequence length for the attention scores. Of a mixture of experts, those that a token goes through count.
-    Recomputation is not counted.
-    """
-    text = config.get_text_config()
-    embedding = looked_up_table(model)
-    head: Any = model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding
-    looked_up = 0 if embedding is None or tied else embedding.numel()
-    layers = len(transformer_layers(model))
-    hidden: int = getattr(text, "hidden_size", 0 if embedding is None else embedding.shape[1])
-    weights = parameter_count(model) - looked_up - _idle_experts(model, text)
-    return 6.0 * weights + 12.0 * layers * hidden * seq_len
-
-
-def _idle_experts(model: nn.Module, text: PretrainedConfig) -> float:
-    """Parameters of the experts that a token does not go through, on average over the layers."""
-    chosen = getattr(text, "num_experts_per_tok", None)
-    counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
-    experts = next((count for count in counts if count), None)
-    if not chosen or not experts:
-        return 0.0
-    # transformers stacks a layer's experts, the first dim counts them.
-    stacked = [
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if ".experts." in name and parameter.dim() > 1 and parameter.shape[0] == experts
-    ]
-    return sum(stacked) * (1.0 - float(chosen / experts))

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from converters.commands import FAILED, REFUSED, command
-from portable.errors import RunError, StoppedError, ToldElsewhereError, UserError, one_line
+from portable.errors import ReportedElsewhereError, RunError, StoppedError, UserError, one_line
 from portable.ranks.parent_death import die_with_parent
 from portable.terminal import loading
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return REFUSED
-    except ToldElsewhereError as error:
+    except ReportedElsewhereError as error:
         return error.exit_code
     except RunError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Writes that survive a power cut: bytes and names are on disk before a function returns."""
+"""Durable writes: file contents and names are on disk before a function returns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PARTIAL_SUFFIX = ".partial"
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace ``path`` atomically by ``text``."""
+    """Replace the contents of ``path`` by ``text``, atomically."""
     partial = path.with_name(f".{path.name}{_PARTIAL_SUFFIX}")
-    if os.path.lexists(partial):  # a killed process left it; or it is a link, and leads anywhere
+    if os.path.lexists(partial):  # left by a killed process, or a link to another file
         partial.unlink()
     with os.fdopen(open_new(partial), "w", encoding="utf-8") as file:
         file.write(text)
@@ -25,7 +25,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush all files below ``folder`` and their names. Cheap for what is on disk already."""
+    """Flush all files below ``folder`` and their names. Cheap if they are on disk already."""
     for path, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(path, name))
@@ -33,7 +33,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names in a folder, where the system can (not on Windows)."""
+    """Flush the names in a folder. A no-op on Windows."""
     if os.name != "nt":
         sync(path)
 

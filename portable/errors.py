@@ -1,4 +1,4 @@
-"""What ends a run without being a bug: input that a person can put right, and what no input shows."""
+"""Exceptions that end a run without a traceback, because they are not bugs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ USER_ERROR, RUN_ERROR = 2, 1
 
 
 class UserError(Exception):
-    """Refused input: the message names the file or key and the remedy.
+    """Invalid input. The message names the file or key and the remedy.
 
-    The command line prints it as a single ``error: ...`` line and exits with code 2. Anything else that
-    escapes is a bug of ours and keeps its traceback.
+    The command line prints it as one ``error: ...`` line and exits with code 2. Other exceptions are bugs and
+    keep their traceback.
     """
 
 
-class ToldElsewhereError(Exception):
-    """What ends this rank was told, or will be, by another rank: end quietly, with its exit code."""
+class ReportedElsewhereError(Exception):
+    """Another rank reports the error. Exit with its code and print nothing."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -28,21 +28,21 @@ class ToldElsewhereError(Exception):
 
 
 class DamagedError(UserError):
-    """A checkpoint that was whole once and no longer is; an older one may do."""
+    """A damaged checkpoint. An older one may be intact."""
 
 
 def one_line(text: object) -> str:
-    """Fold ``text`` into one printable line, so that an error stays exactly one line on stderr."""
+    """Fold ``text`` into one printable line, so that an error is exactly one line on stderr."""
     folded = " ".join(str(text).split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in folded)
 
 
 class RunError(Exception):
-    """A run that cannot go on, through nothing that its input shows. One ``error: ...`` line, exit code 1."""
+    """A run failed although its input is valid. Printed as one ``error: ...`` line, with exit code 1."""
 
 
 class StoppedError(RunError):
-    """A signal ended the run at once; ``exit_code`` is 128 and its number, as where a shell tells of one."""
+    """A signal ended the run. ``exit_code`` is 128 plus its number, as in a shell."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -56,6 +56,6 @@ def require(condition: bool, message: str) -> None:
 
 
 def unsupported(settings: Iterable[tuple[bool, str]]) -> None:
-    """Raise for the first setting that is in use though it is not supported, with its reason."""
+    """Raise UserError for the first setting that is used, with its reason."""
     for used, reason in settings:
         require(not used, reason)

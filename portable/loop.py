@@ -1,4 +1,4 @@
-"""THE training loop: the same for every backend, strategy and world size."""
+"""The training loop, the same for every backend, strategy and world size."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from portable.batch_plan import BatchPlan
     from portable.optim.schedule import Schedule
 
-_STOPPING = b"\nstopping after this step, with a checkpoint; once more stops at once, without\n"
+_STOPPING = b"\nstopping after this step and saving a checkpoint; again to stop now without saving\n"
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step left on the device: the global mean loss and the gradient norm, unread."""
+    """The global mean loss and the gradient norm of an optimizer step, as scalars on the device."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -38,12 +38,12 @@ class StepResult:
 
 @dataclass
 class Progress:
-    """Where the run stands.
+    """The state of the run.
 
     Attributes:
-        step: optimizer steps taken.
+        step: optimizer steps done.
         samples: sequences consumed, which is the position in the data.
-        skipped: steps of these whose update was left out, as far as the device has been asked.
+        skipped: steps with a skipped update, as of the last read from the device.
     """
 
     step: int
@@ -53,11 +53,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When to do what, in optimizer steps; 0 means never.
+    """Intervals in optimizer steps; 0 means never.
 
     Attributes:
-        eval_samples: evaluate after a step that comes to another multiple of so many samples; 0 means never.
-        save_samples: the same of saving.
+        eval_samples: evaluate after each step that reaches a multiple of this many samples; 0 means never.
+        save_samples: the same for saving.
     """
 
     until: int
@@ -69,36 +69,36 @@ class Cadence:
 
 
 class Events:
-    """What the loop calls when something is due. The defaults do nothing."""
+    """Callbacks of the loop. The defaults do nothing."""
 
     def on_step(self, progress: Progress) -> None:
-        """After every step; must not read from the device."""
+        """Called after every step. Must not read from the device."""
 
     def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
-        """Every ``log_every`` steps, with values read from the device."""
+        """Called every ``log_every`` steps, with values read from the device."""
 
     def on_eval(self, progress: Progress, loss: float) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""
 
     def lacks_eval(self, progress: Progress) -> bool:
-        """Whether the evaluation after ``progress.step`` is not on record; looked at on resuming."""
+        """Whether the evaluation after ``progress.step`` is missing. Called on resuming."""
         return False
 
     def on_save(self, progress: Progress) -> None:
-        """Write a checkpoint; all ranks are called."""
+        """Write a checkpoint. Called on all ranks."""
 
-    def on_skipped(self, progress: Progress, count: int, told: str) -> None:
-        """``count`` more updates were left out; ``told`` says of the latest which step it was, and why."""
+    def on_skipped(self, progress: Progress, count: int, message: str) -> None:
+        """Called when ``count`` more updates were skipped; ``message`` describes the latest streak."""
 
     def on_pause(self, seconds: float) -> None:
-        """After a step whose save and evaluation took ``seconds``, which are not training."""
+        """Called after each step with the ``seconds`` that its save and evaluation took."""
 
     def last_checkpoint(self) -> str:
-        """What to tell a person about the last good checkpoint."""
+        """The last good checkpoint, for error messages."""
         return "none"
 
     def replay(self, step: int) -> str:
-        """The command that takes ``step`` once more and looks where it stops being finite."""
+        """The command that repeats ``step`` and locates the first non-finite value."""
         return f"portable-train --replay {step}"
 
 
@@ -113,13 +113,11 @@ def train_step(
     max_grad_norm: float,
     betas: tuple[float, float] | None = None,
 ) -> StepResult:
-    """One optimizer step over the global batch, which begins at ``first_sample``.
+    """Take one optimizer step over the global batch that starts at ``first_sample``, without a host sync.
 
-    Nothing in here waits for the device.
-
-    The loss is the mean over all valid tokens of the global batch, whatever their spread over micro-batches
-    and ranks: their number is counted first, while the batches are still on the host, and every micro-batch's
-    summed loss is divided by it.
+    The loss is the mean over all valid tokens of the global batch, however they are spread over micro-batches
+    and ranks. They are counted while the batches are still on the host, and every micro-batch's summed loss
+    is divided by the count.
     """
     batches = [next(micro_batches) for _ in range(plan.accumulation_steps)]
     valid = backend.total(sum(count_valid(batch["labels"]) for batch in batches))
@@ -146,31 +144,29 @@ def train(
     max_grad_norm: float,
     events: Events,
 ) -> bool:
-    """Run from ``progress`` until ``cadence.until``.
+    """Train from ``progress`` until step ``cadence.until``.
 
     Returns:
-        whether the run was stopped early by SIGTERM or SIGINT, with a checkpoint saved.
+        whether SIGTERM or SIGINT stopped the run early. A checkpoint is saved then, too.
 
     Raises:
-        RunError: when a loss or gradient norm was not finite, as often as ``train.on_non_finite`` allows. The
-            weights are those from before that step.
+        RunError: if as many updates in a row were not finite as ``train.on_non_finite`` allows. The weights
+            are those from before the first of them.
     """
     start = Progress(progress.step, progress.samples, progress.skipped)
     saved = progress.step
 
-    def eval_is_due() -> bool:
-        return eval_batches is not None and (
+    def due_evaluation() -> Callable[[], Iterable[Batch]] | None:
+        due = (
             progress.step == cadence.until
             or _due(progress.step, cadence.eval_every)
             or _passed(progress, plan, cadence.eval_samples)
         )
+        return eval_batches if due else None
 
-    def run_eval() -> None:
-        assert eval_batches is not None
-        events.on_eval(progress, evaluate(backend, engine, eval_batches()))
-
-    if progress.step > 0 and eval_is_due() and backend.any(events.lacks_eval(progress)):
-        run_eval()  # the leg before ended after the checkpoint and before the evaluation of its last step
+    # The last launch may have ended between its checkpoint and the evaluation after it.
+    if progress.step > 0 and (batches := due_evaluation()) and backend.any(events.lacks_eval(progress)):
+        events.on_eval(progress, evaluate(backend, engine, batches()))
     with stop_signals() as stop_requested:
         while progress.step < cadence.until:
             learning_rate = schedule(progress.step)
@@ -194,7 +190,7 @@ def train(
             save_due = last or _due(progress.step, cadence.save_every)
             save_due = save_due or _passed(progress, plan, cadence.save_samples)
             if log_due or save_due:
-                _look_for_skipped(engine, plan, start, progress, events)
+                _check_skipped(engine, plan, start, progress, events)
             if log_due:
                 loss, grad_norm = backend.read([result.loss, result.grad_norm])
                 events.on_log(progress, loss, grad_norm, learning_rate)
@@ -202,8 +198,8 @@ def train(
             if save_due and progress.step > saved:
                 events.on_save(progress)
                 saved = progress.step
-            if eval_is_due() and (not stopping or progress.step == cadence.until):
-                run_eval()
+            if (not stopping or progress.step == cadence.until) and (batches := due_evaluation()):
+                events.on_eval(progress, evaluate(backend, engine, batches()))
             events.on_pause(time.perf_counter() - paused)
             if stopping:
                 return progress.step < cadence.until
@@ -211,7 +207,7 @@ def train(
 
 
 def evaluate(backend: Backend, engine: Engine, batches: Iterable[Batch]) -> float:
-    """Mean loss over all valid tokens of the evaluation batches of all ranks."""
+    """Return the mean loss over all valid tokens of the evaluation batches of all ranks."""
     losses, valid = [], 0
     for batch in batches:
         valid += count_valid(batch["labels"])
@@ -222,7 +218,7 @@ def evaluate(backend: Backend, engine: Engine, batches: Iterable[Batch]) -> floa
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Turn SIGTERM and SIGINT into a request to stop after the step; a second signal acts at once."""
+    """Turn SIGTERM and SIGINT into a request to stop after the step. A second signal has its usual effect."""
     received = False
 
     def request(number: int, _: object) -> None:
@@ -230,13 +226,13 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         received = True
         signal.signal(number, previous[signal.Signals(number)])
         if at_a_terminal():
-            os.write(2, _STOPPING)  # print may not be called in a signal handler
+            os.write(2, _STOPPING)  # print is not safe in a signal handler
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     try:
         ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, request) for number in ours}
-    except ValueError:  # not the main thread, as in a notebook's worker: signals are not ours there
+    except ValueError:  # only the main thread can set signal handlers
         yield lambda: False
         return
     try:
@@ -251,18 +247,18 @@ def _due(step: int, every: int) -> bool:
 
 
 def _passed(progress: Progress, plan: BatchPlan, every: float) -> bool:
-    """Whether the latest step has come to another multiple of ``every`` samples, or over it."""
+    """Whether the latest step reached or passed a multiple of ``every`` samples."""
     if every <= 0:
         return False
     before = progress.samples - plan.global_batch_size
-    # A third of an epoch times three is an epoch, in spite of rounding.
+    # The tolerance makes three thirds of an epoch an epoch in spite of rounding.
     return math.floor(progress.samples / every + 1e-9) > math.floor(before / every + 1e-9)
 
 
-def _look_for_skipped(
+def _check_skipped(
     engine: Engine, plan: BatchPlan, start: Progress, progress: Progress, events: Events
 ) -> None:
-    """Bring ``progress.skipped`` up to date; tell, or raise, what is new. ``start``: of the leg."""
+    """Update ``progress.skipped``; report new skipped updates, or raise. ``start``: of this launch."""
     health = engine.health()
     skipped = start.skipped + health.skipped_updates
     new, progress.skipped = skipped - progress.skipped, skipped
@@ -271,14 +267,14 @@ def _look_for_skipped(
     step = start.step + health.first_bad_update + 1
     sample = start.samples + health.first_bad_update * plan.global_batch_size
     what = "loss is" if health.bad_loss else "gradients are"
-    told = f"step {step} (samples {sample} to {sample + plan.global_batch_size - 1}): the {what} not finite"
-    see = f"to see where that begins: {events.replay(step)}"
+    found = f"step {step} (samples {sample} to {sample + plan.global_batch_size - 1}): the {what} not finite"
+    remedy = f"to locate the cause: {events.replay(step)}"
     if not health.halted:
-        events.on_skipped(progress, new, f"{told}; {see}")
+        events.on_skipped(progress, new, f"{found}; {remedy}")
         return
     if health.halted > 1:
-        told += f", and no step of the {health.halted - 1} after it was"
+        found += f", nor in the next {health.halted - 1} steps"
     raise RunError(
-        f"{told}, so the update was not made; last good checkpoint: {events.last_checkpoint()}; {see}; or "
+        f"{found}; the update was skipped; last good checkpoint: {events.last_checkpoint()}; {remedy}; or "
         "lower train.learning_rate or train.max_grad_norm"
     )

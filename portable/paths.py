@@ -1,7 +1,6 @@
-"""Where things are: a path of this machine, or a URL of an object store (``s3://bucket/run``).
+"""Local paths, URLs of object stores (``s3://bucket/run``) and the cache folder.
 
-Both are read in the same words (``name``, ``/``, ``is_file``, ``iterdir``, ``read_text`` ...), so that
-whoever reads need not know which it is. And where this program keeps what it can do without.
+Paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``, ``iterdir``, ``read_text``).
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ __all__ = ["Place", "default_cache_dir", "place_of", "storage_errors"]
 
 
 def place_of(key: str, text: str) -> Place:
-    """The place that a setting names.
+    """Return the path or URL that a setting names.
 
     Args:
-        key: of the setting, for the message.
-        text: a path or a URL.
+        key: the setting, for error messages.
+        text: its value.
 
     Raises:
-        UserError: a URL that cannot be used: a protocol whose package is not installed, credentials in it ...
+        UserError: if the URL is invalid, contains credentials or needs a package that is not installed.
     """
     with storage_errors(key):
         try:
@@ -42,18 +41,18 @@ def place_of(key: str, text: str) -> Place:
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/portable-trainer``, by default under ``~/.cache``."""
+    """``$XDG_CACHE_HOME/portable-trainer``, or ``~/.cache/portable-trainer``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "portable-trainer"
 
 
 @contextmanager
 def storage_errors(key: str) -> Iterator[None]:
-    """Say what a store refuses as an error of the setting ``key``.
+    """Convert errors of an object store to errors of the setting ``key``.
 
     Raises:
-        RunError: the store could not be reached, however often it was tried.
-        UserError: everything else.
+        RunError: if all retries failed.
+        UserError: for any other error of the store.
     """
     try:
         yield
@@ -64,7 +63,7 @@ def storage_errors(key: str) -> Iterator[None]:
 
 
 def exists(path: Place) -> bool:
-    """Whether there is a ``path``; there is none of a name that cannot be."""
+    """Whether ``path`` exists. False for an invalid name."""
     try:
         return path.exists()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Temporary folders that do not outlive a killed process for long: the next one removes them."""
+"""Temporary folders. If a process is killed, the next one removes its folder."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ if TYPE_CHECKING:
 
 
 _LASTING = "PORTABLE_LASTING_TMPDIR"
-# A data worker's socket, and the most bytes that a socket's path may have (104 on macOS).
-_SOCKET, _MOST_OF_SOCKET = "/t/pymp-12345678/listener-12345678", 100
+# The path of a data worker's socket, and the maximum length of a socket's path (104 bytes on macOS).
+_SOCKET, _MAX_SOCKET_PATH = "/t/pymp-12345678/listener-12345678", 100
 
 
-def lasting() -> Path:
-    """The machine's folder for temporary files, for what has to outlive the run: see ``started_below``."""
+def lasting_folder() -> Path:
+    """The folder for temporary files that outlive the run."""
     return Path(os.environ.get(_LASTING) or tempfile.gettempdir())
 
 
 def _user() -> str:
-    """The user's name, as torch writes it."""
+    """The user's name as torch writes it."""
     try:
         return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (KeyError, OSError):  # a number that the machine knows no name for
+    except (KeyError, OSError):  # a user id without a name
         return str(os.getuid())
 
 
 @contextmanager
-def started_below(folder: Path) -> Iterator[None]:
-    """Have processes that are started meanwhile keep their temporary files in ``folder``, and go with it.
+def temporary_files_in(folder: Path) -> Iterator[None]:
+    """Make child processes create their temporary files in ``folder``.
 
-    torch, DeepSpeed and ``multiprocessing`` make folders of their own and remove them at their end, which a
-    killed process has not. What is worth keeping, and paths that are too long for sockets, stay where they
-    are.
+    torch, DeepSpeed and ``multiprocessing`` remove their temporary folders on exit, but not if they are
+    killed. Caches stay in the usual folder. A no-op if ``folder`` is too long for the path of a socket.
     """
-    if len(os.fsencode(folder)) + len(_SOCKET) > _MOST_OF_SOCKET:
+    if len(os.fsencode(folder)) + len(_SOCKET) > _MAX_SOCKET_PATH:
         yield
         return
     usual = tempfile.gettempdir()
@@ -51,7 +50,7 @@ def started_below(folder: Path) -> Iterator[None]:
     changes = {"TMPDIR": str(folder / "t")}
     if _LASTING not in os.environ:
         changes[_LASTING] = usual
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # kernels that took minutes to compile
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # kernels take minutes to compile
         changes["TORCHINDUCTOR_CACHE_DIR"] = str(Path(usual) / f"torchinductor_{_user()}")
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
@@ -67,13 +66,12 @@ def started_below(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder(kind: str) -> Iterator[Path]:
-    """A new temporary folder, removed with what is in it when the block ends.
+    """Create a temporary folder for this context, and lock it.
 
-    This process holds its lock. What bears a name of the same kind, is this user's and is locked by nobody,
-    a killed process left; that is removed first.
+    First removes this user's unlocked folders of the same kind, which killed processes left.
 
     Args:
-        kind: the beginning of its name, which nobody else gives.
+        kind: a unique prefix of the folder's name.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{kind}-*"):
         _remove_leftover(left)
@@ -89,7 +87,7 @@ def _new(kind: str) -> tuple[Path, int | None]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
         held = hold(folder)
-        if folder.exists():  # else another process found it before it was locked, and took it for a leftover
+        if folder.exists():  # another process may have removed it before it was locked
             return folder, held
         let_go(held)
 
@@ -100,7 +98,7 @@ def _remove_leftover(folder: Path) -> None:
             return
     except FileNotFoundError:
         return
-    if (held := hold(folder)) is None:  # in use, no folder, or on a file system without locks
+    if (held := hold(folder)) is None:  # in use, not a folder, or no locks on this file system
         return
     try:
         shutil.rmtree(folder, ignore_errors=True)

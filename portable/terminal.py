@@ -1,4 +1,4 @@
-"""What a person at a terminal is told, or not, of the libraries under a training."""
+"""Terminal output: progress of imports, and noise of libraries to suppress."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 def quiet_checkpoint_warnings() -> None:
-    """Drop torch's word on its own use of TypedStorage, and on a single process that saves alone.
+    """Suppress torch's warnings about TypedStorage and about saving in a single process.
 
-    For the whole process, since a save in the background warns from another thread.
+    For the whole process, because background saves warn in another thread.
     """
     for message in ("TypedStorage is deprecated", "torch.distributed is disabled"):
         warnings.filterwarnings("ignore", message=message)
 
 
 def at_a_terminal() -> bool:
-    """Whether this process is the one rank that speaks, and a person may be watching."""
+    """Whether this process is rank 0 and stderr is a terminal."""
     return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Say on a terminal what the first seconds go to; the words go when it is done."""
+    """Show on a terminal that libraries are loading, and clear the line at the end."""
     shown = at_a_terminal() and "torch" not in sys.modules
     if shown:
         print("loading torch and transformers ...", end="", file=sys.stderr, flush=True)
@@ -37,18 +37,18 @@ def loading() -> Iterator[None]:
         yield
     finally:
         if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # to the start of the line, and wipe it
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # clear the line
 
 
 @contextmanager
 def native_stdout_closed() -> Iterator[None]:
-    """Keep gloo's C++ code from printing its connections into what a person reads."""
+    """Discard the connection messages that gloo's C++ code prints to stdout."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)

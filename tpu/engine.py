@@ -10,9 +10,10 @@ from torch import nn
 
 from portable.checkpoint.matching import stored_state
 from portable.errors import require
-from portable.model.build import replace_tensors, state_tensors, transformer_layers
+from portable.model.layers import transformer_layers
 from portable.model.loss import Objective
-from portable.optim.non_finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
+from portable.model.parameters import replace_tensors, state_tensors
+from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from tpu.activation_checkpointing import recompute
 from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.layout import constrain
@@ -78,8 +79,8 @@ class XlaEngine:
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()
-        self._limit = allowed_in_a_row(config.train.on_non_finite)
-        self._account = layout.whole(torch.tensor(NEW_ACCOUNT))
+        self._limit = allowed_streak(config.train.on_non_finite)
+        self._account = layout.whole(torch.tensor(NEW_COUNTERS))
 
     # -- setting up --------------------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class XlaEngine:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             scaled = {name: gradient * scale for name, gradient in gradients.items()}
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
-        account, left_out = entered(self._account, bad=bad, loss=loss, limit=self._limit)
+        account, left_out = count_update(self._account, bad=bad, loss=loss, limit=self._limit)
         self._account.copy_(account)
         self._optimizer.step(scaled, rate, ~left_out)
         for gradient in (self._accumulated or {}).values():

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from portable.checkpoint.checksumming_writer import SealingWriter
+from portable.checkpoint.checksumming_writer import ChecksummingWriter
 from portable.ranks.collectives import background_group
 from portable.terminal import quiet_checkpoint_warnings
 
@@ -95,7 +95,7 @@ class Saver:
     def _write(self, state: dict[str, Any], folder: Path) -> None:
         save(
             state,
-            storage_writer=SealingWriter(folder),
+            storage_writer=ChecksummingWriter(folder),
             planner=_Planner(),
             process_group=self._group,
             no_dist=self._group is None,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, OptimizerStateError
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
@@ -143,7 +143,7 @@ def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
     """The checkpoint's optimizer; CheckpointError if it has none."""
     optimizer = checkpoint.optimizer
     if optimizer is None:
-        raise CheckpointError(f"{checkpoint.root}: holds no optimizer state; convert without --optimizer")
+        raise OptimizerStateError(f"{checkpoint.root}: holds no optimizer state")
     return optimizer
 
 

@@ -8,7 +8,7 @@ import torch
 
 from gpu.common import torch_private
 from portable.errors import require
-from portable.model.build import transformer_layers
+from portable.model.layers import transformer_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

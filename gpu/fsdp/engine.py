@@ -21,13 +21,13 @@ from gpu.fsdp.saving import Saver
 from gpu.fsdp.sharding import shard
 from portable.checkpoint.matching import stored_state
 from portable.errors import unsupported
-from portable.model.build import embeddings, state_tensors
 from portable.model.chunked_loss import chunked_head
 from portable.model.loss import Objective
+from portable.model.parameters import embeddings, state_tensors
 from portable.model.tensors import fill
-from portable.model.transformers_patches import no_look_at_values
+from portable.model.transformers_patches import no_value_checks
 from portable.optim.build import build_optimizer, decaying, set_rates
-from portable.optim.non_finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
+from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.sharded import local
 
 if TYPE_CHECKING:
@@ -118,15 +118,15 @@ class TorchEngine:
         self._scaler = DeviceScaler(config.fp16, device) if config.precision == "fp16" else None
         self._scaling = LossScale(self._scaler)
         # With dynamic loss scaling an overflow is no failure; a failure then ends the run.
-        self._limit = 1 if self._scaling.dynamic else allowed_in_a_row(config.train.on_non_finite)
+        self._limit = 1 if self._scaling.dynamic else allowed_streak(config.train.on_non_finite)
         self._account = torch.tensor(
-            NEW_ACCOUNT, device=device
+            NEW_COUNTERS, device=device
         )  # read when logging only, to avoid a host sync
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._captured.begin_pass()
         with self._sharded.accumulating(last=last):
-            with self._sharded.autocast(), no_look_at_values():
+            with self._sharded.autocast(), no_value_checks():
                 loss = self._objective(self._sharded.forward, batch, valid)
             scaled = loss * self._sharded.loss_scale
             (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
@@ -154,7 +154,7 @@ class TorchEngine:
         # The norm is global, so all ranks see any rank's overflow.
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         bad = ~finite if self._scaler is None else self._scaler.update(~finite)
-        self._account, left_out = entered(self._account, bad=bad, loss=loss, limit=self._limit)
+        self._account, left_out = count_update(self._account, bad=bad, loss=loss, limit=self._limit)
         set_rates(self._optimizer, learning_rate, betas)
         # If found_inf is 1 the fused optimizers change nothing. They read it on the parameters' device, so
         # that only offloading syncs, which it does for the gradients anyway.
@@ -186,7 +186,7 @@ class TorchEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
         self._captured.begin_pass()
-        with self._sharded.autocast(), no_look_at_values():
+        with self._sharded.autocast(), no_value_checks():
             loss = self._objective.evaluated(self._sharded.forward, batch)
         self.model.train()
         return loss

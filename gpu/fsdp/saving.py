@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from gpu.common.saving import WriteHandle, staged
 from portable.checkpoint.background import in_background
-from portable.checkpoint.checksumming_writer import SealingWriter
+from portable.checkpoint.checksumming_writer import ChecksummingWriter
 from portable.ranks.collectives import background_group
 from portable.terminal import quiet_checkpoint_warnings
 
@@ -37,7 +37,7 @@ class Saver:
             state = staged(state)
 
         def write() -> None:
-            save(state, storage_writer=SealingWriter(folder), process_group=group, no_dist=group is None)
+            save(state, storage_writer=ChecksummingWriter(folder), process_group=group, no_dist=group is None)
 
         if background:
             return WriteHandle(in_background(write, name="checkpoint"))

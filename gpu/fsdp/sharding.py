@@ -26,7 +26,8 @@ from gpu.fsdp.footprint import HYBRID, KEPT_AFTER_FORWARD
 from gpu.fsdp.units import order_prefetches, units
 from portable.errors import UserError
 from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.build import every_parameter_counts, materialize
+from portable.model.layers import every_parameter_gets_gradient
+from portable.model.parameters import materialize
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,7 +108,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     device = machine.device
     replicated = config.strategy == "no_shard" and machine.world_size > 1
     # Computed on the plain model. Otherwise DDP searches unused parameters in each backward pass.
-    all_count = not replicated or every_parameter_counts(model)
+    all_count = not replicated or every_parameter_gets_gradient(model)
     zero_missing_gradients(model)
     checkpoint_activations(model, config.memory.activation_checkpointing)
     compile_layers(model, config)

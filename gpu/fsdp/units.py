@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from portable.errors import UserError
-from portable.model.build import called_past_hooks, transformer_layers
+from portable.model.layers import layers_without_hooks, transformer_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     if fsdp.transformer_layer_cls_to_wrap is not None:
         chosen = _of_classes(model, fsdp.transformer_layer_cls_to_wrap)
     else:
-        unhooked = called_past_hooks(model)  # FSDP gathers in hooks
+        unhooked = layers_without_hooks(model)  # FSDP gathers in hooks
         chosen = [layer for name, layer in transformer_layers(model) if name not in unhooked]
     everywhere = _uses(model)
     return [module for module in chosen if module is not model and not _shares(module, everywhere)]

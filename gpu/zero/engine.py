@@ -29,11 +29,11 @@ from portable.batch_plan import plan_batches
 from portable.checkpoint.matching import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.build import materialize, replace_tensors, state_tensors
 from portable.model.loss import Objective
+from portable.model.parameters import materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
 from portable.optim.build import set_rates
-from portable.optim.non_finite import NEW_ACCOUNT, Health, allowed_in_a_row, entered
+from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.terminal import native_stdout_closed
@@ -195,8 +195,8 @@ class ZeroEngine:
         self._scaling = LossScale(self._scaler)
         self._saver = ZeroSaver(engine)
         # With dynamic loss scaling an overflow is no failure.
-        self._limit = allowed_in_a_row(config.train.on_non_finite)
-        self._account = torch.tensor(NEW_ACCOUNT)  # on the host: DeepSpeed syncs every step for the norm
+        self._limit = allowed_streak(config.train.on_non_finite)
+        self._account = torch.tensor(NEW_COUNTERS)  # on the host: DeepSpeed syncs every step for the norm
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._partitions.refresh()
@@ -232,7 +232,7 @@ class ZeroEngine:
             self._scaler.count_overflow()
             skipped = False
         at = loss.cpu() if skipped else torch.zeros(())
-        self._account, _ = entered(self._account, bad=torch.tensor(skipped), loss=at, limit=self._limit)
+        self._account, _ = count_update(self._account, bad=torch.tensor(skipped), loss=at, limit=self._limit)
         norm = self._engine.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
 

@@ -1,1 +1,1 @@
-"""Checkpoints: written, found, matched with a model; those of other programs too."""
+"""Save, find and restore checkpoints, including those of other programs."""

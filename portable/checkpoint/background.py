@@ -1,4 +1,4 @@
-"""Work beside the training, in a thread that does not keep the process alive."""
+"""Background work in a daemon thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def in_background(function: Callable[[], None], *, name: str) -> Future[None]:
-    """Call ``function`` in a thread called ``name``; the future ends with it, and raises what it raised."""
+    """Call ``function`` in a daemon thread called ``name``; return a future for its end or exception."""
     future: Future[None] = Future()
 
     def run() -> None:

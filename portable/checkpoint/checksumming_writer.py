@@ -1,6 +1,6 @@
-"""Writing DCP folders with a seal: every rank takes the checksums of what it has just written itself.
+"""Write DCP folders with checksums. Every rank computes the checksums of the shards that it writes.
 
-They travel to the first rank with DCP's own account of the shards, so that no rank need see another's files.
+DCP gathers them on rank 0 with its own metadata, so no rank needs to read another rank's files.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Sealed(WriteResult):
-    """Where an item was written, and its checksum."""
+class _ChecksummedResult(WriteResult):
+    """The position of an item in the files, and its checksum."""
 
     checksum: int
 
 
-class SealingWriter(FileSystemWriter):
-    """Writes this rank's shards into ``folder``; on the first rank also the metadata and the seal of all.
+class ChecksummingWriter(FileSystemWriter):
+    """Writes this rank's shards into ``folder``; rank 0 also writes the metadata and all checksums.
 
     Args:
-        folder: exists on this rank's host. That of another rank may be another one.
+        folder: must exist on this rank's host. Other ranks may use other folders.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,23 +41,23 @@ class SealingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner).wait()
-        places = [result.storage_data for result in written]
-        items = [(place.relative_path, place.offset, place.length) for place in places]
+        stored = [result.storage_data for result in written]
+        items = [(item.relative_path, item.offset, item.length) for item in stored]
         checksums = item_checksums(self._folder, items)
-        sealed: Future[list[WriteResult]] = Future()
-        sealed.set_result(
+        results: Future[list[WriteResult]] = Future()
+        results.set_result(
             [
-                _Sealed(result.index, result.size_in_bytes, result.storage_data, checksum)
+                _ChecksummedResult(result.index, result.size_in_bytes, result.storage_data, checksum)
                 for result, checksum in zip(written, checksums, strict=True)
             ]
         )
-        return sealed
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         items: dict[str, dict[str, int]] = {}
         for result in (result for of_rank in results for result in of_rank):
-            assert isinstance(result, _Sealed)
-            place = result.storage_data
-            items.setdefault(place.relative_path, {})[str(place.offset)] = result.checksum
+            assert isinstance(result, _ChecksummedResult)
+            stored = result.storage_data
+            items.setdefault(stored.relative_path, {})[str(stored.offset)] = result.checksum
         write_shard_checksums(self._folder, items)

@@ -1,8 +1,8 @@
-"""Checkpoints of other programs: whose a checkpoint is, and what it says of where its run stood.
+"""Checkpoints of other programs: which program wrote one, and its step and sample counts.
 
-The shards open through :mod:`converters`, whoever wrote them. What a program notes beside them differs: the
-Trainer its own ``trainer_state.json`` and ``scheduler.pt``, DeepSpeed and torchtitan counters in the shards,
-Accelerate and PyTorch/XLA nothing but the optimizer's own count of steps.
+:mod:`converters` opens the shards of every program. The counts are stored differently: the Trainer has its
+own ``trainer_state.json`` and ``scheduler.pt``, DeepSpeed and torchtitan have counters in the shards,
+Accelerate and PyTorch/XLA have only the optimizer's step count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from converters import CheckpointError, open_checkpoint, read_pickled
 from converters import Tensor as StoredTensor
 from converters.formats.torchtitan import as_transformers_llama, is_torchtitan_llama
 from portable.checkpoint.find import checkpoint_of
-from portable.checkpoint.store import STATE_FILE, TrainerState
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError
 from portable.paths import exists, storage_errors
 
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
     from converters import Checkpoint, OptimizerState
     from portable.paths import Place
 
-# The names that this program gives a checkpoint, also one that is unfinished or was set aside.
+# The names of this program's checkpoints, including unfinished and damaged ones.
 _OUR_FOLDERS = re.compile(r"\.?step-\d{6,}(\.partial|\.damaged)?")
-# Folders inside a checkpoint, beside which the trainer's own files lie.
+# Subfolders with the shards. The program's other files are in the parent folder.
 _PART = re.compile(r"global_step\d+|pytorch_model(_\d+)?|pytorch_model_fsdp_0|optimizer_0")
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin")
-# Counters in the shards that stand for steps of the optimizer, of which a checkpoint has at most one kind.
+# Counters of optimizer steps in the shards. A checkpoint has at most one of them.
 _STEP_COUNTERS = ("train_state.step", "global_steps", "step")
 HALF_TYPES = ("BF16", "F16")
 
 
 @dataclass(frozen=True)
 class Count:
-    """A number, and what says so."""
+    """A number and its source."""
 
     number: int
-    said_by: str
+    source: str
 
     def __str__(self) -> str:
-        return f"{self.number} ({self.said_by})"
+        return f"{self.number} ({self.source})"
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """A checkpoint that another program wrote. Everything but the headers is read when it is asked for.
+class ExternalCheckpoint:
+    """A checkpoint of another program. Everything except the headers is read lazily.
 
     Attributes:
-        checkpoint: what its shards hold.
-        folder: where the program that wrote it keeps its small files.
-        trainer: the ``trainer_state.json`` of the Trainer, where there is one.
+        checkpoint: the contents of the shards.
+        folder: the folder of the program's other files.
+        trainer: the Trainer's ``trainer_state.json``, if there is one.
     """
 
     checkpoint: Checkpoint
@@ -69,23 +69,22 @@ class Foreign:
 
     @property
     def writer(self) -> str:
-        """Who wrote it, as far as can be told."""
-        checkpoint, told = self.checkpoint, self.checkpoint.metadata
+        """The program that wrote it, as far as it is known."""
+        checkpoint, facts = self.checkpoint, self.checkpoint.metadata
         if checkpoint.format.startswith("deepspeed"):
             universal = ", universal" if checkpoint.format.endswith("universal") else ""
-            engine = (
-                f"DeepSpeed ZeRO-{told['zero_stage']}{universal}" if "zero_stage" in told else "DeepSpeed"
-            )
+            stage = f" ZeRO-{facts['zero_stage']}{universal}" if "zero_stage" in facts else ""
+            engine = f"DeepSpeed{stage}"
         elif checkpoint.format == "dcp":
             titan = any(key.startswith("train_state.") for key in checkpoint.counters)
             engine = "torchtitan" if titan else "FSDP (torch.distributed.checkpoint)"
         elif checkpoint.format == "xla-fsdp":
             engine = "PyTorch/XLA FSDP"
         else:
-            engine = f"a whole state dict ({checkpoint.format})"
+            engine = f"a full state dict ({checkpoint.format})"
         if self.trainer is not None:
             engine = f"the Hugging Face Trainer, {engine}"
-        world = told.get("world_size")
+        world = facts.get("world_size")
         return f"{engine}, {world} ranks" if isinstance(world, int) and world > 1 else engine
 
     @property
@@ -94,7 +93,7 @@ class Foreign:
 
     @cached_property
     def steps(self) -> list[Count]:
-        """What the programs involved say of the steps done; the optimizer's own count is not among it."""
+        """The step counts of all sources except the optimizer."""
         found = []
         if self.trainer is not None:
             found.append(Count(self.trainer["global_step"], f"global_step of {STATE_FILE}"))
@@ -106,7 +105,7 @@ class Foreign:
 
     @cached_property
     def optimizer_steps(self) -> Counter[int]:
-        """How many parameters the optimizer has stepped how often; empty where it does not count."""
+        """The number of parameters by the optimizer's step count; empty if it does not count."""
         counts: Counter[int] = Counter()
         for values in self.optimizer.state.values() if self.optimizer is not None else ():
             if "step" in values:
@@ -115,15 +114,15 @@ class Foreign:
 
     @property
     def samples(self) -> Count | None:
-        """Sequences consumed, where they were counted."""
+        """Sequences consumed, if they were counted."""
         counted = self.checkpoint.counters.get("global_samples")
         return Count(counted, "global_samples in the shards") if isinstance(counted, int) else None
 
     @cached_property
     def scheduler(self) -> Mapping[str, Any]:
-        """The learning-rate scheduler's state, as the Trainer and Accelerate keep it.
+        """The learning rate scheduler's state of the Trainer or Accelerate.
 
-        Empty where there is none that consists of plain data: nothing depends on it.
+        Empty if there is none in plain data: nothing depends on it.
         """
         for path in (self.folder / name for name in _SCHEDULERS):
             if path.is_file():
@@ -135,11 +134,11 @@ class Foreign:
                     return state
         return {}
 
-    def named_for(self, model: Any) -> Foreign:
-        """The same under the names of ``model``, where torchtitan has others: for Llama.
+    def named_for(self, model: Any) -> ExternalCheckpoint:
+        """Return this checkpoint with the names of ``model``. torchtitan has other names for Llama.
 
         Raises:
-            CheckpointError: if its sizes are not those of ``model``.
+            CheckpointError: if the sizes differ from those of ``model``.
         """
         config = model.config
         if config.model_type != "llama" or not is_torchtitan_llama(self.checkpoint):
@@ -150,29 +149,29 @@ class Foreign:
         return replace(self, checkpoint=named)
 
     def rows(self) -> list[tuple[str, str]]:
-        """What ``--resume-info`` prints."""
+        """The output of ``--resume-info``."""
         tensors = self.checkpoint.tensors
         elements = sum(tensor.numel for tensor in tensors.values())
         rows = [
             ("checkpoint", str(self.root)),
             ("written by", self.writer),
             ("weights", f"{len(tensors)} tensors, {elements:,} elements, {_types(list(tensors.values()))}"),
-            ("optimizer", self._optimizer_in_words()),
-            ("step", ", ".join(map(str, self.steps)) or "said by nothing but the optimizer"),
+            ("optimizer", self._optimizer_summary()),
+            ("step", ", ".join(map(str, self.steps)) or "only the optimizer's step count"),
         ]
         if self.samples is not None:
             rows.append(("samples", str(self.samples)))
-        rows += _said("trainer", self.trainer or {}, ("epoch", "max_steps", "train_batch_size"))
-        rows += _said("scheduler", self.scheduler, ("last_epoch", "base_lrs"))
+        rows += _row("trainer", self.trainer or {}, ("epoch", "max_steps", "train_batch_size"))
+        rows += _row("scheduler", self.scheduler, ("last_epoch", "base_lrs"))
         return rows
 
-    def _optimizer_in_words(self) -> str:
+    def _optimizer_summary(self) -> str:
         try:
             optimizer = self.optimizer
         except CheckpointError as error:
-            return f"cannot be assigned to parameters by itself ({error})"
+            return f"cannot be assigned to parameters without the model ({error})"
         if optimizer is None:
-            return "none: the weights can be where a run starts (model.name_or_path), not where it goes on"
+            return "none: a run can start from the weights (model.name_or_path), but not resume"
         names = sorted({name for values in optimizer.state.values() for name in values})
         moments = [v for values in optimizer.state.values() for v in values.values() if _is_moment(v)]
         steps = " or ".join(str(step) for step in sorted(self.optimizer_steps)) or "uncounted"
@@ -183,40 +182,40 @@ class Foreign:
         )
 
 
-def open_foreign(path: Place, order: Sequence[str] = ()) -> Foreign | None:
+def open_external(path: Place, order: Sequence[str] = ()) -> ExternalCheckpoint | None:
     """Open the checkpoint of another program.
 
     Args:
-        path: as the person gave it.
-        order: the names of the model's parameters as its modules define them, where the model is known.
+        path: as given by the user.
+        order: the model's parameter names in module order, if the model is known.
 
     Returns:
-        None for what is, or was meant to be, a checkpoint of this program.
+        the checkpoint; None if it is this program's, even if incomplete, or if ``path`` does not exist.
 
     Raises:
-        DamagedError: if it can be opened by no format.
+        DamagedError: if it cannot be opened in any format.
     """
     try:
         with storage_errors("checkpoint.resume"):
-            if not exists(path) or written_by_us(checkpoint_of(path)):
+            if not exists(path) or is_own_checkpoint(checkpoint_of(path)):
                 return None
             checkpoint = open_checkpoint(path, order=order)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     root = checkpoint.root
-    if written_by_us(root):
+    if is_own_checkpoint(root):
         return None
     folder = root if root.is_dir() else root.parent
     if _PART.fullmatch(folder.name) and not (folder / STATE_FILE).exists():
         folder = folder.parent
-    return Foreign(checkpoint, folder, _trainer_state(folder))
+    return ExternalCheckpoint(checkpoint, folder, _trainer_state(folder))
 
 
-def written_by_us(folder: Place) -> bool:
-    """Whether a checkpoint's folder is one of this program's, whole or not.
+def is_own_checkpoint(folder: Place) -> bool:
+    """Whether ``folder`` is a checkpoint of this program, complete or not.
 
-    A ``trainer_state.json`` that is not the Trainer's counts as ours, also a damaged one; without that file,
-    the name that this program gives its folders, beside the model's config that it puts there.
+    Any ``trainer_state.json`` except the Trainer's counts, even if damaged. Without that file, the folder's
+    name and a ``config.json`` in it decide.
     """
     if exists(folder / STATE_FILE):
         return _trainer_state(folder) is None
@@ -224,15 +223,15 @@ def written_by_us(folder: Place) -> bool:
 
 
 def own_state(path: Place) -> TrainerState | None:
-    """Where a checkpoint of this program stood; None for another's, and where there is none."""
+    """Read the state of a checkpoint of this program; None for other programs, or if there is none."""
     if not exists(path):
         return None
     folder = checkpoint_of(path)
-    return TrainerState.read(folder) if written_by_us(folder) else None
+    return TrainerState.read(folder) if is_own_checkpoint(folder) else None
 
 
 def _trainer_state(folder: Place) -> dict[str, Any] | None:
-    """The Hugging Face Trainer's ``trainer_state.json`` in ``folder``, told apart from ours by its keys."""
+    """Read the Hugging Face Trainer's ``trainer_state.json``, or None. Its keys differ from ours."""
     try:
         values = json.loads((folder / STATE_FILE).read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -244,14 +243,14 @@ def _trainer_state(folder: Place) -> dict[str, Any] | None:
 
 
 def number(value: StoredTensor | float | bool) -> float:
-    """A number that a checkpoint keeps as such, or as a tensor of one element."""
+    """Convert a number or one-element tensor of a checkpoint to a float."""
     return float(value.read().reshape(-1)[0]) if isinstance(value, StoredTensor) else float(value)
 
 
-def _said(who: str, values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, str]]:
-    """A row with those of ``keys`` that there are; none without."""
-    said = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
-    return [(who, ", ".join(said))] if said else []
+def _row(title: str, values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, str]]:
+    """A row of those ``keys`` that ``values`` has, or no row."""
+    found = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
+    return [(title, ", ".join(found))] if found else []
 
 
 def _is_moment(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, and the one that it resumes from."""
+"""Find the checkpoints of a run and the one to resume from."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | None:
-    """The checkpoint to go on from, or None to start at step 0.
+    """Return the checkpoint to resume from, or None to start at step 0.
 
     Raises:
-        UserError: if ``checkpoint.resume`` is ``never`` and there are checkpoints, or a path that cannot be
-            gone on from.
+        UserError: if ``checkpoint.resume`` is ``never`` and there are checkpoints, or if its path cannot be
+            resumed.
     """
     with storage_errors("output_dir"):
         latest: Place | None = checkpoints.latest()
@@ -30,8 +30,8 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
     if resume == "never":
         if latest is not None:
             raise UserError(
-                f"checkpoint.resume: never, but {checkpoints.path} holds checkpoints; "
-                "set it to auto to go on, or choose another output_dir"
+                f"checkpoint.resume: never, but {checkpoints.path} has checkpoints; "
+                "set it to auto to resume, or choose another output_dir"
             )
         return None
     path = place_of("checkpoint.resume", resume)
@@ -46,16 +46,16 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
     if path.resolve().is_relative_to(checkpoints.path.resolve()):
         raise UserError(
             f"checkpoint.resume: {latest} is newer than {path} in the same run; "
-            "choose another output_dir to go on from the older one"
+            "choose another output_dir to resume from the older one"
         )
-    return latest  # the path is where the run began, and may be gone: it has come further since
+    return latest  # the run started from `path`, which may be gone, and has newer checkpoints since
 
 
 def checkpoints_of(run: Place) -> Checkpoints[Any]:
-    """The checkpoints of a run, for reading."""
+    """The checkpoints of a run, read-only."""
     folder = run / "checkpoints"
     if isinstance(folder, RemotePath):
-        # Imported here: it needs torch, and other commands that read this module do not.
+        # Imported here because it needs torch, which other commands do not load.
         from portable.checkpoint.remote_store import RemoteCheckpoints
 
         return RemoteCheckpoints(folder)
@@ -63,6 +63,6 @@ def checkpoints_of(run: Place) -> Checkpoints[Any]:
 
 
 def checkpoint_of(path: Place) -> Place:
-    """``path`` itself, or the newest checkpoint where it is a run's folder."""
+    """Return the newest checkpoint if ``path`` is a run's folder, else ``path`` itself."""
     newest: Place | None = checkpoints_of(path).latest()
     return path if newest is None else newest

@@ -1,4 +1,4 @@
-"""What a checkpoint holds for a model, matched and checked before an engine fills its slices with it."""
+"""Match a checkpoint to a model before an engine loads its slices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters import CheckpointError
-from portable.model.build import state_tensors, tied_names
+from portable.model.parameters import state_tensors, tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredState:
-    """The training state of a model, lazy.
+    """The training state of a model, read lazily.
 
     Attributes:
         weights: every parameter (tied ones once) and persistent buffer of the model, by name.
-        optimizer: what the optimizer keeps of each trained parameter, by the parameter's name and the
-            state's own (``exp_avg``, ``step``, ...). A parameter that no gradient has reached is left out.
+        optimizer: the optimizer state of each trained parameter, by parameter name and state name
+            (``exp_avg``, ``step``, ...). Parameters that have had no gradient are missing.
     """
 
     weights: Mapping[str, ReadableTensor]
@@ -33,10 +33,10 @@ class StoredState:
 
 
 def stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
-    """Match ``checkpoint`` with ``model``.
+    """Match ``checkpoint`` to ``model``.
 
     Raises:
-        CheckpointError: if it lacks a tensor of the model, or the optimizer state of a trained parameter.
+        CheckpointError: if a tensor of the model or the optimizer state of a trained parameter is missing.
     """
     weights: dict[str, ReadableTensor] = dict(checkpoint.tensors)
     for name, others in tied_names(model).items():
@@ -46,9 +46,9 @@ def stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
     wanted = state_tensors(model)
     missing = wanted.keys() - weights.keys()
     if missing:
-        raise CheckpointError(f"{checkpoint.root}: holds no {min(missing)}; it belongs to another model")
+        raise CheckpointError(f"{checkpoint.root}: has no {min(missing)}; it belongs to another model")
     if checkpoint.optimizer is None:
-        raise CheckpointError(f"{checkpoint.root}: holds no optimizer state to go on from")
+        raise CheckpointError(f"{checkpoint.root}: has no optimizer state")
     optimized = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}
     optimizer = {}
     for name, parameter in model.named_parameters():
@@ -58,5 +58,5 @@ def stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
         if state is not None:
             optimizer[name] = state
         elif name not in optimized:
-            raise CheckpointError(f"{checkpoint.root}: holds no optimizer state of {name}")
+            raise CheckpointError(f"{checkpoint.root}: has no optimizer state for {name}")
     return StoredState({name: weights[name] for name in wanted}, optimizer)

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: ranks send their own shards, and a marker written last completes them."""
+"""Checkpoints in an object store. Each rank uploads its shards; a marker, written last, completes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from converters import manifest_entries
 from converters.manifest import MANIFEST
 from converters.storage.completion import begin, complete, is_complete, is_unfinished, remove_tree
 from converters.storage.object_store import RemotePath
-from portable.checkpoint.store import NO_CHECKPOINT, STATE_FILE, Checkpoints, step_of, unused_name
+from portable.checkpoint.store import NO_CHECKPOINT, Checkpoints, unused_name
+from portable.checkpoint.trainer_state import STATE_FILE, step_of
 from portable.errors import RunError, one_line
 from portable.ranks.collectives import background_group
 
@@ -27,21 +28,21 @@ if TYPE_CHECKING:
 
 DAMAGED_FILE = "_DAMAGED"
 UPLOADS = 8
-"""Files that a rank sends at a time."""
+"""Concurrent uploads per rank."""
 PARTS = 4
-"""Parts of a large file at a time."""
+"""Concurrent parts of a large file."""
 
 
 class RemoteCheckpoints(Checkpoints[RemotePath]):
     """``<url>/checkpoints``.
 
-    Ranks write into folders of this machine, one each, and send from there behind the training. Nothing is
-    renamed in a store: a checkpoint is complete by a marker, see :mod:`converters.storage.completion`.
+    Each rank writes into a local folder and uploads from there in the background. Object stores cannot
+    rename, so a marker completes a checkpoint; see :mod:`converters.storage.completion`.
 
     Args:
-        staging: this rank's folder for shards on their way; None where nothing is to be written.
-        before_complete: called on every rank, in the thread that sends, when the rank's shards are there.
-        check_held: raises where this run may not write any more.
+        staging: this rank's local folder for shards; None for read-only access.
+        before_complete: called on every rank, in the upload thread, after the rank's shards are uploaded.
+        check_held: raises if this run may no longer write.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
 
     def _complete_ones(self) -> Iterator[RemotePath]:
         for entry in self._entries():
-            # One without markers was copied here from a disk, where it was complete by its name.
+            # One without markers was copied from a disk, where its name implies that it is complete.
             if is_complete(entry) or ((entry / STATE_FILE).is_file() and not is_unfinished(entry)):
                 yield entry
 
@@ -79,7 +80,7 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
         return [entry for entry in entries if entry.is_dir()]
 
     def _set_aside(self, folder: RemotePath) -> RemotePath:
-        """Mark it; it stays where it is until the run comes to that step again."""
+        """Mark it. It stays until the run saves this step again."""
         aside = folder / DAMAGED_FILE
         aside.write_bytes(b"")
         begin(folder)
@@ -94,8 +95,9 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
                 print(f"warning: {entry}: {NO_CHECKPOINT}", file=sys.stderr)
 
     def _open(self, final: RemotePath) -> Path:
-        assert self._staging is not None
-        self._group  # noqa: B018  (made by all ranks at once, before any thread needs it)
+        if self._staging is None:
+            raise ValueError("opened for reading, without a staging folder")
+        self._group  # noqa: B018  (creating it is a collective, so not in a thread)
         if self._rank == 0:
             self._make_way(final)
             self._token = begin(final)
@@ -112,7 +114,7 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
         add_files: Callable[[], None],
         manifest: Callable[[Entries], str],
     ) -> None:
-        """Send this rank's files; when all ranks have sent theirs, the first one marks the checkpoint."""
+        """Upload this rank's files. Once all ranks have, rank 0 writes the marker."""
         failure: BaseException | None = None
         entries: Entries = {}
         try:
@@ -134,21 +136,21 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
             complete(final, self._token, step=step_of(final.name))
 
     def _agree(self, failure: BaseException | None, entries: Entries) -> Entries:
-        """The files of all ranks; raises on all ranks if one of them has failed."""
+        """Return the files of all ranks. Raises on all ranks if one of them failed."""
         if self._group is not None:
-            told: list[Any] = [None] * dist.get_world_size(self._group)
+            gathered: list[Any] = [None] * dist.get_world_size(self._group)
             ours = one_line(failure) if failure is not None else entries
-            dist.all_gather_object(told, ours, group=self._group)
-            for rank, given in enumerate(told):
-                if isinstance(given, str) and failure is None:
-                    raise RunError(f"rank {rank}: {given}")
-                entries = entries | given if isinstance(given, dict) else entries
+            dist.all_gather_object(gathered, ours, group=self._group)
+            for rank, result in enumerate(gathered):
+                if isinstance(result, str) and failure is None:
+                    raise RunError(f"rank {rank}: {result}")
+                entries = entries | result if isinstance(result, dict) else entries
         if failure is not None:
             raise failure
         return entries
 
     def _make_way(self, final: RemotePath) -> None:
-        """The same step again, after a resume from an earlier one, goes; what is no checkpoint is kept."""
+        """Delete a checkpoint of the same step from before a resume. Move away anything else."""
         final.refresh()
         marked = is_complete(final) or is_unfinished(final)
         if not marked and final.exists() and not (final / STATE_FILE).is_file():
@@ -156,24 +158,24 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
             for name in final.files():
                 (final / name).move_to(aside / name)
             print(
-                f"warning: {final}: held no {STATE_FILE}, so it was no checkpoint; kept as {aside}",
+                f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}",
                 file=sys.stderr,
             )
         self._remove(final)
 
     def _remove(self, folder: RemotePath) -> None:
         if folder.exists():
-            begin(folder)  # also of one without markers: half of it is nobody's, and would stay
+            begin(folder)  # so that remove_partial finds it if the deletion is interrupted
         remove_tree(folder)
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """The files below ``folder``, by their names relative to it."""
+    """The files below ``folder`` by relative name."""
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def send_files(files: dict[Path, RemotePath]) -> None:
-    """Send files, a few at a time; the first failure is raised once those under way have ended."""
+    """Upload files concurrently. The first error is raised after the running uploads have ended."""
     if not files:
         return
     with ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload") as pool:
@@ -182,7 +184,7 @@ def send_files(files: dict[Path, RemotePath]) -> None:
 
 
 def _send_file(path: Path, target: RemotePath) -> None:
-    """Send a file, the parts of a large one a few at a time, where the store takes them in any order."""
+    """Upload a file; a large one in concurrent parts if the store accepts parts in any order."""
     size = path.stat().st_size
     upload = target.upload(size)
     length = upload.part_bytes

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from converters import CheckpointError
 from converters.console import say
-from portable.batch_plan import parameter_count, total_steps
-from portable.checkpoint.adopt_external import take_over
-from portable.checkpoint.external import open_foreign
+from portable.batch_plan import total_steps
+from portable.checkpoint.adopt_external import adopt_checkpoint
+from portable.checkpoint.external import open_external
 from portable.checkpoint.find import checkpoint_of, checkpoints_of, resume_source
 from portable.commands.resume_info import describe
 from portable.config import dump_yaml
@@ -18,9 +18,11 @@ from portable.data import inspect_data
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_count, table
 from portable.model import build as models
+from portable.model.flops import parameter_count
+from portable.model.labels import problem_of
 from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
-from portable.model.special_tokens import SpecialTokens, problem_of
+from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule
 from portable.paths import exists, place_of, storage_errors
 from portable.planner.this_machine import memory_rows, planner_here
@@ -134,10 +136,10 @@ def _foreign_rows(
     config: RunConfig, model: PreTrainedModel, source: Place, steps: int | None
 ) -> list[tuple[str, str]]:
     """What the run would take from ``source`` if another program wrote it; refused as it would be then."""
-    foreign = open_foreign(source, [name for name, _ in model.named_parameters()])
+    foreign = open_external(source, [name for name, _ in model.named_parameters()])
     if foreign is None:
         return []
-    taken = take_over(foreign, config, model, build_schedule(config.train, steps or 1))
+    taken = adopt_checkpoint(foreign, config, model, build_schedule(config.train, steps or 1))
     if steps is not None:
         taken.check_length(steps)
     return [*taken.rows, *(("warning", warning) for warning in taken.warnings)]
@@ -149,7 +151,7 @@ def describe_checkpoint(path: str, backend_name: str) -> int:
         place = place_of("--resume-info", path)
         if not exists(place):
             raise UserError(f"--resume-info: {place} is missing; give the folder of a run or of a checkpoint")
-        if (foreign := open_foreign(place)) is not None:
+        if (foreign := open_external(place)) is not None:
             try:
                 say(table(foreign.rows()))
             except CheckpointError as error:

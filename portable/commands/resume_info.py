@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 from converters.storage.object_store import RemotePath
 from portable.batch_plan import plan_batches
-from portable.checkpoint.store import STATE_FILE, TrainerState
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.config import load_config
 from portable.config.schema import Strategy
 from portable.errors import DamagedError, UserError, one_line

@@ -1,4 +1,4 @@
-"""The configuration of a run: one typed schema, read from YAML and flags."""
+"""The configuration of a run: a typed schema for YAML and flags."""
 
 from __future__ import annotations
 

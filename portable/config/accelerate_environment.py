@@ -1,10 +1,10 @@
-"""What ``accelerate launch`` tells the ranks that it starts, through their environment.
+"""The environment variables that ``accelerate launch`` sets for its ranks.
 
-Each variable stands for a key of an Accelerate config file, and that key's meaning is looked up where the
-file's is: :mod:`portable.config.accelerate_yaml`.
+Each variable corresponds to a key of an Accelerate config file, which :mod:`portable.config.accelerate_yaml`
+interprets.
 
-The launcher sets most of them whether it was asked to or not, so that a value which is its default asks for
-nothing here. ``--mixed_precision no`` cannot be told from silence.
+The launcher always sets most of them, so default values are ignored. ``--mixed_precision no`` is the same as
+no ``--mixed_precision``.
 """
 
 from __future__ import annotations
@@ -56,18 +56,17 @@ _DEFAULTS: dict[Path, tuple[str, ...]] = {
 
 
 def values_of(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
-    """The config file that a launcher's variables amount to.
+    """Convert the variables of a launcher to the content of a config file.
 
     Args:
         environment: of a process.
 
     Returns:
-        the file's content, empty where ``accelerate launch`` is not the launcher, and the variable that each
-        of its keys comes from.
+        the content, empty if ``accelerate launch`` is not the launcher, and the variable of each key.
     """
     values: dict[str, Any] = {}
     variables: dict[Path, str] = {}
-    if "ACCELERATE_MIXED_PRECISION" not in environment:  # which every launcher of Accelerate sets
+    if "ACCELERATE_MIXED_PRECISION" not in environment:  # every launcher of Accelerate sets it
         return values, variables
     kind = next((k for variable, k in _KINDS.items() if _on(environment, variable)), None)
     for variable, text in sorted(environment.items()):
@@ -100,12 +99,12 @@ def _path_of(variable: str) -> Path | None:
 
 
 def _counts(path: Path, kind: str | None, environment: Mapping[str, str]) -> bool:
-    """Whether Accelerate itself would look at this key."""
+    """Whether Accelerate itself would read this key."""
     wanted = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
     if path[0] == "parallelism_config":
-        # The switch stands for the section: it is refused as a whole.
+        # The switch represents the section, which is refused as a whole.
         return len(path) == 1 and _on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG")
-    # Of the two that say how much is sharded, FSDP's first version has one and the second the other.
+    # FSDP1 and FSDP2 have different keys for the sharding.
     unread = "sharding_strategy" if environment.get("FSDP_VERSION") == "2" else "reshard_after_forward"
     return wanted.get(path[0], kind) == kind and path[-1] != f"fsdp_{unread}"
 
@@ -115,7 +114,7 @@ def _on(environment: Mapping[str, str], variable: str) -> bool:
 
 
 def _scalar(text: str) -> Any:
-    """Numbers as YAML has them; the other words are read key by key."""
+    """Parse numbers as in YAML. Other words depend on the key."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -1,8 +1,8 @@
-"""Settings from an ``accelerate config`` file: each key mapped, or refused by name with the reason.
+"""Map the keys of an ``accelerate config`` file to settings, or refuse them with a reason.
 
-The file says how to launch and how to shard, and nothing about model, data or training. Sections for FSDP and
-DeepSpeed are read where ``distributed_type`` names them, as Accelerate does. What ``accelerate launch`` puts
-into the environment of the ranks is read as if it were such a file.
+The file defines launch and sharding, not model, data or training. As in Accelerate, the sections for FSDP and
+DeepSpeed apply only if ``distributed_type`` names them. The environment variables of ``accelerate launch``
+are read as if they were such a file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TPU_LAUNCH = ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command
 _FOR_TPUS = ("tpu_use_cluster", "tpu_use_sudo", *_TPU_LAUNCH)
 _LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
 
-# Answered by whoever launches the ranks, or true here whatever is said.
+# Keys for the launcher, or without effect here.
 FREE = {
     "main_process_ip", "main_process_port", "machine_rank", "main_training_function", "rdzv_backend",
     "same_network", "num_processes", "num_machines",
@@ -45,19 +45,19 @@ FREE = {
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "compute_environment": (
         ("LOCAL_MACHINE", "TPU"),
-        "it runs where it is started; set it to LOCAL_MACHINE",
+        "runs are always local; set it to LOCAL_MACHINE",
     ),
     "tpu_use_cluster": (
         (False,),
         "start it on every host of the slice, as docs/tpu.md says; set it to false",
     ),
-    "tpu_use_sudo": ((False,), "no command of it needs sudo; set it to false"),
+    "tpu_use_sudo": ((False,), "no command needs sudo; set it to false"),
     "mpirun_config": (_EMPTY, _LAUNCHER),
     "parallelism_config": (_EMPTY, "it shards by FSDP and ZeRO only; remove it"),
     **dict.fromkeys(_TPU_LAUNCH, (_EMPTY, f"{_EVERY_HOST}; remove it")),
     "fsdp_config.fsdp_activation_checkpointing_offload": (
         (False,),
-        "what is kept of the activations stays on the device; set it to false",
+        "stored activations stay on the device; set it to false",
     ),
     "fsdp_config.fsdp_ignored_modules": (_EMPTY, "every module is sharded; remove it"),
     "deepspeed_config.deepspeed_multinode_launcher": (("standard", *_EMPTY), _LAUNCHER),
@@ -65,7 +65,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "deepspeed_config.deepspeed_inclusion_filter": (_EMPTY, _LAUNCHER),
     "deepspeed_config.deepspeed_exclusion_filter": (_EMPTY, _LAUNCHER),
 }
-"""Keys of which only some values mean something here: those values, and why no other."""
+"""Keys with only some supported values: these values, and the reason."""
 
 NOTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "debug": ((False, *_EMPTY), "collectives are not checked one by one"),
@@ -73,40 +73,40 @@ NOTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8_config": (_EMPTY, "fp8 is not part of this version"),
     "fsdp_config.fsdp_use_orig_params": (
         (True, *_EMPTY),
-        "FSDP2 keeps every parameter as it is, and has no flat ones",
+        "FSDP2 always keeps the original parameters",
     ),
     "deepspeed_config.deepspeed_moe_layer_cls_names": (
         _EMPTY,
-        "ZeRO-3 finds the blocks of experts by itself",
+        "ZeRO-3 finds the expert blocks automatically",
     ),
 }
-"""Keys that change how a run goes and not what comes of it: values that ask for nothing, and what is here."""
+"""Keys that do not change the result: values without effect, and the reason for a note on other values."""
 
 
 @dataclass
 class AccelerateSettings:
-    """What the file comes to.
+    """The settings of the file.
 
     Attributes:
         values: by dotted key of the run's config.
-        origins: the line that each comes from.
-        processes: local ranks to start; None where a launcher or the backend decides.
+        origins: the line of each.
+        processes: local ranks to start; None if a launcher or the backend decides.
     """
 
     values: Settings = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     processes: int | None = None
     gpu_ids: str | None = None
-    """What ``CUDA_VISIBLE_DEVICES`` shall be; None: left alone."""
+    """The value for ``CUDA_VISIBLE_DEVICES``; None to keep it."""
     notes: list[str] = field(default_factory=list)
-    """What is passed over or means something else here, one line each."""
+    """Keys that are ignored or have another meaning here, one line each."""
 
 
 def read(document: Document, name: str) -> AccelerateSettings:
     """Map the parsed file ``name``.
 
     Raises:
-        UserError: for a key that is unknown, or has no counterpart.
+        UserError: for a key that is unknown or has no counterpart.
     """
     if not isinstance(document.value, dict):
         raise UserError(f"{name}: not an Accelerate config; accelerate config writes one")
@@ -119,7 +119,7 @@ def read(document: Document, name: str) -> AccelerateSettings:
 
 
 def read_environment(environment: Mapping[str, str]) -> AccelerateSettings | None:
-    """Map what ``accelerate launch`` has set for this process; None where it has not started it.
+    """Map the environment variables of ``accelerate launch``; None if it has not started this process.
 
     Raises:
         UserError: for a variable that has no counterpart.
@@ -164,7 +164,7 @@ class _Reader:
         return self._result
 
     def _default_strategy(self, kind: str) -> None:
-        """What Accelerate takes where the file does not say how much is sharded."""
+        """Apply Accelerate's defaults if the file does not define the sharding."""
         path, result = ("distributed_type",), self._result
         if kind == "FSDP" and "strategy" not in result.values:
             self._put(path, "strategy", "full_shard")
@@ -172,15 +172,15 @@ class _Reader:
             self._put(path, "strategy", "zero2")
         says = self._values.get("fsdp_config") or any(key in self._values for key in _XLA)
         if self._xla and not says:
-            self._note(path, "without fsdp_config Accelerate replicates the model, which is sharded here")
+            self._note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
 
     def _on_xla(self) -> bool:
-        places = [self._values, self._values.get("fsdp_config")]
+        sections = [self._values, self._values.get("fsdp_config")]
         kind = str(self._values.get("distributed_type", "")).upper()
-        return kind in ("XLA", "TPU") or any(isinstance(p, dict) and p.get("xla") is True for p in places)
+        return kind in ("XLA", "TPU") or any(isinstance(s, dict) and s.get("xla") is True for s in sections)
 
     def _count_processes(self) -> None:
-        if self._xla or "RANK" in os.environ:  # one process drives all devices; a launcher has counted
+        if self._xla or "RANK" in os.environ:  # one process drives all devices, or a launcher sets the number
             return
         machines, processes = self._values.get("num_machines", 1), self._values.get("num_processes")
         if machines not in (None, 1):
@@ -198,7 +198,7 @@ class _Reader:
 
     def _take(self, path: Path, value: Any) -> None:
         key = ".".join(path)
-        # The three keys for XLA stand at the top in some guides, and among FSDP's in the Trainer's.
+        # The three keys for XLA are at the top level in some guides, and in FSDP's section in the Trainer's.
         handler = MAPPED.get(key) or (_XLA.get(path[-1]) if path[0] in ("fsdp_config", *_XLA) else None)
         if handler is not None:
             handler(self, path, value)
@@ -233,7 +233,7 @@ class _Reader:
         return UserError(one_line(f"{self._origin(path).text}: {message}"))
 
     def _choose(self, path: Path, value: Any, choices: dict[Any, Any]) -> Any:
-        """What ``value`` stands for; words count in any case."""
+        """Map ``value``, ignoring case."""
         wanted = value.upper() if isinstance(value, str) else value
         if isinstance(wanted, list | dict) or wanted not in choices:
             allowed = ", ".join(str(choice) for choice in choices)
@@ -245,7 +245,7 @@ class _Reader:
     def distributed_type(self, path: Path, value: Any) -> None:
         kinds = {
             "NO": {"strategy": "no_shard"},
-            False: {"strategy": "no_shard"},  # NO without quotes, to some readers
+            False: {"strategy": "no_shard"},  # unquoted NO in YAML 1.1
             "MULTI_GPU": {"strategy": "no_shard", "backend": "cuda"},
             "MULTI_CPU": {"strategy": "no_shard", "backend": "cpu"},
             "FSDP": {},
@@ -270,11 +270,11 @@ class _Reader:
             self._put(path, "backend", "cpu")
 
     def dynamo_backend(self, path: Path, value: Any) -> None:
-        """As older files have it, at the top."""
+        """The key of older files, at the top level."""
         if value is not None:
             off = str(value).upper() in ("NO", "FALSE")
             if not off and str(self._values.get("distributed_type", "")).upper() == "DEEPSPEED":
-                self._note(path, "has no effect: Accelerate tells it to no DeepSpeed run; set compile")
+                self._note(path, "has no effect: Accelerate ignores it with DeepSpeed; set compile")
                 return
             self._put(path, "compile", not off)
             if not off:
@@ -288,13 +288,13 @@ class _Reader:
             elif name == "dynamo_mode":
                 self._put(inner, "compile_mode", item or "default")
             elif _truth(item) not in ("default", False, None):
-                self._note(inner, f"{shown(item)} has no effect: each layer is compiled by itself, as it is")
+                self._note(inner, f"{shown(item)} has no effect: each layer is compiled separately")
 
     def downcast_bf16(self, path: Path, value: Any) -> None:
         if _truth(value) in (False, *_EMPTY):
             return
         if self._xla:
-            raise self._refuse(path, "the compute type is mixed_precision's; set it to no")
+            raise self._refuse(path, "mixed_precision sets the compute dtype; set it to no")
         self._note(path, f"{shown(value)} has no effect: it is for TPUs")
 
     def gpus(self, path: Path, value: Any) -> None:
@@ -305,12 +305,12 @@ class _Reader:
         self._note(path, f"CUDA_VISIBLE_DEVICES is set to {self._result.gpu_ids}, unless it is set already")
 
     def old_fp16(self, path: Path, value: Any) -> None:
-        """Before there was mixed_precision."""
+        """The key before mixed_precision."""
         if self._values.get("mixed_precision") is None:
             self._put(path, "precision", "fp16" if self._flag(path, value) else "fp32")
 
-    def _unread(self, path: Path) -> bool:
-        """Whether the version of FSDP passes the key over: each has one of its own for what is sharded."""
+    def _is_ignored(self, path: Path) -> bool:
+        """Whether this FSDP version ignores the key. Each version has its own key for the sharding."""
         version = str((self._values.get("fsdp_config") or {}).get("fsdp_version", 1))
         read = "fsdp_reshard_after_forward" if version == "2" else "fsdp_sharding_strategy"
         if self._xla or path[-1] == read:
@@ -319,7 +319,7 @@ class _Reader:
         return True
 
     def sharding_strategy(self, path: Path, value: Any) -> None:
-        if not self._unread(path):
+        if not self._is_ignored(path):
             self._shard(path, value)
 
     def _shard(self, path: Path, value: Any) -> None:
@@ -329,7 +329,7 @@ class _Reader:
         self._put(path, "strategy", self._choose(path, value, choices))
 
     def reshard_after_forward(self, path: Path, value: Any) -> None:
-        if self._unread(path):
+        if self._is_ignored(path):
             return
         if _truth(value) in (True, False):
             self._put(path, "strategy", "full_shard" if _truth(value) else "shard_grad_op")
@@ -344,13 +344,13 @@ class _Reader:
     def layer_classes(self, path: Path, value: Any) -> None:
         names = value if isinstance(value, list) else str(value or "").split(",")
         names = [str(name).strip() for name in names if str(name).strip()]
-        # On XLA nothing is wrapped, and each of the model's own layers is recomputed by itself.
+        # On XLA nothing is wrapped, and each layer is recomputed separately.
         if names and not self._xla:
             self._put(path, "fsdp.transformer_layer_cls_to_wrap", names)
 
     def min_num_params(self, path: Path, value: Any) -> None:
         policy = str((self._values.get("fsdp_config") or {}).get("fsdp_auto_wrap_policy", "")).upper()
-        if policy == "SIZE_BASED_WRAP" and not self._xla:  # Accelerate writes it beside other policies too
+        if policy == "SIZE_BASED_WRAP" and not self._xla:  # Accelerate also writes it for other policies
             self._put(path, "fsdp.min_num_params", _number(value))
 
     def prefetch(self, path: Path, value: Any) -> None:
@@ -360,12 +360,12 @@ class _Reader:
         else:
             words = ("backward_pre", "backward_post", "no_prefetch")
             value = self._choose(path, value, {None: None, **{word.upper(): word for word in words}})
-        # On XLA the compiler decides; false and null ask for nothing.
+        # On XLA the compiler decides. False and null are no-ops.
         if value not in (None, False) and not self._xla:
             self._put(path, f"fsdp.{name}", value)
 
     def state_dict_type(self, path: Path, value: Any) -> None:
-        # Checkpoints are sharded always; the full state dict is what is exported at the end.
+        # Checkpoints are always sharded. The export at the end is a full state dict.
         if self._choose(path, value, {"SHARDED_STATE_DICT": False, "FULL_STATE_DICT": True}):
             self._put(path, "checkpoint.export", True)
 
@@ -383,7 +383,7 @@ class _Reader:
         if value in _EMPTY:
             return
         if not isinstance(value, dict):
-            raise self._refuse(path, f"must be a mapping of names of xla_fsdp_settings, not {shown(value)}")
+            raise self._refuse(path, f"must be a mapping with names of xla_fsdp_settings, not {shown(value)}")
         for name, item in value.items():
             item = item.removeprefix("torch.") if isinstance(item, str) else item
             self._put((*path, name), f"xla.{name}", item)
@@ -398,9 +398,9 @@ class _Reader:
         )
 
     def accumulation(self, path: Path, value: Any) -> None:
-        """Taken over as if a DeepSpeed JSON said so, which this section is short for."""
+        """Used as if it were in a DeepSpeed JSON, for which this section is a shorthand."""
         steps = int(value) if isinstance(value, str) and value.isdigit() else value
-        if steps in (None, 1, "auto"):  # which Accelerate writes into every file
+        if steps in (None, 1, "auto"):  # Accelerate's default in every file
             return
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise self._refuse(path, f"must be a positive whole number or auto, not {shown(value)}")
@@ -422,12 +422,12 @@ class _Reader:
             self._note(path, f"{shown(value)} has no effect at zero_stage {stage}, as in DeepSpeed")
             return
         if device == "nvme" and stage < 3:
-            self._note(path, f"{shown(value)} means cpu at zero_stage {stage}: only stage 3 goes to a disk")
+            self._note(path, f"{shown(value)} means cpu at zero_stage {stage}: only stage 3 supports nvme")
             device = "cpu"
         self._put(path, f"memory.{key[path[-1]]}", device)
 
     def _stage(self) -> int:
-        """ZeRO's, as Accelerate has it; that of a DeepSpeed JSON is not known here, and may be any."""
+        """Accelerate's ZeRO stage; 3 if a DeepSpeed JSON decides, which is not read here."""
         stage = str((self._values.get("deepspeed_config") or {}).get("zero_stage", 2))
         return int(stage) if stage in "0123" and not self._deepspeed_file() else 3
 
@@ -442,14 +442,14 @@ class _Reader:
         if self._stage() < 3 or str(device).lower() != "nvme":
             return
         if self._result.values.get("memory.nvme_path", value) != value:
-            raise self._refuse(path, "differs from the other nvme_path; one folder serves both")
+            raise self._refuse(path, "differs from the other nvme_path; use one folder for both")
         self._put(path, "memory.nvme_path", value)
 
     def deepspeed_file(self, path: Path, value: Any) -> None:
         if not self._deepspeed_file():
             return
         if not pathlib.Path(os.path.expandvars(str(value))).expanduser().is_file():
-            raise self._refuse(path, f"{value} is no file; give the path of a DeepSpeed JSON")
+            raise self._refuse(path, f"{value} does not exist; use the path of a DeepSpeed JSON")
         self._put(path, "deepspeed.config", value)
 
     def _flag(self, path: Path, value: Any) -> bool:
@@ -500,7 +500,7 @@ def _bare(name: str) -> str:
 
 
 def _prefixed(section: Any) -> Any:
-    """``fsdp_config`` with the names that Accelerate makes of those without its prefix."""
+    """Add the prefix ``fsdp_`` to keys without it, as Accelerate does."""
     if not isinstance(section, dict):
         return section
     return {
@@ -510,7 +510,7 @@ def _prefixed(section: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Read a number in quotes, as Accelerate does, to which all of these are words in the environment."""
+    """Parse a quoted number, as Accelerate does, which reads them from environment variables."""
     try:
         number = float(value) if isinstance(value, str) else value
     except ValueError:
@@ -519,6 +519,6 @@ def _number(value: Any) -> Any:
 
 
 def _truth(value: Any) -> Any:
-    """Read the words of YAML 1.1 that Accelerate's files are written in."""
+    """Parse the booleans of YAML 1.1, which Accelerate's files use."""
     words = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
     return words.get(value.lower(), value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The command line of ``portable-train``, and what every command with a config has in common."""
+"""The command line of ``portable-train``, and the common part of all commands with a config."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 USAGE = f"""\
 usage: portable-train [--config FILE.yaml] [--backend auto|cpu|cuda|xla] [--nproc N] [--SECTION.KEY VALUE ...]
 
-Train a Hugging Face model on a CPU, on GPUs or on TPUs from one YAML file, and go on elsewhere.
+Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file, and resume on any of them.
 
 examples:
-  portable-train                                        the quickstart: a small Llama, nothing to download
+  portable-train                                        the quickstart: a small Llama, no download
   portable-train --config run.yaml --train.steps 1000   a file, with one setting changed
   portable-train --config run.yaml --backend xla        the same run on a TPU VM
 
@@ -37,8 +37,8 @@ CONFIG_OPTIONS = (
     Option(
         "config",
         "paths",
-        "YAML file with settings; without it, the defaults: the quickstart. May be given more than once: the "
-        "files are merged in order, setting by setting, and the later one wins.",
+        "YAML file with settings; the default is the quickstart. May be given more than once: the files are "
+        "merged in order, setting by setting, and later files override earlier ones.",
         "FILE",
     ),
     Option("version", "switch", "Print the version and stop."),
@@ -50,15 +50,15 @@ TRAIN_OPTIONS = (
     Option(
         "accelerate-config",
         "path",
-        "An Accelerate config file (accelerate config writes it) to take settings and the number of ranks "
-        "from. What --config sets too must agree with it; flags win over both.",
+        "An Accelerate config file (from accelerate config) with settings and the number of ranks. It must "
+        "agree with --config; flags override both.",
         "FILE",
     ),
     Option(
         "nproc",
         "count",
-        "Ranks to start on this machine; by default one for each GPU, and one on the CPU. Under torchrun, "
-        "accelerate launch, deepspeed or srun it joins what they started.",
+        "Ranks to start on this machine; by default one per GPU, and one on the CPU. Under torchrun, "
+        "accelerate launch, deepspeed or srun, this process joins their ranks.",
         "N",
     ),
     Option("dry-run", "switch", "Check everything, print the resolved config and the plan, and stop."),
@@ -66,11 +66,11 @@ TRAIN_OPTIONS = (
     Option(
         "replay",
         "count",
-        "Take the run's step N once more, from the last checkpoint before it, and say where a loss or "
-        "gradient stops being finite: micro-batch, sample, module, parameters. Writes nothing.",
+        "Repeat step N of the run from the last checkpoint before it, and locate the first non-finite loss "
+        "or gradient: micro-batch, sample, module, parameters. Writes nothing.",
         "N",
     ),
-    Option("resume-info", "path", "Say what a checkpoint holds and what a run from it would do.", "PATH"),
+    Option("resume-info", "path", "Describe a checkpoint and a run that resumes from it.", "PATH"),
     Option("profile", "switch", "Write a trace of a few steps into output_dir/profile, for Perfetto."),
     CONFIG_OPTIONS[1],
 )
@@ -78,30 +78,30 @@ TRAIN_OPTIONS = (
 
 @dataclass(frozen=True)
 class Invocation:
-    """What one call of ``portable-train`` asks for."""
+    """The parsed command line of ``portable-train``."""
 
     config: RunConfig
     config_files: tuple[Path, ...] = ()
-    """The YAML files, in the order in which they were merged."""
+    """The YAML files in merge order."""
     nproc: int | None = None
-    """Local ranks to start; None: the backend's choice."""
+    """Local ranks to start; None for the backend's default."""
     dry_run: bool = False
     eval_only: bool = False
     resume_info: str | None = None
     """Path of a checkpoint to describe."""
     replay: int | None = None
-    """A step to take once more, for finding out what went wrong in it."""
+    """A step to repeat, to find a non-finite value."""
     profile: bool = False
     gpu_ids: str | None = None
-    """The GPUs that an Accelerate config file chooses."""
+    """The GPUs of an Accelerate config file."""
     notes: tuple[str, ...] = ()
-    """What of an Accelerate config file is passed over or means something else here, one line each."""
+    """Keys of an Accelerate config file that are ignored or have another meaning here, one line each."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Invocation:
     """Read the command line of ``portable-train`` (``sys.argv`` by default).
 
-    Raises ``UserError`` for what cannot be understood. ``--help`` and ``--version`` print and exit.
+    Raises ``UserError`` for an invalid command line. ``--help`` and ``--version`` print and exit.
     """
     config, given = read_command(sys.argv[1:] if argv is None else argv, TRAIN_OPTIONS, USAGE)
     files = given.pop("config", ())
@@ -112,11 +112,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Invocation:
 def read_command(
     argv: Sequence[str], options: Sequence[Option], usage: str
 ) -> tuple[RunConfig, dict[str, Any]]:
-    """Read the command line of any command that takes a config and ``options`` of its own.
+    """Read the command line of a command with a config and ``options``.
 
-    Returns the config, and the options that were given by attribute name (with ``notes``, what to tell of an
-    Accelerate config). Raises ``UserError``; ``--help``
-    and ``--version`` print and exit.
+    Returns the config and the given options by attribute name, with ``notes`` on an Accelerate config. Raises
+    ``UserError``. ``--help`` and ``--version`` print and exit.
     """
     parsed = flags.parse(argv, RunConfig, options)
     if parsed.help is not None:

@@ -1,4 +1,4 @@
-"""A resolved config as YAML that reads back as the same config."""
+"""Write a resolved config as YAML that reads back as an equal config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either YAML 1.1 or 1.2 would read as something other than text."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -31,9 +31,9 @@ for _rule in core_resolvers():
 
 
 def dump_yaml(config: RunConfig, comments: bool = True) -> str:
-    """Every setting of ``config`` in the order of the schema, each section under a line on its subject.
+    """Write every setting of ``config`` in schema order, with a comment per section.
 
-    Of the sections that leave everything to the backend unless told otherwise, only what was told.
+    Sections whose defaults are all null contain only the settings that are not null.
     """
     tree, about = _tree(config), keys.sections(type(config))
     parts = []
@@ -45,7 +45,7 @@ def dump_yaml(config: RunConfig, comments: bool = True) -> str:
 
 
 def _tree(config: RunConfig) -> dict[str, Any]:
-    """The values nested as in the file: the settings at the top, then every section."""
+    """The values nested as in the file: the top level, then every section."""
     table, sections = keys.settings(type(config)), keys.sections(type(config))
     tree: dict[str, Any] = {key: config.get(key) for key, setting in table.items() if not setting.section}
     for section in sections:

@@ -26,9 +26,9 @@ class Option:
     """A flag of a command that is not a setting of the run."""
 
     name: str
-    """As in ``--dry-run``, without the dashes in front."""
+    """As in ``--dry-run``, without the leading dashes."""
     kind: Literal["text", "count", "switch", "path", "paths"]
-    """paths: may be given more than once, and is the list of what was."""
+    """paths: may be repeated; the value is a list."""
     help: str
     metavar: str = ""
 
@@ -44,26 +44,26 @@ class Override:
     path: tuple[str, ...]
     value: Any
     flag: str | None
-    """The flag it came by, as typed; None from Python."""
+    """The flag as typed; None from Python."""
 
 
 @dataclass
 class Parsed:
-    """A command line taken apart."""
+    """A parsed command line."""
 
     options: dict[str, Any] = field(default_factory=dict)
     overrides: list[Override] = field(default_factory=list)
     help: str | None = None
-    """What help was asked for: a section or key, empty for everything, None if it was not."""
+    """The topic of ``--help``: a section or key, empty for everything; None without ``--help``."""
 
 
 def parse(argv: Sequence[str], model: type[BaseModel], options: Sequence[Option]) -> Parsed:
-    """Take ``argv`` apart into ``options`` and overrides of ``model``'s settings. Raises ``UserError``."""
+    """Parse ``argv`` into ``options`` and overrides of ``model``'s settings. Raises ``UserError``."""
     return _Parser(list(argv), model, {option.attribute: option for option in options}).run()
 
 
 def open_mapping(model: type[BaseModel], key: str) -> keys.Setting | None:
-    """The setting that holds an open mapping with ``key`` inside it, as model.config.hidden_size."""
+    """The setting with an open mapping that contains ``key``, such as model.config.hidden_size."""
     table = keys.settings(model)
     parts = key.split(".")
     for length in range(len(parts) - 1, 0, -1):
@@ -114,8 +114,8 @@ class _Parser:
         if option.kind == "paths":
             value = [*self._parsed.options.get(option.attribute, ()), value]
         elif option.kind == "path" and self._parsed.options.get(option.attribute, value) != value:
-            first = self._parsed.options[option.attribute]  # which would be dropped without a word
-            raise UserError(f"{flag} is given twice, as {first} and as {value}; give one of the two")
+            first = self._parsed.options[option.attribute]  # would be ignored silently
+            raise UserError(f"{flag} is given twice, as {first} and as {value}; remove one of the two")
         self._parsed.options[option.attribute] = value
 
     def _setting(self, name: str, flag: str, inline: str | None) -> None:
@@ -167,7 +167,7 @@ class _Parser:
         return words
 
     def _topic(self) -> str:
-        """What ``--help`` is asked about: the next word, or the next flag where that is a setting."""
+        """The topic of ``--help``: the next word, or the next flag if it is a setting."""
         if not self._rest:
             return ""
         name = self._rest[0].lstrip("-").replace("-", "_")
@@ -176,15 +176,15 @@ class _Parser:
 
     def _stray(self, token: str) -> str:
         if token.endswith((".yaml", ".yml")):
-            return f"unexpected argument {token!r}; a config file goes after --config"
+            return f"unexpected argument {token!r}; use --config for a config file"
         if token.startswith("-") and token != "--":
-            return f"unknown flag {token}; flags have two dashes, as --train.steps; --help lists them"
-        return f"unexpected argument {token!r}; settings are given as --train.steps 20; --help lists them"
+            return f"unknown flag {token}; flags have two dashes, such as --train.steps; --help lists them"
+        return f"unexpected argument {token!r}; write settings as --train.steps 20; --help lists them"
 
     def _unknown(self, name: str, flag: str) -> str:
         if name in keys.sections(self._model):
             inside = [key for key in self._table if key.startswith(f"{name}.")]
-            hint = what_to_do(name) or f"; set what is in it, as --{inside[0]}; --help {name} lists it"
+            hint = what_to_do(name) or f"; set a key in it, such as --{inside[0]}; --help {name} lists them"
             return f"{flag} is a section{hint}"
         known = [*self._table, *(option.name for option in self._options.values())]
         hint = did_you_mean(name, known, "--") or "; --help lists them"
@@ -192,10 +192,10 @@ class _Parser:
 
 
 def path_given(flag: str, text: str) -> str:
-    """``text`` with ``~`` and ``${VAR}`` resolved: the shell leaves those of ``--flag=~/x`` alone.
+    """Resolve ``~`` and ``${VAR}`` in ``text``. The shell does not expand them in ``--flag=~/x``.
 
     Raises:
-        UserError: an environment variable or a user that is not there.
+        UserError: for an unknown environment variable or user.
     """
     try:
         return expanded(text)
@@ -204,7 +204,7 @@ def path_given(flag: str, text: str) -> str:
 
 
 def read(setting: keys.Setting, text: str) -> Any:
-    """What a flag's ``text`` means for ``setting``; the schema judges whether it fits."""
+    """Parse a flag's ``text`` for ``setting``. The schema validates the result."""
     if text.lower() in _NULL and setting.takes(type(None)):
         return None
     if text.startswith("{") and setting.takes(dict):
@@ -212,19 +212,19 @@ def read(setting: keys.Setting, text: str) -> Any:
     if setting.takes(tuple):
         if text.startswith("["):
             return parse_value(text)
-        # Where a plain text is allowed too, as for data.source, a comma may be part of a name.
+        # If plain text is allowed, too, as for data.source, a comma may be part of a name.
         words = [text] if setting.takes(str) else text.split(",")
         return [read_item(setting, word) for word in words]
     return text if _is_textual(setting) else parse_value(text)
 
 
 def read_item(setting: keys.Setting, text: str) -> Any:
-    """What ``text`` means as one item of a list."""
+    """Parse ``text`` as an item of a list."""
     return parse_value(text.strip()) if "number" in setting.allowed else text.strip()
 
 
 def _is_textual(setting: keys.Setting) -> bool:
-    """Whether the setting is text or a choice among words, so that 123 or null is to be read as such."""
+    """Whether the setting is text or a choice of words, so that 123 or null is text."""
     return not any(setting.takes(kind) for kind in (int, float, bool)) and "true" not in setting.allowed
 
 

@@ -22,7 +22,7 @@ _INDENT = " " * 6
 
 
 def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage: str, columns: int) -> str:
-    """The help on ``topic``: a section, a key, or everything, under ``usage``, where it is empty."""
+    """Render the help on ``topic``, a section or key; if it is empty, on everything, after ``usage``."""
     width = min(max(columns, _NARROWEST), _WIDEST)
     topic = topic.lstrip("-").replace("-", "_").rstrip(".")
     table, about = keys.settings(model), keys.sections(model)
@@ -33,12 +33,12 @@ def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage:
     if topic:
         raise UserError(f"--help: no setting named {topic!r}" + did_you_mean(topic, [*table, *about]))
     parts = [usage, "options:", *(_option(option, width) for option in options)]
-    parts += [_option_text("--help [SECTION or KEY]", "Print this, or the part about one thing.", width)]
+    parts += [_option_text("--help [SECTION or KEY]", "Print this, or the part on one topic.", width)]
     note = (
-        "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a truth "
-        "value may stand alone (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is "
-        "null; keys inside a mapping go after another dot (--model.config.hidden_size 512); in paths, ~ and "
-        "${VAR} are what they are in a shell. Marked *: two legs of one run must agree on it."
+        "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a boolean "
+        "needs no value (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is null; "
+        "keys inside a mapping follow another dot (--model.config.hidden_size 512); paths expand ~ and "
+        "${VAR} as a shell does. Marked *: must not change between launches of a run."
     )
     parts += ["", *textwrap.wrap(note, width), ""]
     parts += [_section(name, about.get(name, ""), table, width) for name in ["", *about]]
@@ -73,6 +73,6 @@ def _setting(setting: keys.Setting, width: int) -> str:
 
 
 def default_text(value: Any) -> str:
-    """A default as one would write it."""
+    """Format a default as in a config file."""
     value = keys.plain(value)
     return value if isinstance(value, str) else json.dumps(value)

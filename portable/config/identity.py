@@ -15,10 +15,10 @@ _MISSING = object()
 
 
 def difference(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, Any]) -> list[str]:
-    """The settings in which two runs differ, one line each: ``train.steps: 200 and 300``.
+    """The settings that differ between two runs, one line each: ``train.steps: 200 and 300``.
 
-    Takes configs or their fingerprints (also read back from JSON). A key that one fingerprint lacks, because
-    an older release wrote it, counts as its default. Empty: the same run.
+    Takes configs or their fingerprints, also from JSON. A key missing in a fingerprint of an older release
+    counts as its default. The result is empty for the same run.
     """
     left, right = _flat(a), _flat(b)
     lines = []
@@ -30,7 +30,7 @@ def difference(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, Any
 
 
 def _flat(run: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint with the keys of its mappings spelled out, so that they are compared one by one."""
+    """A fingerprint with dotted keys for its mappings, so that they are compared one by one."""
     values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
     for key, setting in keys.settings(RunConfig).items():
         if setting.identity:

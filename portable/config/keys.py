@@ -1,4 +1,4 @@
-"""The schema as a flat table of dotted keys, read from the model classes and never written by hand."""
+"""The schema as a flat table of dotted keys, derived from the model classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import annotated_types
 from pydantic import BaseModel
 
-from portable.config.types import NamesPlace
+from portable.config.types import MayBePath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,17 +23,17 @@ _NUMBER_WORDS = {2: "two", 3: "three"}
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of the schema, under the name people type."""
+    """A field of the schema."""
 
     key: str
-    """Dotted name, as ``checkpoint.async``."""
+    """Dotted name, such as ``checkpoint.async``."""
     attribute: str
-    """Name in the section's class, as ``async_``."""
+    """Name in the section's class, such as ``async_``."""
     field: FieldInfo
 
     @property
     def section(self) -> str:
-        """Name of the section, empty for a setting at the top."""
+        """Name of the section, empty for a setting at the top level."""
         return self.key.rpartition(".")[0]
 
     @property
@@ -51,24 +51,24 @@ class Setting:
 
     @property
     def identity(self) -> bool:
-        """Whether two legs of one run must agree on it."""
+        """Whether it defines the run and must not change between launches."""
         extra = self.field.json_schema_extra
         return isinstance(extra, dict) and bool(extra.get("identity"))
 
     @property
     def allowed(self) -> str:
-        """What it may be, in words: ``integer >= 1 or null``."""
+        """Description of the allowed values: ``integer >= 1 or null``."""
         return _words(self.field.annotation, tuple(self.field.metadata))
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words it may be, or its items may be, where it is a choice among words."""
+        """The allowed words for the value or its items, if it is a choice."""
         return tuple(dict.fromkeys(_literals(self.field.annotation)))
 
     @property
-    def names_place(self) -> bool:
+    def may_be_path(self) -> bool:
         """Whether its text may be a path."""
-        return _names_place(self.field.annotation, tuple(self.field.metadata))
+        return _may_be_path(self.field.annotation, tuple(self.field.metadata))
 
     def takes(self, kind: type) -> bool:
         """Whether one of its alternatives is ``kind``: ``bool``, ``str``, ``dict``, ``tuple``..."""
@@ -83,7 +83,7 @@ def settings(model: type[BaseModel]) -> dict[str, Setting]:
 
 @cache
 def sections(model: type[BaseModel]) -> dict[str, str]:
-    """Every section of ``model`` with what it is about."""
+    """Every section of ``model`` with its description."""
     return {
         _shown(name, field): (field.description or "").strip()
         for name, field in model.model_fields.items()
@@ -110,7 +110,7 @@ def _is_section(field: FieldInfo) -> bool:
 
 
 def is_set(config: BaseModel, key: str) -> bool:
-    """Whether ``key`` was given when ``config`` was built; a section counts when anything in it was."""
+    """Whether ``key``, or any key of a section, was set when ``config`` was built."""
     if key in sections(type(config)):
         return bool(getattr(config, key).model_fields_set)
     owner, setting = _locate(config, key)
@@ -118,16 +118,16 @@ def is_set(config: BaseModel, key: str) -> bool:
 
 
 def forget(config: BaseModel, key: str) -> None:
-    """Let ``key`` count as not given by the user."""
+    """Mark ``key`` as not set by the user."""
     owner, setting = _locate(config, key)
     owner.model_fields_set.discard(setting.attribute)
 
 
 def put_default(config: BaseModel, key: str, value: Any) -> None:
-    """Set ``key`` while ``config`` is being built; it does not count as given by the user."""
+    """Set ``key`` while ``config`` is being built. It does not count as set by the user."""
     owner, setting = _locate(config, key)
     changed = owner.model_copy(update={setting.attribute: value}) if setting.section else None
-    # Sections may be shared defaults, so a changed one is a copy. Frozen models refuse plain assignment.
+    # Sections may be shared defaults, so copy them. Frozen models do not allow plain assignment.
     if changed is None:
         object.__setattr__(config, setting.attribute, value)
     else:
@@ -136,7 +136,7 @@ def put_default(config: BaseModel, key: str, value: Any) -> None:
 
 
 def get(config: BaseModel, key: str) -> Any:
-    """The value of the dotted ``key``; ``KeyError`` where there is none."""
+    """Return the value of the dotted ``key``. Raises ``KeyError`` for an unknown key."""
     owner, setting = _locate(config, key)
     return getattr(owner, setting.attribute)
 
@@ -147,19 +147,19 @@ def _locate(config: BaseModel, key: str) -> tuple[BaseModel, Setting]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as YAML and JSON hold it: lists in place of tuples."""
+    """Convert tuples in ``value`` to lists, as in YAML and JSON."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def given(config: BaseModel) -> dict[str, Any]:
-    """The settings that the user gave, by dotted key."""
+    """The settings that the user has set, by dotted key."""
     return {key: get(config, key) for key in settings(type(config)) if is_set(config, key)}
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys as a nested mapping, the shape of the YAML file."""
+    """Convert dotted keys to a nested mapping, as in the YAML file."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -168,7 +168,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The alternatives of a type, each with the constraints that apply to it."""
+    """The alternatives of a type, each with its constraints."""
     if get_origin(annotation) is Annotated:
         inner, *own = get_args(annotation)
         yield from _members(inner, (*metadata, *own))
@@ -187,10 +187,10 @@ def _literals(annotation: Any) -> Iterator[str]:
             yield from _literals(get_args(kind)[0])
 
 
-def _names_place(annotation: Any, metadata: tuple[Any, ...]) -> bool:
+def _may_be_path(annotation: Any, metadata: tuple[Any, ...]) -> bool:
     return any(
-        any(isinstance(mark, NamesPlace) for mark in own)
-        or (get_origin(kind) is tuple and _names_place(get_args(kind)[0], ()))
+        any(isinstance(mark, MayBePath) for mark in own)
+        or (get_origin(kind) is tuple and _may_be_path(get_args(kind)[0], ()))
         for kind, own in _members(annotation, metadata)
     )
 
@@ -233,5 +233,5 @@ def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
 
 def _flat(metadata: tuple[Any, ...]) -> Iterator[Any]:
     for item in metadata:
-        # Constraints inside an Annotated come wrapped in the FieldInfo they were written as.
+        # Constraints inside an Annotated are wrapped in a FieldInfo.
         yield from getattr(item, "metadata", None) or (item,)

@@ -1,4 +1,4 @@
-"""One ``RunConfig`` from a YAML file, flags on top of it, and the schema's defaults beneath."""
+"""Build a ``RunConfig`` from YAML files, flags and the schema's defaults."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from portable.errors import UserError, one_line
 if TYPE_CHECKING:
     from portable.config.accelerate_yaml import AccelerateSettings
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 _AFTER_THE_FILES = sys.maxsize // 2
 
 Keys = tuple[str, ...]
 Source = str | Path | RemotePath | Mapping[str, Any]
-"""A YAML file, or what one would hold."""
+"""A YAML file, or its content."""
 
 
 @dataclass
 class _Draft:
-    """What was given so far, nested as in the file, with the origin of every key."""
+    """The values so far, nested as in the file, with the origin of every key."""
 
     values: dict[str, Any]
     origins: dict[Keys, Origin]
     covered: dict[Keys, list[Origin]] = field(default_factory=dict)
-    """Where something else was given for a key before, and does not count."""
+    """The origins of overridden values."""
 
     def cover(self, path: Keys) -> None:
-        """Note that what was given at ``path``, and inside it, gives way."""
+        """Mark the values at and inside ``path`` as overridden."""
         for inner in [inner for inner in self.origins if inner[: len(path)] == path]:
             origin = self.origins.pop(inner)
             if inner == path:
                 self.covered.setdefault(path, []).append(origin)
 
-    def told(self) -> dict[str, str]:
-        """Of every setting that was given, where."""
+    def sources(self) -> dict[str, str]:
+        """The origin of every setting, as text."""
         lines = {}
         for path, origin in self.origins.items():
             value: Any = self.values
@@ -61,10 +61,13 @@ def load_config(
 ) -> RunConfig:
     """Build the config of a run.
 
-    ``source`` is a YAML file or a nested mapping, or several, merged in order; None stands for the
-    quickstart. ``overrides`` win over it:
-    a mapping from dotted keys to values, or flags as on the command line (``["--train.steps", "20"]``).
-    Raises ``UserError``, one line that names the key, where it was written and what is allowed there.
+    Args:
+        source: a YAML file or a nested mapping, or several, merged in order; None for the quickstart.
+        overrides: a mapping from dotted keys to values, or flags as on the command line
+            (``["--train.steps", "20"]``). They override ``source``.
+
+    Raises:
+        UserError: one line with the key, its origin and the allowed values.
     """
     if isinstance(overrides, Mapping):
         given = [flags.Override(tuple(key.split(".")), value, None) for key, value in overrides.items()]
@@ -82,15 +85,15 @@ def assemble(
     overrides: Sequence[flags.Override],
     accelerate: Sequence[AccelerateSettings] = (),
 ) -> RunConfig:
-    """``load_config`` with its overrides already taken apart, and with what Accelerate adds.
+    """``load_config`` with parsed overrides and settings from Accelerate.
 
-    Raises ``UserError`` also where ``sources`` and one of ``accelerate`` disagree.
+    Raises ``UserError`` also if ``sources`` and one of ``accelerate`` disagree.
     """
     draft = _Draft({}, {})
     for number, source in enumerate(sources):
-        later = _draft(source, number * MOST_BYTES)
+        later = _draft(source, number * MAX_BYTES)
         for section in keys.sections(RunConfig):
-            # ``fsdp:`` with nothing after it is an empty section.
+            # ``fsdp:`` without a value is an empty section.
             if section in later.values and later.values[section] is None:
                 later.values[section] = {}
         _merge(draft, later)
@@ -101,17 +104,17 @@ def assemble(
         origin = override.flag and Origin(override.flag, _AFTER_THE_FILES + index, flag=True)
         _apply(draft, override, origin or None)
     config = build(RunConfig, draft.values, draft.origins)
-    config.came_from.update(draft.told())
+    config.came_from.update(draft.sources())
     return config
 
 
 def read_accelerate_config(path: Path) -> AccelerateSettings:
-    """Map an Accelerate config file; raises ``UserError`` for what in it has no counterpart."""
+    """Map an Accelerate config file. Raises ``UserError`` for keys without a counterpart."""
     return accelerate_yaml.read(_parse(path), str(path))
 
 
 def _merge(draft: _Draft, later: _Draft, path: Keys = ()) -> None:
-    """Put what ``later`` gives at ``path`` over what is there: mappings key by key, all else as a whole."""
+    """Merge ``later`` into ``draft`` at ``path``: mappings key by key, other values as a whole."""
     there, given = _inside(draft.values, path), _inside(later.values, path)
     for name, value in given.items():
         inner = (*path, name)
@@ -126,7 +129,7 @@ def _merge(draft: _Draft, later: _Draft, path: Keys = ()) -> None:
 
 
 def _another(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether these are the configs of two models, of which no mixture makes sense."""
+    """Whether these are configs of different model types, which must not be merged."""
     kinds = {config["model_type"] for config in (one, other) if isinstance(config.get("model_type"), str)}
     return len(kinds) > 1
 
@@ -138,17 +141,17 @@ def _inside(values: dict[str, Any], path: Keys) -> dict[str, Any]:
 
 
 def _add(draft: _Draft, path: Keys, value: Any, origin: Origin) -> None:
-    """Put in a value that must not contradict one that is there."""
+    """Add a value. Raises ``UserError`` if the key has another one."""
     target = draft.values
     for part in path[:-1]:
         target = target.setdefault(part, {})
         if not isinstance(target, dict):
-            return  # of the wrong type, which the schema will say
+            return  # the wrong type, which the schema will report
     if target.get(path[-1], value) != value:
         there = draft.origins.get(path)
         other = f"{there.text if there else '--config'} sets it to {shown(target[path[-1]])}"
         key = ".".join(path)
-        raise UserError(f"{origin.text} gives {key} {shown(value)}, and {other}; remove one of the two")
+        raise UserError(f"{origin.text} sets {key} to {shown(value)}, but {other}; remove one of the two")
     target[path[-1]] = value
     draft.origins.setdefault(path, origin)
 
@@ -174,12 +177,12 @@ def _read(path: Path | RemotePath, first_line: int) -> _Draft:
 def _parse(path: Path | RemotePath) -> yaml_text.Document:
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UserError(one_line(f"{path}: cannot read the config: {error.strerror or error}")) from error
     except ValueError as error:
         raise UserError(one_line(f"{str(path)!r}: cannot read the config: {error}")) from error
-    if len(content) > MOST_BYTES:
+    if len(content) > MAX_BYTES:
         raise UserError(f"{path}: not a config file: larger than a megabyte")
     try:
         text = content.decode("utf-8-sig")
@@ -202,7 +205,7 @@ def _apply(draft: _Draft, override: flags.Override, origin: Origin | None) -> No
     target = draft.values
     for depth, part in enumerate(path[:-1], start=1):
         if inside and ".".join(path[:depth]) == inside.key and target.get(part) is None:
-            # A key inside a mapping that was not given changes the default mapping.
+            # A key inside a mapping that is not set changes the default mapping.
             target[part] = deepcopy(inside.default) or {}
         target = target.setdefault(part, {})
         if not isinstance(target, dict):
@@ -210,7 +213,7 @@ def _apply(draft: _Draft, override: flags.Override, origin: Origin | None) -> No
             where = f"{origin.text}: " if origin else ""
             if inside is None and around not in keys.sections(RunConfig):
                 raise UserError(one_line(where + unknown_key(RunConfig, name)))
-            raise UserError(f"{where}{name} cannot be set inside {around}, which is not a mapping here")
+            raise UserError(f"{where}{name} cannot be set: {around} is not a mapping; set {around} itself")
     target[path[-1]] = value
     draft.cover(path)
     if origin:

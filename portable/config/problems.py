@@ -1,4 +1,4 @@
-"""From pydantic's list of complaints to the one line that tells a person what to change and where."""
+"""Convert pydantic's validation errors to one line with the origin and the remedy."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: a line of a file, or a flag."""
+    """The origin of a value: a line of a file, or a flag."""
 
     text: str
     """``run.yaml:7`` or ``--train.steps``."""
     order: int
-    """Place among all origins; flags come after the file."""
+    """Position among all origins; flags come after files."""
     flag: bool = False
 
 
@@ -37,12 +37,12 @@ class Origin:
 class _Problem:
     origin: Origin | None
     message: str
-    told: bool = False
-    """Whether the value's own type said what is wrong: of several alternatives, that one was meant."""
+    specific: bool = False
+    """Whether a validator of the value's type raised it. It then precedes errors of other alternatives."""
 
     @property
     def line(self) -> str:
-        """The message with its origin; a flag stands in for the key that it set."""
+        """The message with its origin. A flag replaces the key that it sets."""
         if self.origin is None:
             return self.message
         key = self.origin.text.removeprefix("--").replace("-", "_")
@@ -60,18 +60,18 @@ def build(
 ) -> Model:
     """Validate ``values`` (nested, as in the YAML file) into ``model``.
 
-    Raises ``UserError`` with the first problem in the order in which things were written.
+    Raises ``UserError`` with the first problem in the order of the origins.
     """
     try:
         return model.model_validate(values)
     except ValidationError as error:
         problems = [_problem(model, values, origins or {}, detail) for detail in error.errors()]
-    first = min(problems, key=lambda problem: (problem.order, not problem.told))
+    first = min(problems, key=lambda problem: (problem.order, not problem.specific))
     raise UserError(one_line(first.line))
 
 
 def shown(value: object) -> str:
-    """``value`` as it may stand in an error line: short, printable."""
+    """Format ``value`` for an error message: short and printable."""
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.plain(value))
     text = "null" if value is None else text
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
@@ -91,7 +91,7 @@ def _problem(
         key, origin = ".".join(path[:length]), _origin(path[:length], origins)
         if key in table:
             if isinstance(cause, ValueError):
-                return _Problem(origin, f"{key} {cause}", told=True)
+                return _Problem(origin, f"{key} {cause}", specific=True)
             return _Problem(origin, _wrong_value(table[key], _dig(values, path[:length]), origin))
         if key in keys.sections(model):
             inside = _names(model, key)
@@ -110,7 +110,7 @@ def _wrong_value(setting: keys.Setting, value: object, origin: Origin | None) ->
         if isinstance(word, str) and setting.choices and word not in setting.choices:
             return message + did_you_mean_word(setting.key, word, setting.choices)
     if isinstance(value, bool | int | float) and setting.takes(str) and not (origin and origin.flag):
-        return message + "; text that looks like something else goes in quotes"
+        return message + "; quote text that looks like another type"
     return message
 
 
@@ -125,7 +125,7 @@ def _extra_key(model: type[BaseModel], path: Path) -> str:
 
 
 def unknown_key(model: type[BaseModel], key: str) -> str:
-    """What to say about a ``key`` that the schema does not have."""
+    """The error message for an unknown ``key``."""
     known = [*keys.settings(model), *keys.sections(model)]
     section = key.rpartition(".")[0]
     hint = did_you_mean(key, known)
@@ -148,7 +148,7 @@ def _printable(key: str) -> str:
 
 
 def _origin(path: Path, origins: Mapping[Path, Origin]) -> Origin | None:
-    """The origin of ``path``, or of the nearest thing around it."""
+    """The origin of ``path``, or of its nearest parent."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return origins[path[:length]]

@@ -1,7 +1,7 @@
-"""The reference page and the JSON Schema, written from the schema.
+"""Generate the reference page and the JSON Schema from the schema.
 
-``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``; with
-``--check`` it only says whether they are up to date.
+``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``; ``--check``
+only checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -23,39 +23,38 @@ _INTRODUCTION = """\
 <!-- Written by `python -m portable.config.reference` from portable/config/*.py. Edit those, not this. -->
 
 A run is described by one YAML file, given as `portable-train --config run.yaml`. Every setting in it is
-also a flag under its dotted name: `--train.steps 20`. A flag wins over the file, and the file over the
+also a flag with its dotted name: `--train.steps 20`. Flags override the file, and the file overrides the
 defaults below. `--config` may be given more than once: the files are merged in order, setting by setting
-and mapping by mapping, and the later one wins (a `model.config` with another `model_type` replaces the
-earlier one). `--dry-run` says where each setting came from. The defaults are the quickstart, written out in
+and mapping by mapping, and later files override earlier ones (a `model.config` with another `model_type`
+replaces the earlier one). `--dry-run` prints the origin of each setting. The defaults are the quickstart, see
 [configs/quickstart.yaml](../configs/quickstart.yaml).
 
-**Flags.** Dashes and underscores are the same. A truth value may stand alone (`--compile`,
-`--no-compile`). Lists are written `--train.betas 0.9 0.95` or `'[0.9, 0.95]'`, and null as `null`. A key
-inside a mapping goes after another dot: `--model.config.hidden_size 512`. `portable-train --help train`
-explains one section.
+**Flags.** Dashes and underscores are the same. A boolean needs no value (`--compile`, `--no-compile`). Write
+lists as `--train.betas 0.9 0.95` or `'[0.9, 0.95]'`, and null as `null`. A key inside a mapping follows
+another dot: `--model.config.hidden_size 512`. `portable-train --help train` explains one section.
 
-**YAML** is read as YAML 1.2: `3e-4` is a number; `yes`, `no`, `on` and `off` are words, understood as
-truth values only where one is wanted. A key given twice is an error.
+**YAML** is read as YAML 1.2: `3e-4` is a number; `yes`, `no`, `on` and `off` are text, and accepted for
+booleans. Duplicate keys are an error.
 
-**Paths.** In every setting that may name a file or a folder, `~`, `${VAR}` and `$VAR` stand for what they
-do in a shell; a variable that is not set is an error.
+**Paths.** Every setting that may be a file or a folder expands `~`, `${VAR}` and `$VAR` as a shell does; an
+undefined variable is an error.
 
-**Mistakes** end the run before any work, with one line that names the key, its line in the file, what is
-allowed, and the nearest valid name:
+**Errors** end the run before any work, with one line that names the key, its line in the file, the allowed
+values, and the nearest valid name:
 
 ```
 error: run.yaml:7: unknown key train.learning_rat; did you mean train.learning_rate?
 ```
 
-**Editors** with a YAML language server complete and check the file after this first line (the path is
+**Editors** with a YAML language server complete and check the file if it starts with this line (the path is
 relative to the file):
 
 ```yaml
 # yaml-language-server: $schema=../configs/schema.json
 ```
 
-**The same run.** Settings marked † define the run: a run goes on from its checkpoint only where they
-agree. All others may change from one leg of a run to the next.
+**The same run.** Settings marked † define the run: a run resumes from its checkpoint only if they agree. All
+others may change between launches.
 """
 
 
@@ -78,7 +77,7 @@ def _section(title: str, about: str, settings: list[keys.Setting]) -> str:
 
 
 def _cell(text: str) -> str:
-    # A bar would end the cell; choices read as well with commas.
+    # A bar would end the cell, so separate choices by commas.
     text = text.replace(" | ", ", ").replace("|", "\\|").replace(">=", "≥").replace("<=", "≤")
     return text.replace("<", "&lt;").replace(">", "&gt;")
 
@@ -101,7 +100,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _without_titles(node: Any) -> None:
-    """Drop the titles that pydantic derives from names: editors show them in front of the description."""
+    """Remove the titles that pydantic derives from names, which editors show before the description."""
     if isinstance(node, dict):
         if isinstance(node.get("title"), str):
             del node["title"]
@@ -113,7 +112,7 @@ def _without_titles(node: Any) -> None:
 
 
 def pages() -> dict[Path, str]:
-    """Every generated file with the text it should hold."""
+    """Every generated file with its text."""
     return {
         ROOT / "docs" / "config.md": reference_page(),
         ROOT / "configs" / "schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
@@ -121,7 +120,7 @@ def pages() -> dict[Path, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Write the pages, or check them; the exit code is 1 where one is out of date."""
+    """Write the pages, or check them. The exit code is 1 if one is out of date."""
     if argv not in ([], ["--check"]):
         print("usage: python -m portable.config.reference [--check]", file=sys.stderr)
         return 2

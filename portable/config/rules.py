@@ -1,7 +1,7 @@
-"""Settings that depend on each other: defaults that follow another setting, and contradictions.
+"""Dependencies between settings: derived defaults, and conflicts.
 
-Every rule looks at values, and asks whether the user set a key only where a default must yield. So a resolved
-config, in which every key is written out, passes the same rules as the short file it came from.
+Rules check values. They ask whether the user set a key only if a default must yield, so a resolved config
+with every key passes the same rules as the short file from which it came.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 
 class ConflictError(ValueError):
-    """Two settings that cannot both hold. ``keys`` are their dotted names, the one to change first."""
+    """Conflicting settings. ``keys`` are their dotted names, with the one to change first."""
 
     def __init__(self, keys: tuple[str, ...], message: str) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def derived(config: RunConfig) -> dict[str, Any]:
-    """Defaults that follow other settings, by dotted key, where the user gave no value."""
+    """Defaults that depend on other settings, by dotted key, for keys that the user did not set."""
     model, train, checkpoint = config.model, config.train, config.checkpoint
     found: dict[str, Any] = {}
     if model.name_or_path is not None:
@@ -54,7 +54,7 @@ def derived(config: RunConfig) -> dict[str, Any]:
         found["checkpoint.every_steps"] = None
     steps = train.steps if train.epochs is None or config.is_set("train.steps") else None
     if train.warmup_ratio is not None:
-        # With epochs, only the data tells.
+        # With epochs, the number of steps depends on the data.
         found["train.warmup_steps"] = 0 if steps is None else warmup_steps(train, steps)
     elif steps is not None:
         most = steps // 10 if SCHEDULES[train.schedule].warms_up else 0
@@ -80,17 +80,17 @@ def _model(config: RunConfig) -> Iterator[ConflictError]:
         if is_url(name):
             yield ConflictError(
                 (key,),
-                f"{key} names a hub id or a folder, and cannot be a URL; copy {redact(str(name))} here",
+                f"{key} must be a hub id or a local folder, not a URL; copy {redact(str(name))} here",
             )
     if model.name_or_path is not None and model.config is not None:
         yield ConflictError(
             ("model.config", "model.name_or_path"),
-            "model.config builds a model and model.name_or_path names one; give one of the two",
+            "model.config and model.name_or_path are both set; set one of the two",
         )
     if model.name_or_path is None and model.config is None:
         yield ConflictError(
             ("model.config", "model.name_or_path"),
-            "model.config and model.name_or_path are both null; give one of the two",
+            "model.config and model.name_or_path are both null; set one of the two",
         )
     if model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield ConflictError(
@@ -104,13 +104,13 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
     if data.packing and task in PADDED_TASKS:
         yield ConflictError(
             ("data.packing", "model.task"),
-            f"data.packing true joins texts, which model.task {task} cannot use; set data.packing to false",
+            f"data.packing true does not work with model.task {task}; set data.packing to false",
         )
     if data.vocab_size is not None and data.tokenizer is not None:
         yield ConflictError(
             ("data.vocab_size", "data.tokenizer"),
-            "data.vocab_size is for a tokenizer trained on the source, and data.tokenizer names a finished "
-            "one; remove one of the two",
+            "data.vocab_size is for a tokenizer trained on the source, but data.tokenizer is set; remove one "
+            "of the two",
         )
     for name, only in (
         ("text_pair_field", "sequence-classification"),
@@ -120,12 +120,12 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
         if getattr(data, name) and task != only:
             yield ConflictError(
                 (f"data.{name}", "model.task"),
-                f"data.{name} is for model.task {only}, and this is {task}; remove it",
+                f"data.{name} is for model.task {only}, not {task}; remove it",
             )
     if data.source is None and task in PADDED_TASKS:
         yield ConflictError(
             ("data.source", "model.task"),
-            f"data.source must be given for model.task {task}: the default source has nothing but text",
+            f"data.source must be set for model.task {task}: the default source has only text",
         )
 
 
@@ -158,22 +158,22 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
         if config.get(epochs) is not None and config.get(steps) is not None:
             yield ConflictError(
                 (epochs, steps),
-                f"{epochs} {config.get(epochs):g} and {steps} {config.get(steps)} both say how often; set "
-                "one of the two",
+                f"{epochs} {config.get(epochs):g} and {steps} {config.get(steps)} are both set; set one of "
+                "the two",
             )
-    # WarmupLR does nothing but warm up, so that a run may well end before it has.
+    # WarmupLR only warms up, so a run may end during the warm-up.
     if train.steps is not None and train.warmup_steps > train.steps and train.schedule != "WarmupLR":
         yield ConflictError(
             ("train.warmup_steps", "train.steps"),
-            f"train.warmup_steps {train.warmup_steps} is more than train.steps {train.steps}; lower it or "
+            f"train.warmup_steps {train.warmup_steps} exceeds train.steps {train.steps}; lower it or "
             "train longer",
         )
     yield from _schedule(train)
     if train.steps is not None and train.stop_after is not None and train.stop_after > train.steps:
         yield ConflictError(
             ("train.stop_after", "train.steps"),
-            f"train.stop_after {train.stop_after} is more than train.steps {train.steps}; a run ends there "
-            "by itself, so lower or remove it",
+            f"train.stop_after {train.stop_after} exceeds train.steps {train.steps}, where the run ends; "
+            "lower or remove it",
         )
     micro = train.micro_batch_size
     if micro != "auto" and train.global_batch_size % micro:
@@ -185,8 +185,8 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
     if train.optimizer == "adafactor" and config.strategy in ZERO:
         yield ConflictError(
             ("train.optimizer", "strategy"),
-            f"train.optimizer adafactor needs the rows and columns of a parameter, which strategy "
-            f"{config.strategy} has flattened; use adamw, or strategy full_shard",
+            f"train.optimizer adafactor needs parameters with their shapes, but strategy {config.strategy} "
+            "flattens them; use adamw, or strategy full_shard",
         )
 
 
@@ -201,8 +201,8 @@ def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
         if getattr(train, name) and not SCHEDULES[kind].warms_up:
             yield ConflictError(
                 (f"train.{name}", "train.schedule"),
-                f"train.{name} {getattr(train, name):g} has no use with train.schedule {kind}, which does "
-                "not warm up; set it to 0",
+                f"train.{name} {getattr(train, name):g} has no effect with train.schedule {kind}, which "
+                "has no warm-up; set it to 0",
             )
     try:
         schedule = build_schedule(train, train.steps or 1)
@@ -212,8 +212,8 @@ def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
     if schedule.betas(0) is not None and not train.optimizer.startswith("adamw"):
         yield ConflictError(
             around,
-            f"train.schedule_params.cycle_momentum moves train.betas, which optimizer {train.optimizer} does "
-            "not go by; set it to false",
+            f"train.schedule_params.cycle_momentum changes train.betas, which optimizer {train.optimizer} "
+            "does not use; set it to false",
         )
 
 
@@ -235,7 +235,7 @@ def _machine(config: RunConfig) -> Iterator[ConflictError]:
 
 
 def nvidia_only(config: RunConfig) -> Iterator[ConflictError]:
-    """Settings that only NVIDIA GPUs have, for the packages of other backends."""
+    """Conflicts for settings that only NVIDIA GPUs support, for other backends."""
     if config.precision == "tf32":
         yield ConflictError(
             ("precision", "backend"),
@@ -256,11 +256,11 @@ def _memory(config: RunConfig) -> Iterator[ConflictError]:
             (on_nvme[0], "memory.nvme_path"),
             f"{on_nvme[0]} nvme needs memory.nvme_path, a folder on a local disk",
         )
-    # A DeepSpeed JSON, which only the backend reads, may be what sends something there.
+    # A DeepSpeed JSON, which only the backend reads, may enable offloading.
     if memory.nvme_path is not None and not on_nvme and config.deepspeed.config is None:
         yield ConflictError(
             ("memory.nvme_path",),
-            "memory.nvme_path is set and nothing goes there; set memory.offload_optimizer or "
+            "memory.nvme_path is set but nothing is offloaded there; set memory.offload_optimizer or "
             "memory.offload_params to nvme, or remove it",
         )
     chunk = memory.loss_chunk_tokens
@@ -273,8 +273,8 @@ def _memory(config: RunConfig) -> Iterator[ConflictError]:
         if memory.offload_params != "none":
             yield ConflictError(
                 ("memory.offload_params", "strategy"),
-                f"memory.offload_params {memory.offload_params} needs sharded parameters, which strategy "
-                f"{strategy} keeps whole; use zero3",
+                f"memory.offload_params {memory.offload_params} needs sharded parameters, but strategy "
+                f"{strategy} replicates them; use zero3",
             )
         if memory.offload_optimizer == "nvme":
             yield ConflictError(
@@ -284,12 +284,12 @@ def _memory(config: RunConfig) -> Iterator[ConflictError]:
 
 
 def _deepspeed(config: RunConfig) -> Iterator[ConflictError]:
-    # A strategy left at its default yields to the stage that the JSON names; only a chosen one contradicts.
+    # The JSON's stage overrides a default strategy; only a strategy that was set can conflict.
     chosen = config.is_set("strategy")
     if config.deepspeed.config is not None and chosen and config.strategy not in (*ZERO, "no_shard"):
         yield ConflictError(
             ("deepspeed.config", "strategy"),
-            f"deepspeed.config has no use with strategy {config.strategy}; use zero1, zero2 or zero3 "
+            f"deepspeed.config has no effect with strategy {config.strategy}; use zero1, zero2 or zero3 "
             "(no_shard for stage 0), or remove deepspeed.config",
         )
 
@@ -300,8 +300,7 @@ def _fsdp(config: RunConfig) -> Iterator[ConflictError]:
     if given and strategy in ZERO:
         yield ConflictError(
             (given[0], "strategy"),
-            f"{given[0]} has no use with strategy {strategy}, which is DeepSpeed's; remove it, or use "
-            "full_shard",
+            f"{given[0]} has no effect with DeepSpeed's strategy {strategy}; remove it, or use full_shard",
         )
     if fsdp.shard_group_size is not None and strategy not in HYBRID:
         yield ConflictError(
@@ -339,6 +338,6 @@ def _checkpoint(config: RunConfig) -> Iterator[ConflictError]:
         if value is not None and checkpoint.resume in ("auto", "never"):
             yield ConflictError(
                 (f"checkpoint.{name}", "checkpoint.resume"),
-                f"checkpoint.{name} {value} is for beginning at another program's checkpoint, and "
-                f"checkpoint.resume {checkpoint.resume} names none; remove it",
+                f"checkpoint.{name} {value} is for another program's checkpoint, but checkpoint.resume is "
+                f"{checkpoint.resume}; remove it",
             )

@@ -1,6 +1,6 @@
-"""The whole configuration of a run, typed: flags, YAML, JSON Schema and the reference page come from here.
+"""The typed configuration of a run, the source of flags, YAML, JSON Schema and the reference page.
 
-The defaults are the quickstart: a Llama of four million parameters learning the source text of the Python
+The defaults are the quickstart: a Llama with four million parameters, trained on the source code of Python's
 standard library.
 """
 
@@ -50,55 +50,55 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 
 
 class RunConfig(Section):
-    """One run: the whole YAML file, every flag, every default."""
+    """The configuration of a run, with all defaults."""
 
     backend: Backend = Field(
         default="auto",
-        description="Machine to run on: cpu, cuda (GPUs), or xla (TPUs). auto: a TPU if there is one, else "
+        description="Hardware to run on: cpu, cuda (GPUs), or xla (TPUs). auto: TPUs if there are any, else "
         "GPUs, else the CPU.",
     )
     strategy: Strategy = Field(
         default="full_shard",
-        description="What the ranks share. FSDP: full_shard shards parameters, gradients and optimizer "
-        "state; shard_grad_op keeps parameters whole between forward and backward; the hybrid ones shard in "
+        description="Sharding over ranks. FSDP: full_shard shards parameters, gradients and optimizer state; "
+        "shard_grad_op keeps parameters gathered between forward and backward; the hybrid ones shard within "
         "a group and replicate across groups; no_shard replicates everything (DDP). DeepSpeed: zero1 "
         "(optimizer state), zero2 (and gradients), zero3 (and parameters).",
     )
     output_dir: PathText = Field(
         default="runs/quickstart",
-        description="Folder for the resolved config, metrics, checkpoints and the final model, or the URL of "
-        "one in an object store (s3://bucket/run, gs://bucket/run). The same command with the same folder "
-        "goes on where the run stopped.",
+        description="Folder for the resolved config, metrics, checkpoints and the final model, or a URL in "
+        "an object store (s3://bucket/run, gs://bucket/run). The same command with the same folder resumes "
+        "the run.",
     )
     seed: int = Field(
         default=0,
         ge=0,
         lt=2**32,
-        description="Source of all randomness: initial weights, data order, dropout.",
+        description="Seed of all randomness: initial weights, data order, dropout.",
         json_schema_extra=IDENTITY,
     )
     precision: Precision = Field(
         default="auto",
-        description="Type that layers compute in; master weights and moments are fp32 always. auto: bf16 "
-        "where the device computes in it natively, else fp32. tf32: fp32 with faster, shorter products on "
-        "NVIDIA GPUs. fp16: with loss scaling (section fp16), for GPUs without bf16.",
+        description="Compute dtype of layers; master weights and moments are always fp32. auto: bf16 if the "
+        "device supports it natively, else fp32. tf32: fp32 with faster, less precise products on NVIDIA "
+        "GPUs. fp16: with loss scaling (section fp16), for GPUs without bf16.",
         json_schema_extra=IDENTITY,
     )
     compile: Flag = Field(
         default=False,
-        description="Compile each layer of the model with torch.compile: a slow first step, faster ones "
-        "after it. XLA always compiles, whatever this says.",
+        description="Compile each layer of the model with torch.compile: the first step is slow, later steps "
+        "are faster. XLA always compiles.",
     )
     compile_backend: str = Field(
         default="inductor",
         min_length=1,
-        description="What torch.compile compiles with: inductor, or another backend that torch knows "
-        "(aot_eager and eager compile nothing, for finding out what goes wrong).",
+        description="Backend of torch.compile: inductor, or another one that torch supports (aot_eager and "
+        "eager do not compile, for debugging).",
     )
     compile_mode: CompileMode = Field(
         default="default",
-        description="How much inductor tries: reduce-overhead captures CUDA graphs, max-autotune looks for "
-        "the fastest kernels and captures graphs, too. Capturing needs no_shard, or one rank.",
+        description="Mode of inductor: reduce-overhead captures CUDA graphs, max-autotune searches for the "
+        "fastest kernels and captures graphs, too. Capturing needs no_shard, or one rank.",
     )
     model: ModelConfig = Field(default_factory=ModelConfig, description=str(ModelConfig.__doc__))
     data: DataConfig = Field(default_factory=DataConfig, description=str(DataConfig.__doc__))
@@ -127,30 +127,30 @@ class RunConfig(Section):
         return self
 
     def is_set(self, key: str) -> bool:
-        """Whether the user gave ``key`` (dotted, as ``train.steps``), in a file or by a flag.
+        """Whether the user set ``key`` (dotted, such as ``train.steps``) in a file or by a flag.
 
-        For a section: whether anything in it was given. Raises ``KeyError`` for a key that is none.
+        For a section: whether any of its keys is set. Raises ``KeyError`` for an unknown key.
         """
         return keys.is_set(self, key)
 
     @property
     def came_from(self) -> dict[str, str]:
-        """Of what was given in files and by flags, by dotted key, where: for people to read."""
+        """The origins of settings from files and flags, by dotted key, as text for the user."""
         return self._came_from
 
     @property
     def documents(self) -> Mapping[str, Any]:
-        """Files that settings name, read and parsed, by the setting's key: see :meth:`with_document`."""
+        """The parsed files that settings name, by key; see :meth:`with_document`."""
         return self._documents
 
     def with_document(self, key: str, document: Any) -> RunConfig:
-        """A copy that carries what the file of setting ``key`` holds, so that nobody reads it again."""
+        """Return a copy with the content of the file that setting ``key`` names, so that it is read once."""
         copy = self.replaced({})
         copy._documents = {**self._documents, key: document}
         return copy
 
     def get(self, key: str) -> Any:
-        """The value of the dotted ``key``. Raises ``KeyError`` for a key that is none."""
+        """Return the value of the dotted ``key``. Raises ``KeyError`` for an unknown key."""
         return keys.get(self, key)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -162,10 +162,10 @@ class RunConfig(Section):
         }
 
     def replaced(self, values: Mapping[str, Any]) -> RunConfig:
-        """A copy with ``values`` (by dotted key) put in, its dependent defaults and rules gone through again.
+        """Return a copy with ``values`` (by dotted key), with derived defaults and rules applied again.
 
-        For what only the machine or another file can tell, as ``{"backend": "cuda"}`` in place of ``auto``.
-        What is put in does not count as set by the user. Raises ``UserError`` where a rule is broken.
+        For values that depend on the machine or another file, such as ``{"backend": "cuda"}`` for ``auto``.
+        They do not count as set by the user. Raises ``UserError`` for a conflict.
         """
         put = {**self._put, **values}
         copy = build(type(self), keys.nested({**keys.given(self), **put}))
@@ -178,7 +178,7 @@ class RunConfig(Section):
         return copy
 
     def __eq__(self, other: object) -> bool:
-        # By value alone: a resolved config read back from its file is the same config.
+        # Compare only values: a resolved config that is read back from its file is equal.
         return isinstance(other, RunConfig) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """The sections of the configuration, one class each.
 
-Every ``description`` says what a setting does, in which unit, and when to change it: help, the reference page
-and editors show it. Fields marked ``IDENTITY`` define the run; all others may change between two legs of it.
+Each ``description`` states the effect, the unit and when to change the setting. Help, the reference page and
+editors show it. Fields marked ``IDENTITY`` define the run; all others may change between its launches.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class ModelConfig(Section):
 
     name_or_path: PathText | None = Field(
         default=None,
-        description="Hub id or local folder of a transformers model; its weights are where training starts. "
-        "Leave it null to build model.config from scratch.",
+        description="Hub id or local folder of a transformers model; training starts from its weights. "
+        "Null: build model.config from scratch.",
         json_schema_extra=IDENTITY,
     )
     config: OpenMapping | None = Field(
         default_factory=_quickstart_model,
-        description="Config of a model to build with random weights: model_type and whatever keys that "
-        "model's transformers config takes. Given in a file, it replaces the default as a whole; a flag such "
-        "as --model.config.hidden_size 512 changes one key. Not together with model.name_or_path.",
+        description="Config of a model to build with random weights: model_type and any keys of that model's "
+        "transformers config. In a file, it replaces the whole default; a flag such as "
+        "--model.config.hidden_size 512 changes one key. Not together with model.name_or_path.",
         json_schema_extra=IDENTITY,
     )
     task: Task = Field(
@@ -59,20 +59,25 @@ class ModelConfig(Section):
     init: Literal["pretrained", "scratch"] = Field(
         default="pretrained",
         description="With model.name_or_path: start from its weights (pretrained), or keep only its "
-        "architecture and draw random weights (scratch). Without it there are no weights to load, and the "
-        "model is always built from scratch.",
+        "architecture and initialize random weights (scratch). Without model.name_or_path the model is "
+        "always built from scratch.",
         json_schema_extra=IDENTITY,
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         default="sdpa",
-        description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager, slow; for "
-        "comparing), or the flash-attn package (flash_attention_2; CUDA, bf16 or fp16).",
+        description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for "
+        "comparison), or the flash-attn package (flash_attention_2; CUDA, bf16 or fp16).",
     )
     trust_remote_code: Flag = Field(
         default=False,
-        description="Run Python code that the model's repository brings along. Only for repositories whose "
-        "code you have read.",
+        description="Run Python code from the model's repository. Only for repositories whose code you have "
+        "read.",
     )
+
+    @property
+    def key(self) -> str:
+        """The key that describes the model, for error messages."""
+        return "model.config" if self.name_or_path is None else "model.name_or_path"
 
     @property
     def from_scratch(self) -> bool:
@@ -81,20 +86,19 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """What it learns from."""
+    """The data."""
 
-    # Where the text lies and what its fields are called may differ between machines, so neither is part of
-    # the run's identity: that it is the same text is held by a digest of its tokens, which checkpoints keep.
+    # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
+    # digest of the tokens, which must match.
 
     source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
-        description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), here "
-        "or by URL. Null: the source text of this machine's Python standard library, which needs no "
-        "download.",
+        description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), "
+        "local or by URL. Null: the source code of Python's standard library, without a download.",
     )
     config_name: str | None = Field(
         default=None,
-        description="Configuration of the hub dataset, where it has several (as wikitext-2-raw-v1).",
+        description="Configuration of the hub dataset, if it has several (such as wikitext-2-raw-v1).",
     )
     split: str = Field(
         default="train",
@@ -104,52 +108,51 @@ class DataConfig(Section):
     max_samples: int | None = Field(
         default=None,
         ge=1,
-        description="Use at most this many records of the source, from its start. Null: all. For trying a "
+        description="Use at most this many records of the source, from its start. Null: all. To test a "
         "config on a large dataset.",
     )
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Field of a record that holds its text. A dot goes into a field that holds fields: "
-        "translation.en. So for the fields below.",
+        description="Field of a record with its text. A dot selects a nested field: translation.en. The same "
+        "applies to the fields below.",
     )
     text_pair_field: str | None = Field(
         default=None,
         min_length=1,
-        description="Field that holds the second text of a pair (sequence-classification): the hypothesis to "
-        "a premise, the answer to a question. Both are cut together to data.seq_len, the longer one first.",
+        description="Field with the second text of a pair (sequence-classification): the hypothesis for a "
+        "premise, the answer to a question. Both are truncated together to data.seq_len, the longer first.",
     )
     target_field: str = Field(
         default="target",
         min_length=1,
-        description="Field that holds the text to produce (seq2seq-lm).",
+        description="Field with the target text (seq2seq-lm).",
     )
     source_prefix: str = Field(
         default="",
-        description="What every text begins with, such as 'summarize: ' for a T5 (seq2seq-lm).",
+        description="Prefix of every text, such as 'summarize: ' for T5 (seq2seq-lm).",
     )
     label_field: str = Field(
         default="label",
         min_length=1,
-        description="Field that holds the label (sequence-classification): a class (an integer or a string), "
-        "a list of classes, or what a regression learns, numbers with a fraction.",
+        description="Field with the label (sequence-classification): a class (an integer or a string), a "
+        "list of classes, or for a regression numbers with a fraction.",
     )
     text_split: Literal["file", "paragraph", "line"] = Field(
         default="file",
-        description="What of a .txt file is one text: all of it, a paragraph (blank lines part them), or a "
-        "line. Matters where texts are not packed, and each is cut at data.seq_len.",
+        description="Unit of text in a .txt file: the whole file, a paragraph (separated by blank lines), or "
+        "a line. Matters without packing, where each text is truncated to data.seq_len.",
     )
     source_language: str | None = Field(
         default=None,
         min_length=1,
-        description="Language of the texts, as the tokenizer of a model of many languages calls it (eng_Latn "
-        "for NLLB, en_XX for mBART, en for M2M100). For seq2seq-lm.",
+        description="Language of the texts, as a code of a multilingual tokenizer (eng_Latn for NLLB, en_XX "
+        "for mBART, en for M2M100). For seq2seq-lm.",
     )
     target_language: str | None = Field(
         default=None,
         min_length=1,
-        description="Language of the texts to produce, called the same way. The saved model then begins to "
-        "write in it.",
+        description="Language of the targets, likewise. The saved model then generates in this language.",
     )
     tokenizer: PathText | None = Field(
         default=None,
@@ -159,8 +162,8 @@ class DataConfig(Section):
     vocab_size: int | None = Field(
         default=None,
         ge=300,
-        description="Tokens in the byte-pair encoding that is trained when there is no tokenizer. Null: the "
-        "vocab_size of the model.",
+        description="Tokens in the byte-pair encoding that is trained without a tokenizer. Null: the model's "
+        "vocab_size.",
     )
     seq_len: int = Field(
         default=256,
@@ -171,98 +174,97 @@ class DataConfig(Section):
     target_seq_len: int | None = Field(
         default=None,
         ge=2,
-        description="Length of a text to produce, in tokens (seq2seq-lm). Null: data.seq_len.",
+        description="Length of a target text in tokens (seq2seq-lm). Null: data.seq_len.",
         json_schema_extra=IDENTITY,
     )
     packing: Flag = Field(
         default=True,
-        description="Join texts end to end into full sequences, so that no token is padding (language models "
-        "only). False: one text a sequence, cut or padded to data.seq_len; seq2seq-lm and "
-        "sequence-classification always do that.",
+        description="Concatenate texts into full sequences without padding (language models only). False: "
+        "one text per sequence, truncated or padded to data.seq_len, as always in seq2seq-lm and "
+        "sequence-classification.",
         json_schema_extra=IDENTITY,
     )
     eval_fraction: float = Field(
         default=0.01,
         ge=0,
         lt=1,
-        description="Share held out for evaluation: the end of the packed text, or, where texts are not "
-        "packed, a fixed choice of records. 0: none, and no evaluation.",
+        description="Share held out for evaluation: the end of the packed text, or without packing a fixed "
+        "choice of records. 0: no evaluation.",
         json_schema_extra=IDENTITY,
     )
     num_workers: int = Field(
         default=0,
         ge=0,
-        description="Processes that prepare batches for each rank. 0 prepares them in the rank itself; raise "
-        "it when the accelerator waits for data.",
+        description="Processes that prepare batches for each rank. 0: prepare them in the rank itself. Raise "
+        "it if the accelerator waits for data.",
     )
     cache_dir: PathText | None = Field(
         default=None,
-        description="Where tokenised data and trained tokenizers are kept between runs. Null: the user's "
-        "cache folder ($XDG_CACHE_HOME, or ~/.cache).",
+        description="Folder that caches tokenized data and trained tokenizers. Null: the user's cache folder "
+        "($XDG_CACHE_HOME, or ~/.cache).",
     )
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, of texts and targets."""
+        """Tokens of the longest sequence, including targets."""
         return max(self.seq_len, self.target_seq_len or 0)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """``source`` as a tuple, empty where it is null."""
+        """``source`` as a tuple, empty if it is null."""
         if self.source is None:
             return ()
         return (self.source,) if isinstance(self.source, str) else self.source
 
 
 class TrainConfig(Section):
-    """How long, how much at a time, and by which rule the weights move."""
+    """Length, batch sizes, optimizer and schedule."""
 
     steps: int | None = Field(
         default=200,
         ge=1,
-        description="Length of the schedule in optimizer steps. Null only where train.epochs gives it.",
+        description="Length of the schedule in optimizer steps. Null only if train.epochs is set.",
         json_schema_extra=IDENTITY,
     )
     epochs: float | None = Field(
         default=None,
         gt=0,
-        description="Length of the schedule in passes over the data, in place of train.steps.",
+        description="Length of the schedule in passes over the data, instead of train.steps.",
         json_schema_extra=IDENTITY,
     )
     stop_after: int | None = Field(
         default=None,
         ge=1,
-        description="Save a checkpoint and stop after this step of the schedule; the same command without it "
-        "goes on from there. For cutting a run into legs, also on different machines.",
+        description="Save a checkpoint and stop after this step of the schedule. The same command without it "
+        "resumes from there. To split a run into several launches, possibly on different machines.",
     )
     global_batch_size: int = Field(
         default=8,
         ge=1,
-        description="Sequences in one optimizer step, over all ranks together. Part of what the run is: it "
-        "stays the same on any number of devices.",
+        description="Sequences per optimizer step, over all ranks. It defines the run and is independent of "
+        "the number of devices.",
         json_schema_extra=IDENTITY,
     )
     micro_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default=4,
-        description="Sequences that one device holds at a time; gradients accumulate up to the global batch. "
-        "Lower it when memory runs out, which changes speed and nothing else. auto: the largest that fits, "
-        "found by trying a few and kept while the run goes on under the same settings; on a CPU without a "
-        "memory limit (ulimit -v) up to 4; not on XLA. Left out, it is lowered to a divisor of the global "
-        "batch.",
+        description="Sequences per device and forward pass; gradients accumulate up to the global batch. "
+        "Lower it if memory runs out: only the speed changes. auto: the largest that fits, found by trial "
+        "and reused while the settings stay the same; on a CPU without a memory limit (ulimit -v) up to 4; "
+        "not on XLA. The default is lowered to a divisor of the global batch.",
     )
     optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
         default="adamw",
-        description="adamw (fused; two fp32 moments a parameter), adafactor (moments as rows and columns, "
-        "little memory), adamw_8bit (moments in 8 bits, a quarter of the memory; in 32 bits those of "
-        "embeddings, vectors and small matrices), or sgd (momentum is the first of train.betas).",
+        description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "
+        "memory), adamw_8bit (8-bit moments, a quarter of the memory; 32 bits for embeddings, vectors and "
+        "small matrices), or sgd (momentum is the first of train.betas).",
         json_schema_extra=IDENTITY,
     )
     adafactor_rule: Literal["torch", "transformers"] = Field(
         default="torch",
-        description="Which library's formula adafactor goes by. torch: the rate is a share of a parameter's "
-        "root mean square, and at most one over the root of the steps. transformers: the rate is taken as it "
-        "is, as optim adafactor of the Trainer has it (scale_parameter and relative_step false); it wants "
-        "one that is 10 to 100 times lower.",
+        description="Which library's update rule adafactor uses. torch: the rate is relative to a "
+        "parameter's RMS, and at most one over the square root of the steps. transformers: the rate is "
+        "absolute, as in the Trainer's optim adafactor (scale_parameter and relative_step false); use a rate "
+        "10 to 100 times lower.",
         json_schema_extra=IDENTITY,
     )
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
@@ -274,7 +276,7 @@ class TrainConfig(Section):
     eps: float = Field(
         default=1e-8,
         gt=0,
-        description="Added to the root of the second moment, so that no division is by zero.",
+        description="Added to the root of the second moment to avoid division by zero.",
         json_schema_extra=IDENTITY,
     )
     learning_rate: float = Field(
@@ -287,41 +289,41 @@ class TrainConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Where cosine and linear end, as a share of train.learning_rate; 0.1 is common for "
+        description="Final rate of cosine and linear, as a share of train.learning_rate; 0.1 is common for "
         "pretraining.",
         json_schema_extra=IDENTITY,
     )
     schedule: ScheduleKind = Field(
         default="cosine",
-        description="How the learning rate falls after the warm-up. The names in capitals are DeepSpeed's "
-        "schedulers, step by step the same, on any backend.",
+        description="Decay of the learning rate after the warm-up. Capitalized names are DeepSpeed's "
+        "schedulers, equal in every step, on any backend.",
         json_schema_extra=IDENTITY,
     )
     schedule_params: OpenMapping = Field(
         default_factory=dict,
-        description="What one of DeepSpeed's schedules takes besides, under its names (warmup_type, "
-        "cycle_min_lr ...). Rates, warm-up and length come from the settings around this one; for OneCycle "
-        "train.learning_rate is the top of the cycle, for LRRangeTest where the rise begins.",
+        description="More parameters of DeepSpeed's schedules, under its names (warmup_type, cycle_min_lr "
+        "...). Rates, warm-up and length come from the other settings; train.learning_rate is the peak of "
+        "OneCycle and the first rate of LRRangeTest.",
         json_schema_extra=IDENTITY,
     )
     warmup_steps: int = Field(
         default=20,
         ge=0,
-        description="Steps over which the learning rate rises from zero, in a straight line unless the "
-        "schedule says otherwise. Left out, at most a tenth of train.steps.",
+        description="Steps over which the learning rate rises from zero, linearly unless the schedule "
+        "defines another shape. The default is at most a tenth of train.steps.",
         json_schema_extra=IDENTITY,
     )
     warmup_ratio: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="The warm-up as a share of all steps, rounded up, in place of train.warmup_steps.",
+        description="The warm-up as a share of all steps, rounded up, instead of train.warmup_steps.",
         json_schema_extra=IDENTITY,
     )
     weight_decay: float = Field(
         default=0.1,
         ge=0,
-        description="Weight decay of all that is neither a bias nor of a norm, as in the Trainer. Decoupled "
+        description="Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled "
         "for adamw, added to the gradient for sgd.",
         json_schema_extra=IDENTITY,
     )
@@ -333,11 +335,11 @@ class TrainConfig(Section):
     )
     on_non_finite: Literal["stop", "skip"] = Field(
         default="stop",
-        description="What a loss or gradient that is not finite leads to. The update is not made in any "
-        "case: weights and optimizer stay bit for bit what they were. stop: the run ends and says which step "
-        "and samples it was, and how to look into it (--replay). skip: it goes on with the next step, "
-        "schedule and data moved on, counts it as skipped_steps, and ends after ten in a row. Under fp16 "
-        "an overflow belongs to the search for a loss scale (section fp16), whatever this says.",
+        description="What happens if a loss or gradient is not finite. The update is always skipped: weights "
+        "and optimizer stay bitwise the same. stop: the run ends and reports the step, its samples and how "
+        "to find the cause (--replay). skip: the run continues with the next step and its data, counts "
+        "skipped_steps, and ends after ten in a row. Overflows under fp16 only adjust the loss scale "
+        "(section fp16).",
     )
     eval_every: int | None = Field(
         default=100,
@@ -347,8 +349,8 @@ class TrainConfig(Section):
     eval_every_epochs: float | None = Field(
         default=None,
         gt=0,
-        description="Passes over the data between evaluations, in place of train.eval_every: 1 evaluates "
-        "after the step that ends an epoch, 0.5 in its middle as well.",
+        description="Passes over the data between evaluations, instead of train.eval_every: 1 evaluates "
+        "after the last step of each epoch, 0.5 also in the middle.",
     )
     eval_batches: int | None = Field(
         default=None,
@@ -358,54 +360,54 @@ class TrainConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Trading speed for memory; none of it changes what is learned."""
+    """Trade speed for memory. None of these changes the result."""
 
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
         default="none",
-        description="Recompute activations in the backward pass in place of keeping them: of every layer "
-        "(full, about a third slower, least memory), or of all but the costly operations (selective).",
+        description="Recompute activations in the backward pass instead of storing them: of every layer "
+        "(full; about a third slower, least memory), or all except those of costly operations (selective).",
     )
     loss_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto",
-        description="Tokens whose logits are held at a time; a micro-batch with more gets its loss in parts, "
-        "and computes the logits again in the backward pass. auto: as many as have 64 million logits "
-        "(256 MiB), so that only large vocabularies are cut up. 0: all at once. FSDP and DDP only.",
+        description="Tokens whose logits are in memory at a time. The loss of a larger micro-batch is "
+        "computed in chunks, and the logits are recomputed in the backward pass. auto: as many as have 64 "
+        "million logits (256 MiB), which matters for large vocabularies. 0: all at once. FSDP and DDP only.",
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
         default="none",
-        description="Keep optimizer state in host memory (cpu) or on a local disk (nvme), where it is also "
-        "updated. For models whose state does not fit the devices; the step gets slower.",
+        description="Keep and update optimizer state in host memory (cpu) or on a local disk (nvme). For "
+        "models whose state does not fit the devices; steps are slower.",
     )
     offload_params: Literal["none", "cpu", "nvme"] = Field(
         default="none",
         description="Keep sharded parameters in host memory (cpu) or on a local disk (nvme) between uses; "
-        "under FSDP that takes the optimizer's state and its step along. The last resort, and the slowest.",
+        "with FSDP also the optimizer's state and step. The slowest option.",
     )
     nvme_path: PathText | None = Field(
-        default=None, description="Folder on a fast local disk for what is offloaded to nvme."
+        default=None, description="Folder on a fast local disk for offloading to nvme."
     )
 
     @property
     def offloads(self) -> bool:
-        """Whether anything leaves the devices."""
+        """Whether anything is offloaded from the devices."""
         return (self.offload_optimizer, self.offload_params) != ("none", "none")
 
 
 class FsdpConfig(Section):
-    """Details of FSDP, under the names that Accelerate uses. Null leaves the choice to the backend."""
+    """Details of FSDP, with Accelerate's names. Null: the backend's default."""
 
     shard_group_size: int | None = Field(
         default=None,
         ge=1,
-        description="Ranks (on XLA: devices) that share one copy of the state under hybrid_shard and "
+        description="Ranks (on XLA: devices) that shard one replica of the state in hybrid_shard and "
         "hybrid_shard_zero2. Null: the ranks of one node (on XLA: the devices of one slice).",
     )
     auto_wrap_policy: (
         Annotated[Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"], AnyCase] | None
     ) = Field(
         default=None,
-        description="What becomes one unit of sharding: each transformer layer, each module of at least "
-        "fsdp.min_num_params parameters, or the whole model. Null: each transformer layer.",
+        description="Units of sharding: each transformer layer, each module of at least fsdp.min_num_params "
+        "parameters, or the whole model. Null: each transformer layer.",
     )
     transformer_layer_cls_to_wrap: Names | None = Field(
         default=None,
@@ -417,28 +419,27 @@ class FsdpConfig(Section):
     )
     forward_prefetch: Flag | None = Field(
         default=None,
-        description="Gather the next unit's parameters while the present one computes its forward pass: "
-        "more overlap, more memory.",
+        description="Gather the next unit's parameters during the current unit's forward pass: more overlap, "
+        "more memory.",
     )
     backward_prefetch: Annotated[Literal["backward_pre", "backward_post", "no_prefetch"], AnyCase] | None = (
         Field(
             default=None,
             description="When the backward pass gathers the next unit: before this unit's gradients "
             "(backward_pre, most overlap; the default), or after them (backward_post and no_prefetch, which "
-            "FSDP2 does not tell apart: less memory).",
+            "are the same in FSDP2: less memory).",
         )
     )
 
 
 class Fp16Config(Section):
-    """How precision fp16 searches for its loss scale, under the names of DeepSpeed's fp16 section."""
+    """Dynamic loss scaling of precision fp16, with the names of DeepSpeed's fp16 section."""
 
     initial_scale_power: int = Field(
         default=16,
         ge=0,
         le=32,
-        description="The search begins at 2 to this power. Lower it to save the updates that are left out "
-        "at the start.",
+        description="The initial scale is 2 to this power. Lower it to skip fewer updates at the start.",
     )
     loss_scale_window: int = Field(
         default=1000, ge=1, description="Updates without an overflow after which the scale is doubled."
@@ -446,35 +447,36 @@ class Fp16Config(Section):
     hysteresis: int = Field(
         default=2,
         ge=1,
-        description="Overflows, since it was doubled last, of which the last halves the scale. 1: each.",
+        description="Overflows since the last doubling until the scale is halved. 1: every overflow halves "
+        "it.",
     )
     min_loss_scale: float = Field(
         default=1.0,
         gt=0,
-        description="Lowest scale. Gradients that overflow even there end the run.",
+        description="Minimum scale. The run ends if gradients overflow at this scale.",
     )
 
 
 class DeepSpeedConfig(Section):
-    """DeepSpeed's own settings, for the strategies zero1, zero2 and zero3."""
+    """DeepSpeed's settings, for strategies zero1, zero2 and zero3."""
 
     config: PathText | OpenMapping | None = Field(
         default=None,
         description="A DeepSpeed JSON file, or its content as a mapping. Its auto values are filled in from "
-        "this config; a value left at its default here yields to the JSON, and one set here that differs "
-        "from the JSON is an error.",
+        "this config. The JSON overrides defaults of this config; a setting that differs from the JSON is an "
+        "error.",
     )
 
 
 class XlaConfig(Section):
-    """Details of sharding on XLA, under the names of xla_fsdp_settings. Null leaves it to the backend."""
+    """Details of sharding on XLA, with the names of xla_fsdp_settings. Null: the backend's default."""
 
     compute_dtype: XlaDtype | None = Field(
-        default=None, description="Type that layers compute in. Null: what precision says."
+        default=None, description="Compute dtype of layers. Null: that of precision."
     )
-    buffer_dtype: XlaDtype | None = Field(default=None, description="Type of buffers in the computation.")
+    buffer_dtype: XlaDtype | None = Field(default=None, description="Dtype of buffers in the computation.")
     fp32_reduce_scatter: Flag | None = Field(
-        default=None, description="Sum gradients in float32, whatever type the layers compute in."
+        default=None, description="Sum gradients in float32 for any compute dtype."
     )
     reshard_after_forward: Flag | None = Field(
         default=None, description="Free gathered parameters after the forward pass and gather them again."
@@ -484,7 +486,7 @@ class XlaConfig(Section):
         description="Keep the parameters of the outermost module gathered after the forward pass.",
     )
     flatten_parameters: Flag | None = Field(
-        default=None, description="Lay all parameters of a unit out as one flat tensor."
+        default=None, description="Store all parameters of a unit as one flat tensor."
     )
     shard_param_on_dim_0: Flag | None = Field(
         default=None, description="Shard each parameter along its first dim rather than flattened."
@@ -494,7 +496,7 @@ class XlaConfig(Section):
     )
     execute_sharding_on_init: Flag | None = Field(
         default=None,
-        description="Shard each unit as soon as it is built, which lowers the peak of host memory.",
+        description="Shard each unit as soon as it is built, which lowers the peak host memory.",
     )
     optimization_barrier_in_forward: Flag | None = Field(
         default=None,
@@ -506,33 +508,30 @@ class XlaConfig(Section):
     )
     auto_wrap_policy: Annotated[
         Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None, AnyCase
-    ] = Field(
-        default=None, description="What becomes one unit, as fsdp.auto_wrap_policy; wins over it on XLA."
-    )
+    ] = Field(default=None, description="As fsdp.auto_wrap_policy, which it overrides on XLA.")
     xla_fsdp_v2: Literal[True] | None = Field(
         default=None,
-        description="Shard by SPMD (FSDPv2). The only way here, so that true is the one value allowed.",
+        description="Shard with SPMD (FSDPv2), the only supported mode; may only be true.",
     )
     xla_fsdp_grad_ckpt: Flag | None = Field(
         default=None,
-        description="Recompute every unit's activations in the backward pass, as "
-        "memory.activation_checkpointing: full does.",
+        description="Recompute every unit's activations in the backward pass, as with "
+        "memory.activation_checkpointing: full.",
     )
     sharding: dict[str, Annotated[int, Field(ge=0)] | None] | None = Field(
         default=None,
-        description="Which dim of a parameter is cut over the devices, where the built-in choice does not "
-        "fit: regular expressions, searched for in parameter names, and a dim each, or null to keep the "
-        "parameter whole. The first that is found counts.",
+        description="The sharded dim of parameters, to override the default: a mapping from regular "
+        "expressions, searched in parameter names, to a dim, or null to replicate. The first match counts.",
     )
     compilation_cache: PathText = Field(
         default="auto",
-        description="Folder that keeps compiled graphs for the next start, or none. auto: on a TPU a folder "
-        "in the user's cache; on virtual devices none, as their graphs cannot be kept.",
+        description="Folder that caches compiled graphs, or none. auto: on a TPU a folder in the user's "
+        "cache; none on virtual devices, whose graphs cannot be cached.",
     )
 
 
 class CheckpointConfig(Section):
-    """What is saved, and what a run starts from."""
+    """Saving and resuming."""
 
     every_steps: int | None = Field(
         default=100, ge=1, description="Steps between checkpoints. Null: only when the run stops."
@@ -540,8 +539,8 @@ class CheckpointConfig(Section):
     every_epochs: float | None = Field(
         default=None,
         gt=0,
-        description="Passes over the data between checkpoints, in place of checkpoint.every_steps: 1 saves "
-        "after the step that ends an epoch.",
+        description="Passes over the data between checkpoints, instead of checkpoint.every_steps: 1 saves "
+        "after the last step of each epoch.",
     )
     keep: int | None = Field(
         default=3, ge=1, description="Newest checkpoints to keep; older ones are deleted. Null: all."
@@ -549,76 +548,74 @@ class CheckpointConfig(Section):
     async_: Flag = Field(
         default=True,
         alias="async",
-        description="Write while training goes on, from a copy of the state in host memory. False: wait for "
-        "the disk, without that copy.",
+        description="Write in the background, from a copy of the state in host memory. False: wait for the "
+        "disk, without a copy.",
     )
     resume: PathText = Field(
         default="auto",
-        description="auto: go on from the newest complete checkpoint in output_dir, if there is one. never: "
-        "refuse a folder that holds checkpoints. Or the path or URL of a checkpoint to begin at, this "
-        "program's or another's (docs/moving.md); once output_dir holds checkpoints, the run goes on from "
-        "the newest.",
+        description="auto: resume from the newest complete checkpoint in output_dir, if there is one. never: "
+        "refuse a folder with checkpoints. Or the path or URL of a checkpoint to start from, this program's "
+        "or another's (docs/moving.md); once output_dir has checkpoints, the run resumes from the newest.",
     )
     resume_step: int | None = Field(
         default=None,
         ge=0,
-        description="Optimizer steps that count as done at the checkpoint of another program, to which "
-        "checkpoint.resume is the path: where the schedule goes on. 0 begins the schedule anew. Null: what "
-        "the checkpoint says itself.",
+        description="Optimizer steps that count as done at another program's checkpoint in "
+        "checkpoint.resume. The schedule continues from there; 0 restarts it. Null: the checkpoint's own "
+        "count.",
     )
     resume_samples: int | None = Field(
         default=None,
         ge=0,
-        description="Sequences that count as consumed there: where this run's own order of the data goes on. "
-        "Null: what the checkpoint says itself, or its steps times train.global_batch_size.",
+        description="Sequences that count as consumed there. This run's data order continues from there. "
+        "Null: the checkpoint's own count, or its steps times train.global_batch_size.",
     )
     staging_dir: PathText | None = Field(
         default=None,
-        description="Where output_dir is a URL: a folder of this machine for the shards that it writes and "
-        "then uploads, with room for its share of one checkpoint. Null: in the system's folder for temporary "
-        "files.",
+        description="If output_dir is a URL: a local folder for shards before their upload, with space for "
+        "this machine's share of one checkpoint. Null: a folder in the system's temporary folder.",
     )
     export: Flag = Field(
         default=True,
-        description="At the end, write plain safetensors into <output_dir>/final for from_pretrained.",
+        description="At the end, write safetensors into <output_dir>/final for from_pretrained.",
     )
 
     @property
     def saves_on_the_way(self) -> bool:
-        """Whether checkpoints are written while training goes on."""
+        """Whether checkpoints are written during training."""
         return self.every_steps is not None or self.every_epochs is not None
 
 
 class LogConfig(Section):
-    """What is reported while it runs."""
+    """Reports during the run."""
 
     every_steps: int = Field(
         default=10,
         ge=1,
-        description="Steps between lines in metrics.jsonl and on the console. Each one waits for the device.",
+        description="Steps between lines in metrics.jsonl and on the console. Each is a host sync.",
     )
     hang_timeout: float | None = Field(
         default=480.0,
         gt=0,
-        description="Seconds without a new batch after which a rank is given up: every rank writes where it "
-        "stands to <output_dir>/hang/ and ends. The first batch, for which programs are compiled, may take "
-        "four times as long; saves are not counted. Null: wait for ever.",
+        description="Seconds without a new batch after which every rank writes its stacks to "
+        "<output_dir>/hang/ and exits. The first batch, which includes compilation, may take four times as "
+        "long; saves do not count. Null: no limit.",
     )
     memory_snapshot: Flag = Field(
         default=False,
-        description="Record where GPU memory is allocated, and write it to <output_dir>/memory/ when memory "
-        "runs out, for https://pytorch.org/memory_viz. Costs a few percent of speed. GPUs only.",
+        description="Record GPU memory allocations, and write them to <output_dir>/memory/ if memory runs "
+        "out, for https://pytorch.org/memory_viz. Costs a few percent of speed. GPUs only.",
     )
     trackers: Annotated[tuple[Tracker, ...], OneOrMany, Field(strict=False)] = Field(
         default=("tensorboard",),
-        description="Trackers that get the metrics besides metrics.jsonl; [] for none. Each but tensorboard "
-        "needs its own package.",
+        description="Trackers for the metrics, besides metrics.jsonl; [] for none. All except tensorboard "
+        "need their own package.",
     )
     sample_prompt: str | None = Field(
         default=None,
         min_length=1,
-        description="Text that the model continues at the end of the run (generating models). Null: the "
-        "beginning of a held-out text.",
+        description="Text that the model continues at the end of the run (generative models). Null: the "
+        "start of a held-out text.",
     )
     sample_tokens: int = Field(
         default=64, ge=0, description="Tokens to generate in that sample. 0: no sample."

@@ -1,4 +1,4 @@
-"""The nearest valid name for one that is not."""
+"""Suggestions for unknown names and words."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ if TYPE_CHECKING:
 
 _NEAR = 0.72
 _LONGEST = 120
-_A_SETTING = "train.steps"  # where it is a candidate, all settings are
+_A_SETTING = "train.steps"  # if it is a candidate, all settings are
 
-_NO_ADAPTER = "no adapters are trained yet, all weights of the model are; leave it out"
-_ALL_TEXT = "the loss is over all of a text, and templates are not applied yet; put whole texts into the data"
-_NO_REWARDS = "no preferences or rewards are trained on yet, only texts, pairs and labels; leave it out"
+_NO_ADAPTER = "adapters are not supported yet, all weights are trained; leave it out"
+_ALL_TEXT = "the loss covers the whole text, and templates are not applied yet; put whole texts into the data"
+_NO_REWARDS = "training on preferences or rewards is not supported yet; leave it out"
 _HUB = "nothing is uploaded; leave it out, and upload <output_dir>/final yourself"
-_BEST = "no best checkpoint is chosen; leave it out, and see eval_loss in metrics.jsonl"
-_BY_ITSELF = "that is done by itself where it pays; leave it out"
+_BEST = "no best checkpoint is selected; leave it out, and see eval_loss in metrics.jsonl"
+_BY_ITSELF = "that is automatic; leave it out"
 _ACCUMULATION = (
     "set train.global_batch_size to the product of micro-batch, devices and accumulation steps; how often to "
     "accumulate follows from it"
 )
 _EVALUATION = "set train.eval_every (steps) or train.eval_every_epochs; null: only at the end"
 _SAVING = "set checkpoint.every_steps or checkpoint.every_epochs"
-_TRACKERS = "set log.trackers; what a tracker needs besides it takes from its environment variables"
+_TRACKERS = "set log.trackers; a tracker's other settings are its environment variables"
 _VALIDATION = "evaluation data is held out of data.source: set data.eval_fraction"
-_DATA_WORK = "texts are tokenized once, on all cores, and kept in data.cache_dir; leave it out"
-_FSDP = "set strategy and the section fsdp, or give the file of accelerate config by --accelerate-config"
-_LIGER = "no kernels of Liger are used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
+_DATA_WORK = "texts are tokenized once, on all cores, and cached in data.cache_dir; leave it out"
+_FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
+_LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
 
 ELSEWHERE = {
     # The Trainer's, and those of transformers' example scripts.
@@ -52,7 +52,7 @@ ELSEWHERE = {
     "disable_tqdm": _BY_ITSELF,
     "do_eval": "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing",
     "do_predict": "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing",
-    "do_train": "training is what is done; leave it out",
+    "do_train": "training is the default; leave it out",
     "dtype": "precision",
     "early_stop": "train.stop_after",
     "eval_batch_size": "evaluation takes train.micro_batch_size; leave it out",
@@ -71,9 +71,9 @@ ELSEWHERE = {
     "greater_is_better": _BEST,
     "group_by_length": "sequences have one length; set data.packing so that none is padding",
     "ignore_data_skip": "checkpoint.resume_samples",
-    "label_smoothing_factor": "the loss is not smoothed; leave it out",
+    "label_smoothing_factor": "label smoothing is not supported; leave it out",
     "load_best_model_at_end": _BEST,
-    "local_rank": "the launcher tells each process its rank; leave it out",
+    "local_rank": "the launcher sets each process's rank; leave it out",
     "log_level": _BY_ITSELF,
     "logging_dir": "logs are written to output_dir; leave it out",
     "logging_first_step": "log.every_steps",
@@ -97,23 +97,23 @@ ELSEWHERE = {
     "model_name": "model.name_or_path",
     "model_name_or_path": "model.name_or_path",
     "model_revision": "the newest revision is taken; name a local folder in model.name_or_path for another",
-    "neftune_noise_alpha": "no noise is added; leave it out",
+    "neftune_noise_alpha": "NEFTune noise is not supported; leave it out",
     "no_cuda": "set backend to cpu",
     "num_epochs": "train.epochs",
     "num_train_epochs": "train.epochs",
     "optim": "train.optimizer",
     "optim_args": "train.optimizer",
     "overwrite_cache": _DATA_WORK,
-    "overwrite_output_dir": "a run goes on where it stood (checkpoint.resume); name another output_dir",
-    "pad_to_max_length": "set data.packing; where it is false, sequences are padded to data.seq_len",
+    "overwrite_output_dir": "a run resumes by default (checkpoint.resume); choose another output_dir",
+    "pad_to_max_length": "set data.packing; if it is false, sequences are padded to data.seq_len",
     "per_device_eval_batch_size": "evaluation takes train.micro_batch_size; leave it out",
     "per_device_train_batch_size": "train.micro_batch_size",
     "preprocessing_num_workers": _DATA_WORK,
-    "remove_unused_columns": "only the fields that data.text_field and its like name are read; leave it out",
+    "remove_unused_columns": "only the fields in data.text_field etc. are read; leave it out",
     "report_to": "log.trackers",
     "resume_from_checkpoint": "checkpoint.resume",
-    "run_name": "trackers call a run by the last name of output_dir",
-    "save_only_model": "set checkpoint.export; checkpoints hold the optimizer always",
+    "run_name": "trackers name a run by the last part of output_dir",
+    "save_only_model": "set checkpoint.export; checkpoints always contain the optimizer",
     "save_safetensors": _BY_ITSELF,
     "save_steps": "checkpoint.every_steps",
     "save_strategy": _SAVING,
@@ -124,7 +124,7 @@ ELSEWHERE = {
     "target_lang": "data.target_language",
     "text_column": "data.text_field",
     "text_column_name": "data.text_field",
-    "tf32": "set precision to tf32; bf16 is quicker still where it will do",
+    "tf32": "set precision to tf32; bf16 is faster if its precision suffices",
     "tokenizer_name": "data.tokenizer",
     "torch_compile": "compile",
     "torch_compile_backend": "compile_backend",
@@ -149,7 +149,7 @@ ELSEWHERE = {
     "dataset_test_split": _VALIDATION,
     "dataset_text_field": "data.text_field",
     "dataset_train_split": "data.split",
-    "eos_token": "the tokenizer's own is taken; change it in the folder that data.tokenizer names",
+    "eos_token": "that of the tokenizer is used; change it in the folder of data.tokenizer",
     "eval_packing": "data.packing",
     "loss_type": _NO_REWARDS,
     "max_completion_length": _NO_REWARDS,
@@ -173,16 +173,16 @@ ELSEWHERE = {
     "load_in_4bit": _NO_ADAPTER,
     "load_in_8bit": _NO_ADAPTER,
     "lr_scheduler": "train.schedule",
-    "model_type": "the model's own config tells its class; leave it out, or set model.config for a new model",
-    "pad_to_sequence_len": "set data.packing; where it is false, sequences are padded to data.seq_len",
+    "model_type": "the model's config defines its class; leave it out, or set model.config for a new model",
+    "pad_to_sequence_len": "set data.packing; if it is false, sequences are padded to data.seq_len",
     "plugins": "there are no plug-ins; leave it out",
-    "processor_type": "models of text are trained; leave it out",
+    "processor_type": "only text models are supported; leave it out",
     "sample_packing": "data.packing",
     "saves_per_epoch": "set checkpoint.every_epochs to one divided by it",
     "sdp_attention": "set model.attention to sdpa",
     "sequence_len": "data.seq_len",
     "skip_prepare_dataset": _DATA_WORK,
-    "special_tokens": "the tokenizer's own are taken; change them in the folder that data.tokenizer names",
+    "special_tokens": "those of the tokenizer are used; change them in the folder of data.tokenizer",
     "strict": _BY_ITSELF,
     "test_datasets": _VALIDATION,
     "tokenizer_type": "data.tokenizer",
@@ -200,19 +200,19 @@ ELSEWHERE = {
     "mask_history": _ALL_TEXT,
     "neat_packing": "data.packing",
     "peft_config": _NO_ADAPTER,
-    "plot_loss": "loss.svg is drawn by itself; leave it out",
+    "plot_loss": "loss.svg is always drawn; leave it out",
     "quantization_bit": _NO_ADAPTER,
-    "stage": "set model.task; a file with a prompt and an answer has both in one text",
+    "stage": "set model.task; put a prompt and its answer into one text",
     "template": _ALL_TEXT,
     "tokenized_path": "data.cache_dir",
     "train_dataset": "data.source",
     "train_on_prompt": _ALL_TEXT,
     "use_peft": _NO_ADAPTER,
     "val_size": "data.eval_fraction",
-    "video_max_pixels": "models of text are trained; leave it out",
-    "image_max_pixels": "models of text are trained; leave it out",
+    "video_max_pixels": "only text models are supported; leave it out",
+    "image_max_pixels": "only text models are supported; leave it out",
 }
-"""What other trainers call some settings: the setting here, or what to do in a few words."""
+"""Other trainers' names of settings, with our setting or a remedy."""
 
 FAMILIES = {
     "hub_": _HUB,
@@ -223,7 +223,7 @@ FAMILIES = {
     "vllm_": _NO_REWARDS,
     "wandb_": _TRACKERS,
 }
-"""The same of all names that begin so."""
+"""The same for prefixes of names."""
 
 WORDS = {
     "log.trackers": {"none": "[], which is none", "all": "a list of those to use"},
@@ -263,11 +263,11 @@ WORDS = {
         "cosine_with_warmup": "cosine, which warms up over train.warmup_steps",
     },
 }
-"""What other trainers call some words that a setting may be, by setting."""
+"""Other trainers' words for values, by setting."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like ``name``, by the whole dotted name or its last part; None if none is near."""
+    """The candidate most similar to ``name`` or its last part, or None."""
     name = name.lower().replace("-", "_")[:_LONGEST]
     leaf = name.rpartition(".")[2]
     candidates = list(candidates)
@@ -276,7 +276,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
         return synonym
     best, score = None, _NEAR
     for candidate in candidates:
-        # A whole match outranks a match of the last part: train.step is train.steps, not log.every_steps.
+        # A full match outranks a match of the last part: train.step is train.steps, not log.every_steps.
         folded = candidate.lower()
         likeness = max(_ratio(name, folded), _ratio(leaf, folded.rpartition(".")[2]) - 0.05)
         if likeness >= score:
@@ -285,22 +285,22 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
-    """``"; did you mean X?"``, what to do in place of it, or nothing."""
+    """Return ``"; did you mean X?"``, a remedy, or an empty string."""
     candidates = list(candidates)
-    if (told := what_to_do(name)) and _A_SETTING in candidates:
-        return told
+    if (remedy := what_to_do(name)) and _A_SETTING in candidates:
+        return remedy
     found = nearest(name, candidates)
     return f"; did you mean {prefix}{found}?" if found else ""
 
 
 def what_to_do(name: str) -> str:
-    """What to do in place of giving ``name``, as ``"; do this"``, where that takes more than another name."""
-    told = _elsewhere(name.lower().replace("-", "_").rpartition(".")[2])
-    return f"; {told}" if told is not None and " " in told else ""
+    """The remedy for ``name`` as ``"; do this"``, if it is more than another name."""
+    remedy = _elsewhere(name.lower().replace("-", "_").rpartition(".")[2])
+    return f"; {remedy}" if remedy is not None and " " in remedy else ""
 
 
 def did_you_mean_word(key: str, word: str, words: Iterable[str]) -> str:
-    """The same of a ``word`` that the setting ``key`` cannot be; ``words`` are those that it can."""
+    """The same for an invalid ``word`` of the setting ``key``; ``words`` are valid."""
     known = WORDS.get(key, {}).get(word.lower())
     return f"; did you mean {known}?" if known is not None else did_you_mean(word, words)
 
@@ -308,7 +308,7 @@ def did_you_mean_word(key: str, word: str, words: Iterable[str]) -> str:
 def _elsewhere(leaf: str) -> str | None:
     if leaf in ELSEWHERE:
         return ELSEWHERE[leaf]
-    return next((told for start, told in FAMILIES.items() if leaf.startswith(start)), None)
+    return next((remedy for prefix, remedy in FAMILIES.items() if leaf.startswith(prefix)), None)
 
 
 def _ratio(a: str, b: str) -> float:

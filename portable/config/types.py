@@ -1,4 +1,4 @@
-"""The few field types that the schema adds to pydantic's own."""
+"""Field types of the schema, in addition to pydantic's."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from converters.errors import CheckpointError
 from converters.storage.path_or_url import expanded
 
 IDENTITY: dict[str, JsonValue] = {"identity": True}
-"""Marks a field that two legs of one run must agree on; see ``RunConfig.fingerprint``."""
+"""Marks a field that defines the run; see ``RunConfig.fingerprint``."""
 
 _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _MAX_DEPTH = 50
 
 
 class Section(BaseModel):
-    """A group of settings: unknown keys refused, types strict, values fixed once built."""
+    """A group of settings: no unknown keys, strict types, frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _truth(value: object) -> object:
-    """Read ``yes``, ``no``, ``on`` and ``off`` as YAML 1.1 did, but only where a truth value is wanted."""
+    """Accept ``yes``, ``no``, ``on`` and ``off``, as in YAML 1.1, but only for booleans."""
     return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _plain(value: object, depth: int = 0) -> object:
-    """Copy ``value`` into what YAML and JSON can both hold; keys become text, as they do in JSON."""
+    """Convert ``value`` to types that YAML and JSON support. Keys become text, as in JSON."""
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, dict):
@@ -37,7 +37,7 @@ def _plain(value: object, depth: int = 0) -> object:
         return [_plain(item, depth + 1) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"holds a {type(value).__name__}, which YAML cannot express")
+    raise ValueError(f"contains a {type(value).__name__}, which YAML cannot express")
 
 
 def _key(key: object) -> str:
@@ -58,8 +58,8 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-class NamesPlace:
-    """Marks a type whose text may be a path or a URL; see ``Setting.names_place``."""
+class MayBePath:
+    """Marks a type whose text may be a path or a URL; see ``Setting.may_be_path``."""
 
 
 def _expanded(value: object) -> object:
@@ -69,17 +69,17 @@ def _expanded(value: object) -> object:
         raise ValueError(str(error)) from None
 
 
-PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expanded), NamesPlace()]
-"""A path or a URL, or what may be one (a hub id, auto): ``~`` and ``${VAR}`` are resolved."""
+PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expanded), MayBePath()]
+"""Text that may be a path or a URL (or a hub id, or auto): ``~`` and ``${VAR}`` are resolved."""
 
 Flag = Annotated[bool, BeforeValidator(_truth)]
-"""A truth value; the words yes, no, on and off are understood too."""
+"""A boolean; accepts the words yes, no, on and off, too."""
 
 OpenMapping = Annotated[dict[str, Any], BeforeValidator(_plain_mapping)]
-"""A mapping whose keys belong to someone else (a model config, a DeepSpeed JSON), held as plain values."""
+"""A mapping with keys of another library (a model config, a DeepSpeed JSON), as plain values."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many), Field(strict=False)]
-"""A list of names; a single name may stand without its brackets."""
+"""A list of names; a single name needs no brackets."""
 
 OneOrMany = BeforeValidator(_one_or_many)
 AnyCase = BeforeValidator(_lower)

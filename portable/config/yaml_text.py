@@ -1,8 +1,8 @@
-"""YAML 1.2 text to plain values, each with the line it stands on; and one value from a flag.
+"""Parse YAML 1.2 to plain values with line numbers, and single values from flags.
 
-PyYAML follows YAML 1.1, where ``3e-4`` is text, ``no`` is false and ``2020-01-01`` is a date. The rules for
-scalars here are those of the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate
-keys, tags, and aliases that repeat themselves without end are refused.
+PyYAML implements YAML 1.1, where ``3e-4`` is text, ``no`` is false and ``2020-01-01`` is a date. Scalars here
+follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys, tags and
+recursive or exploding aliases are refused.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CORE_SCHEMA: tuple[tuple[str, str, str], ...] = (
     ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
 )
-"""Tag, pattern, and the characters that can come first."""
+"""Tag, pattern and possible first characters."""
 
 _TAG = "tag:yaml.org,2002:"
-_MOST_NODES = 100_000
+_MAX_NODES = 100_000
 _PARSER_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, RecursionError)
 
 Path = tuple[str, ...]
@@ -38,7 +38,7 @@ class _CoreLoader(yaml.SafeLoader):
 
 
 def core_resolvers() -> list[tuple[str, re.Pattern[str], list[str]]]:
-    """The rules in the form that ``add_implicit_resolver`` takes."""
+    """The rules as arguments for ``add_implicit_resolver``."""
     return [
         (_TAG + tag, re.compile(rf"^(?:{pattern})$"), ["" if c == "\0" else c for c in first])
         for tag, pattern, first in CORE_SCHEMA
@@ -51,14 +51,14 @@ for _rule in core_resolvers():
 
 @dataclass
 class Document:
-    """A parsed document: plain values, and the line (from 1) of every key in it."""
+    """A parsed document: plain values, and the line of every key, from 1."""
 
     value: Any
     lines: dict[Path, int]
 
 
 def parse(text: str, name: str) -> Document:
-    """Parse a document. ``name`` is the file to blame in a ``UserError``."""
+    """Parse a document. ``name`` is the file for ``UserError`` messages."""
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
         reader = _Reader(name)
@@ -69,7 +69,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def parse_value(text: str) -> Any:
-    """One value as a flag gives it, in YAML; text that is not YAML is text."""
+    """Parse the value of a flag as YAML. Invalid YAML is text."""
     try:
         return parse(text, "value").value
     except UserError:
@@ -86,7 +86,7 @@ def _blame(name: str, error: BaseException) -> str:
 
 @dataclass
 class _Reader:
-    """Turns nodes into values, and remembers lines."""
+    """Converts nodes to values and records line numbers."""
 
     name: str
     lines: dict[Path, int] = field(default_factory=dict)
@@ -95,9 +95,9 @@ class _Reader:
 
     def read(self, node: yaml.Node, path: Path) -> Any:
         self._nodes += 1
-        # An alias may stand for a large part, and so on: a short file can unfold into more than memory holds.
-        if id(node) in self._open or self._nodes > _MOST_NODES:
-            raise self._refuse(node, "an alias that repeats itself, or a file too large for a config")
+        # Nested aliases can expand a short file to more than fits in memory.
+        if id(node) in self._open or self._nodes > _MAX_NODES:
+            raise self._refuse(node, "a recursive alias, or a file too large for a config")
         self._open.add(id(node))
         try:
             return self._dispatch(node, path)
@@ -111,14 +111,14 @@ class _Reader:
             return [self.read(item, (*path, str(i))) for i, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
-        raise self._refuse(node, f"the tag {node.tag} has no use in a config")
+        raise self._refuse(node, f"the tag {node.tag} is not allowed in a config")
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise self._refuse(key_node, "a key must be a word")
-            # As in JSON, keys are text: the 0 of id2label: {0: no} too.
+            # As in JSON, keys are text, including the 0 of id2label: {0: no}.
             key = str(key_node.value)
             inner = (*path, key)
             line = key_node.start_mark.line + 1
@@ -144,7 +144,7 @@ class _Reader:
                 return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         except ValueError:
             raise self._refuse(node, f"cannot read {text[:40]!r} as {kind}") from None
-        raise self._refuse(node, f"the tag {node.tag} has no use in a config")
+        raise self._refuse(node, f"the tag {node.tag} is not allowed in a config")
 
     def _refuse(self, node: yaml.Node, message: str) -> UserError:
         return UserError(one_line(f"{self.name}:{node.start_mark.line + 1}: {message}"))

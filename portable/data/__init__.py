@@ -1,6 +1,6 @@
-"""Data: sources, tokenizer, token cache, data sets, their order, and the loaders that feed the loop."""
+"""Data: sources, tokenizer, token cache, data sets, sample order and loaders."""
 
-from portable.data.build import TASKS, Data, DataSettings, DataSizes, build_data, inspect_data
+from portable.data.build import TASKS, Data, DataSizes, build_data, inspect_data
 from portable.data.classes import Classes, KnownClasses
 from portable.data.loader import BatchIterator, EvalLoader, TrainLoader
 from portable.data.order import Permutation, locate, permutation
@@ -16,7 +16,6 @@ __all__ = [
     "BatchIterator",
     "Classes",
     "Data",
-    "DataSettings",
     "DataSizes",
     "EvalLoader",
     "Frame",

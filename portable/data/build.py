@@ -1,11 +1,11 @@
-"""From the ``data`` section of a config to a tokenizer, a training set and an evaluation set."""
+"""Build the tokenizer, the training set and the evaluation set from the ``data`` section of a config."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,10 +37,9 @@ from portable.errors import UserError
 from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from portable.data.documents import TextSplit
+    from portable.config import DataConfig
 
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "causal-lm",
@@ -50,55 +49,12 @@ CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
 )
 
 
-class DataSettings(Protocol):
-    """The ``data`` section of a config, as far as it matters here."""
-
-    @property
-    def source(self) -> str | Sequence[str] | None: ...
-    @property
-    def config_name(self) -> str | None: ...
-    @property
-    def split(self) -> str | None: ...
-    @property
-    def max_samples(self) -> int | None: ...
-    @property
-    def text_field(self) -> str: ...
-    @property
-    def target_field(self) -> str: ...
-    @property
-    def label_field(self) -> str: ...
-    @property
-    def text_pair_field(self) -> str | None: ...
-    @property
-    def source_prefix(self) -> str: ...
-    @property
-    def target_seq_len(self) -> int | None: ...
-    @property
-    def text_split(self) -> TextSplit: ...
-    @property
-    def source_language(self) -> str | None: ...
-    @property
-    def target_language(self) -> str | None: ...
-    @property
-    def tokenizer(self) -> str | None: ...
-    @property
-    def vocab_size(self) -> int | None: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def packing(self) -> bool: ...
-    @property
-    def eval_fraction(self) -> float: ...
-    @property
-    def cache_dir(self) -> str | os.PathLike[str] | None: ...
-
-
-CUT_UNSAID = 0.05  # a larger share of the tokens is not left out without a word
+MAX_CUT = 0.05  # a larger share of truncated tokens causes a warning
 
 
 @dataclass(frozen=True)
 class DataSizes:
-    """How much data there is; ``None`` where nobody knows until it has been tokenized."""
+    """The size of the data; ``None`` for values that are unknown until it is tokenized."""
 
     source: str
     tokenizer: str
@@ -111,54 +67,54 @@ class DataSizes:
     train_samples: int | None = None
     eval_samples: int | None = None
     cut: float = 0.0
-    """The share of the tokens that is left out, because documents are longer than ``seq_len``."""
+    """The share of truncated tokens in documents longer than ``seq_len``."""
     cached: Path | None = None
-    """The token cache, once there is one."""
+    """The token cache, if it exists."""
     opened: Any = field(default=None, compare=False, repr=False)
-    """The tokenizer itself, where a look at the data has found it on this machine."""
+    """The tokenizer, if it is available locally."""
     target_frame: Frame | None = field(default=None, compare=False, repr=False)
-    """What stands around a target text, as far as the tokenizer is known."""
+    """The special tokens around a target text, if the tokenizer is available."""
 
     def __str__(self) -> str:
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
         made = f"samples of {self.seq_len} tokens, {'packed' if self.packing else 'padded'}"
         how = f"{self.tokenizer}{vocabulary}; {made}"
         if self.cached is None:
-            return f"{self.source}: sizes unknown until tokenized, once, by {how}"
-        told = (
+            return f"{self.source}: sizes are known after tokenizing by {how}"
+        text = (
             f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
             f"{self.train_samples:,} to train, {self.eval_samples:,} to evaluate"
         )
-        return told if self.cut <= CUT_UNSAID else f"{told}; {self.cut:.0%} of the tokens are cut off"
+        return text if self.cut <= MAX_CUT else f"{text}; {self.cut:.0%} of the tokens are cut off"
 
     @property
     def warning(self) -> str | None:
-        """What a person should be told before so much of the text is left out."""
-        if self.cut <= CUT_UNSAID:
+        """A warning if a large share of the text is truncated."""
+        if self.cut <= MAX_CUT:
             return None
         return (
-            f"data.seq_len: {self.cut:.0%} of the tokens are cut off, because a document that is longer than "
-            f"{self.seq_len} tokens is cut there; raise it, set data.packing (language models), or for .txt "
-            "files data.text_split to paragraph or line"
+            f"data.seq_len: {self.cut:.0%} of the tokens are cut off, because documents are truncated to "
+            f"{self.seq_len} tokens; raise it, set data.packing (language models), or for .txt files set "
+            "data.text_split to paragraph or line"
         )
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run learns from."""
+    """The data of a run."""
 
     tokenizer: Any
     train: Samples
     eval: Samples | None
     sizes: DataSizes
     fingerprint: str
-    """A digest of every token and label; equal on every machine that has the same text and tokenizer."""
+    """A digest of every token and label; equal on all machines with the same text and tokenizer."""
     vocab_size: int
-    """One more than the tokenizer's largest id: what the model's embedding must at least hold."""
+    """One more than the tokenizer's largest id: the minimum size of the model's embedding."""
     classes: Classes | None = None
-    """For classification, what is learnt of the labels."""
+    """For classification, the outputs of the model."""
     target_frame: Frame | None = None
-    """For seq2seq, what stands around each target."""
+    """For seq2seq, the special tokens around each target."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -175,7 +131,7 @@ class Data:
 
 
 def build_data(
-    settings: DataSettings,
+    settings: DataConfig,
     *,
     task: str = CAUSAL,
     seed: int = 0,
@@ -190,26 +146,29 @@ def build_data(
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> Data:
-    """Open the data, tokenizing it first where that was not done before.
+    """Open the data. Tokenizes it first if it is not cached.
 
-    Every rank calls this, with the same arguments: on each machine the first to come builds what is missing
-    in the cache, and shows the progress, while the others wait for it, as long as it takes.
+    Every rank calls this with the same arguments. On each machine one rank builds what is missing in the
+    cache and shows progress, while the others wait.
 
     Args:
-        settings: the ``data`` section. task: one of ``TASKS``. seed: keys the masking of a masked language
-        model. model_tokenizer: the tokenizer for ``data.tokenizer`` null, the pretrained model's; ``None``
-        trains one. model_vocab_size: the size of the tokenizer to train for ``data.vocab_size`` null.
-        ends_texts: the model classifies at the end token, so that each text must have one.
-        decoder_start_token_id: what a seq2seq decoder starts with, or what tells it of the tokenizer, or
-        ``LAST_LABEL``; ``None`` takes the padding token. label_shift: tells of the tokenizer how a masked
-        language model's decoder gets its labels. known_classes: those that the model has already.
-        problem: ``problem_type`` of its config.
-        pad_left: a classifier's padding stands before the text.
-        trust_remote_code: run Python that comes with the tokenizer.
-        progress: show progress on stderr where it takes more than a second.
+        settings: the ``data`` section. task: one of ``TASKS``. seed: for the masking of a masked language
+        model. model_tokenizer: the pretrained model's tokenizer, used if ``data.tokenizer`` is null; None
+        trains one.
+        model_vocab_size: the size of a trained tokenizer if ``data.vocab_size`` is null.
+        ends_texts: every text must have an end token, because the model classifies there.
+        decoder_start_token_id: the first decoder input of seq2seq, a function of the tokenizer that returns
+            it, or ``LAST_LABEL``; None for the padding token.
+        label_shift: a function of the tokenizer that returns the label shift of a masked language model with
+            a decoder.
+        known_classes: the classes of the model, if any.
+        problem: ``problem_type`` of the model's config.
+        pad_left: pad a classifier's texts on the left.
+        trust_remote_code: run Python code of the tokenizer.
+        progress: show progress on stderr if it takes more than a second.
 
     Raises:
-        UserError: something in the settings or the data that cannot be used.
+        UserError: if the settings or the data cannot be used.
     """
     cache = _cache_dir(settings)
     source = _source(settings, task, cache)
@@ -238,6 +197,7 @@ def build_data(
                 part,
                 length,
                 vocabulary,
+                mask=_mask_token(vocabulary),
                 suffix=framed.suffix,
                 seed=seed,
                 packed=settings.packing,
@@ -284,7 +244,7 @@ def build_data(
 
 
 def inspect_data(
-    settings: DataSettings,
+    settings: DataConfig,
     *,
     task: str = CAUSAL,
     model_tokenizer: str | None = None,
@@ -292,10 +252,10 @@ def inspect_data(
     trust_remote_code: bool = False,
     ends_texts: bool = False,
 ) -> DataSizes:
-    """What ``build_data`` would give, as far as that can be told without writing or downloading anything.
+    """Return the sizes that ``build_data`` would, as far as possible without writing or downloading.
 
     Raises:
-        UserError: what ``build_data`` would refuse, as far as a look at the first document shows it.
+        UserError: for the errors of ``build_data`` that the first document reveals.
     """
     cache = _cache_dir(settings)
     source = _source(settings, task, cache, remember=False)
@@ -329,20 +289,20 @@ def inspect_data(
     return replace(_sizes(settings, task, source, name, size, tokens), **opened)
 
 
-def _cache_dir(settings: DataSettings) -> Path:
+def _cache_dir(settings: DataConfig) -> Path:
     return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir)
 
 
-def _languages(settings: DataSettings, task: str) -> dict[str, Any]:
+def _languages(settings: DataConfig, task: str) -> dict[str, Any]:
     if task != SEQ2SEQ:
         return {}
     return {"source_language": settings.source_language, "target_language": settings.target_language}
 
 
-def _frame(settings: DataSettings, task: str, tokenizer: Any, vocabulary: Vocabulary) -> Frame:
+def _frame(settings: DataConfig, task: str, tokenizer: Any, vocabulary: Vocabulary) -> Frame:
     if _fields(settings, task).pair is not None:
-        _pair_frame(settings, tokenizer)  # refuses what cannot be framed before anything is tokenized
-        return Frame((), ())  # put around both, once they are cut
+        _pair_frame(settings, tokenizer)  # raises before anything is tokenized
+        return Frame((), ())  # special tokens are added after truncation
     if task != SEQ2SEQ:
         return frame(task, vocabulary)
     check_languages(tokenizer, source=settings.source_language, target=settings.target_language)
@@ -353,17 +313,17 @@ def _target_frame(framed: Frame, task: str) -> Frame | None:
     return (framed.target or framed) if task == SEQ2SEQ else None
 
 
-def _pair_frame(settings: DataSettings, tokenizer: Any) -> PairFrame:
+def _pair_frame(settings: DataConfig, tokenizer: Any) -> PairFrame:
     found = PairFrame.of(tokenizer)
     if settings.seq_len < found.length + 2:
         raise UserError(
-            f"data.seq_len: {settings.seq_len} tokens hold no pair of texts with the {found.length} special "
-            "tokens around them; raise it"
+            f"data.seq_len: {settings.seq_len} tokens are too few for a pair of texts with "
+            f"{found.length} special tokens; raise it"
         )
     return found
 
 
-def _fields(settings: DataSettings, task: str) -> Fields:
+def _fields(settings: DataConfig, task: str) -> Fields:
     return Fields(
         text=settings.text_field,
         target=settings.target_field if task == SEQ2SEQ else None,
@@ -374,13 +334,13 @@ def _fields(settings: DataSettings, task: str) -> Fields:
     )
 
 
-def _source(settings: DataSettings, task: str, cache: Path, *, remember: bool = True) -> Source:
+def _source(settings: DataConfig, task: str, cache: Path, *, remember: bool = True) -> Source:
     if task not in TASKS:
         raise UserError(f"model.task: {task!r} is not one of {', '.join(TASKS)}")
     if settings.seq_len < 1:
         raise UserError(f"data.seq_len: {settings.seq_len} is less than 1; give a positive number")
     if not 0 <= settings.eval_fraction < 1:
-        raise UserError(f"data.eval_fraction: {settings.eval_fraction} is not from 0 up to 1, 1 left out")
+        raise UserError(f"data.eval_fraction: {settings.eval_fraction} is not in [0, 1); lower it")
     return open_source(
         settings.source,
         fields=_fields(settings, task),
@@ -395,25 +355,31 @@ def _source(settings: DataSettings, task: str, cache: Path, *, remember: bool = 
 
 def _vocabulary(tokenizer: Any, task: str, *, ends_texts: bool = False) -> Vocabulary:
     vocabulary = Vocabulary.of(tokenizer)
-    if task == MASKED and vocabulary.mask is None:
-        raise UserError(
-            "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
-            "tokenizer_config.json, use another tokenizer, or null to train one"
-        )
+    if task == MASKED:
+        _mask_token(vocabulary)
     around = (*vocabulary.prefix, *vocabulary.suffix)
     if ends_texts and (tokenizer.eos_token_id is None or tokenizer.eos_token_id not in around):
         raise UserError(
-            "data.tokenizer: it puts no eos_token behind a text, where this model classifies; use the "
-            "model's own tokenizer, or null to train one that does"
+            "data.tokenizer: it adds no eos_token to a text, but this model classifies there; use the "
+            "model's own tokenizer, or null to train one that adds it"
         )
     return vocabulary
 
 
-def _packs(settings: DataSettings, task: str) -> bool:
+def _mask_token(vocabulary: Vocabulary) -> int:
+    if vocabulary.mask is None:
+        raise UserError(
+            "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
+            "tokenizer_config.json, use another tokenizer, or null to train one"
+        )
+    return vocabulary.mask
+
+
+def _packs(settings: DataConfig, task: str) -> bool:
     return settings.packing and task in (CAUSAL, MASKED)
 
 
-def _parts(settings: DataSettings, task: str, tokens: TokenCache) -> tuple[Part, Part]:
+def _parts(settings: DataConfig, task: str, tokens: TokenCache) -> tuple[Part, Part]:
     if not _packs(settings, task):
         return split_documents(tokens.documents, settings.eval_fraction)
     blocks = packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
@@ -421,7 +387,7 @@ def _parts(settings: DataSettings, task: str, tokens: TokenCache) -> tuple[Part,
 
 
 def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
-    """The share of all tokens that lie behind the first ``longest`` of their document, or pair of texts."""
+    """The share of tokens beyond the first ``longest`` of their document or pair of texts."""
     cut = 0
     count = tokens.documents
     together = [["text", "pair"]] if "pair" in tokens.offsets else [[name] for name in tokens.offsets]
@@ -435,7 +401,7 @@ def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
 
 
 def _sizes(
-    settings: DataSettings,
+    settings: DataConfig,
     task: str,
     source: Source,
     tokenizer: str | None,

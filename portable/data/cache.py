@@ -1,15 +1,15 @@
-"""The token cache: every document's tokens, once, in files that are mapped into memory.
+"""The token cache: the tokens of every document in memory-mapped files.
 
-A cache is a folder. For each field (``text``; ``target`` for seq2seq) it holds ``<field>.bin``, the tokens
-of all documents one after the other as little-endian uint16 or uint32, and ``<field>.idx``, uint64 offsets
-of which document *d* spans ``[idx[d], idx[d + 1])``. For classification it holds ``labels.bin``, an int64 for
-each document, or several, with ``labels.idx``; or, where the labels are numbers, ``values.bin``, equally many
-float64 for each. ``blocks.crc`` has a CRC-32 of every 64 KiB of these files, and ``meta.json`` a digest of
-itself. It is written under another name and appears by rename. One process writes; others that want the same
-one wait for it on a file lock, which the kernel frees if the writer dies.
+A cache is a folder. For each field (``text``; ``target`` for seq2seq) it has ``<field>.bin``, the
+concatenated tokens of all documents as little-endian uint16 or uint32, and ``<field>.idx``, uint64 offsets:
+document *d* spans ``[idx[d], idx[d + 1])``. For classification it has ``labels.bin``, an int64 per document,
+or several with ``labels.idx``; for numeric labels ``values.bin``, the same number of float64 per document.
+``blocks.crc`` has a CRC-32 of every 64 KiB of these files, and ``meta.json`` contains its own digest. The
+folder is written under another name and renamed. One process writes; others wait on a file lock, which the
+kernel releases if the writer dies.
 
-Nothing is read unchecked. A block is held against its CRC-32 when it is first touched, which costs a few
-microseconds beside the page fault; a file that is small is checked as a whole when the cache is opened.
+Every read is checked. A block's CRC-32 is checked on first access, which costs a few microseconds besides the
+page fault. Small files are checked completely when the cache is opened.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 BLOCK = 1 << 16
-"""Bytes that are checked together: about what the system reads ahead anyway."""
+"""Bytes per checksum, about the system's read-ahead."""
 CHECKED_WHOLE = 64 << 20
-"""Bytes of a file that is checked as a whole when it is opened, in milliseconds."""
+"""Maximum bytes of a file that is checked completely on opening, which takes milliseconds."""
 _BLOCKS_FILE = "blocks.crc"
 _META_FILE = "meta.json"
-_PROBE = 1 << 16  # bytes at either end of a file that are checked when it is opened
+_PROBE = 1 << 16  # bytes at either end of a file that are checked on opening
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _OFFSET = np.dtype("<u8")
 _LABEL = np.dtype("<i8")
 _CRC = np.dtype("<u4")
 _VALUE = np.dtype("<f8")
 LabelKind = Literal["classes", "sets", "values"]
-"""A class for each document, any number of classes, or numbers, equally many for each."""
+"""One class per document, any number of classes, or a fixed number of numeric values."""
 
 
 class CacheDamagedError(Exception):
-    """The folder is no complete cache: build it again."""
+    """The folder is not a complete cache and must be rebuilt."""
 
 
 class Draft:
-    """A folder in the making; ``commit`` gives it its name."""
+    """A folder that is being written; ``commit`` renames it."""
 
     def __init__(self, path: Path, final: Path) -> None:
         self.path = path
@@ -68,17 +68,17 @@ class Draft:
         for file in self.path.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-        if self._final.exists():  # only a damaged one is ever written again
+        if self._final.exists():  # only a damaged folder is rewritten
             shutil.rmtree(self._final)
         self.path.rename(self._final)
 
 
 @contextmanager
 def locked_folder(final: Path) -> Iterator[Draft]:
-    """Hold the lock of ``final`` and give an empty folder beside it to write into.
+    """Lock ``final`` and yield an empty folder beside it to write into.
 
     Raises:
-        UserError: nothing can be written there.
+        UserError: if the folder is not writable.
     """
     from filelock import FileLock
 
@@ -86,7 +86,7 @@ def locked_folder(final: Path) -> Iterator[Draft]:
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(final.with_name(f"{final.name}.lock")):
-            shutil.rmtree(draft, ignore_errors=True)  # of a writer that died: we hold the lock
+            shutil.rmtree(draft, ignore_errors=True)  # left by a killed writer
             draft.mkdir()
             try:
                 yield Draft(draft, final)
@@ -94,8 +94,7 @@ def locked_folder(final: Path) -> Iterator[Draft]:
                 shutil.rmtree(draft, ignore_errors=True)
     except (OSError, NotImplementedError) as error:
         raise UserError(
-            f"data.cache_dir: cannot write in {final.parent} ({one_line(error)}); "
-            "name a folder that can be written"
+            f"data.cache_dir: cannot write in {final.parent} ({one_line(error)}); choose a writable folder"
         ) from error
 
 
@@ -103,7 +102,7 @@ def locked_folder(final: Path) -> Iterator[Draft]:
 
 
 class _BlockSums:
-    """The CRC-32 of each block of what is given to it, piece by piece."""
+    """Computes the CRC-32 of each block of a stream."""
 
     def __init__(self) -> None:
         self._whole: list[int] = []
@@ -125,7 +124,7 @@ class _BlockSums:
 
 
 class _Stream:
-    """One file, written in order, with what the reader checks it by."""
+    """Writes a file sequentially and computes its checksums."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
@@ -149,7 +148,7 @@ class _Stream:
 
 
 def _probe(path: Path, size: int) -> int:
-    """A CRC-32 of the first and the last stretch of a file."""
+    """A CRC-32 of the first and the last bytes of a file."""
     with path.open("rb") as file:
         crc = zlib.crc32(file.read(_PROBE))
         file.seek(max(0, size - _PROBE))
@@ -157,7 +156,7 @@ def _probe(path: Path, size: int) -> int:
 
 
 class TokenWriter:
-    """Fills a folder with a token cache, a stretch of tokens at a time, holding none of them."""
+    """Writes a token cache into a folder as a stream."""
 
     def __init__(self, folder: Path, fields: Sequence[str], vocab_size: int, *, labels: bool = False) -> None:
         self._folder = folder
@@ -188,13 +187,13 @@ class TokenWriter:
         self.in_document = False
 
     def finish(self, **extra: Any) -> None:
-        """Write ``meta.json``; the classes, numbered as they came, get their final ids in sorted order."""
+        """Write ``meta.json``, and renumber the classes in sorted order."""
         names: list[int | str] = []
         labels: dict[str, _Stream] = {}
-        told: dict[str, Any] = {}
+        label_meta: dict[str, Any] = {}
         if self._labels is not None:
             kind, width, names, labels = self._labels.finish()
-            told = {} if kind == "classes" else {"label_kind": kind, "label_width": width}
+            label_meta = {} if kind == "classes" else {"label_kind": kind, "label_width": width}
         streams: dict[str, _Stream] = {f"{name}.bin": stream for name, stream in self._tokens.items()}
         streams |= {f"{name}.idx": stream for name, stream in self._index.items()}
         streams |= labels
@@ -210,7 +209,7 @@ class TokenWriter:
             "files": files,
             "blocks": hashlib.blake2b(blocks, digest_size=16).hexdigest(),
             "fingerprint": _digest([self._dtype, names, files]),
-            **told,
+            **label_meta,
             **extra,
         }
         meta["digest"] = _digest(meta)
@@ -224,7 +223,7 @@ class TokenWriter:
 
 
 class _LabelWriter:
-    """Labels of any kind. Of which kind they are, the last of them may still decide."""
+    """Writes labels of any kind. Even the last label may decide the kind."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -232,8 +231,8 @@ class _LabelWriter:
         self._ends = _Stream(folder / "labels.idx")
         self._values = _Stream(folder / "values.bin")
         self._known: dict[Any, int] | None = {}
-        """The number of each class; None once a label was no class."""
-        self._numbers = True  # so far
+        """The number of each class; None once a label was not a class."""
+        self._numbers = True  # all labels so far are numbers
         self._lists: bool | None = None
         self._repeated = False
         self._widths: set[int] = set()
@@ -248,7 +247,7 @@ class _LabelWriter:
         self._lists = lists
         self._count += len(items)
         self._repeated = self._repeated or len(set(items)) < len(items)
-        if len(self._widths) < 2:  # more only say again that they differ
+        if len(self._widths) < 2:  # two are enough to detect a difference
             self._widths.add(len(items))
         if any(isinstance(item, float) for item in items):
             self._known = None
@@ -267,22 +266,22 @@ class _LabelWriter:
             stream.close()
 
     def finish(self) -> tuple[LabelKind, int, list[int | str], dict[str, _Stream]]:
-        """Kind, numbers a document, names of the classes, and the files that are kept."""
+        """Return the kind, values per document, class names and files."""
         self.close()
         width = min(self._widths, default=1)
         if self._known is None:
             if len(self._widths) > 1 or not width:
                 raise UserError(
-                    "data.label_field: some lists of numbers are longer than others; give every text equally "
-                    "many numbers, or classes as integers or strings"
+                    "data.label_field: the lists of numbers have different lengths; give every text the same "
+                    "number of values, or classes as integers or strings"
                 )
             self._drop("labels.bin", "labels.idx")
             return "values", width, [], {"values.bin": self._values}
         names = self._sort(self._known)
         if self._lists and self._repeated:
             raise UserError(
-                "data.label_field: a list names a class twice; a list holds the classes of its text, or for "
-                "each class a number with a fraction (0.0, 1.0) or a boolean"
+                "data.label_field: a list has a class twice; give the classes of the text, or for each class "
+                "a number with a fraction (0.0, 1.0) or a boolean"
             )
         if self._lists:
             self._drop("values.bin")
@@ -324,13 +323,13 @@ def _mixed() -> UserError:
 
 
 class CheckedArray:
-    """A file mapped into memory, of which each block is held against its CRC-32 when it is first read.
+    """A memory-mapped array that checks the CRC-32 of each block on first access.
 
     Args:
         path: of the file.
         dtype: of its values.
         sums: the CRC-32 of each block.
-        width: values in a row, where it has rows.
+        width: values per row; None for a 1-d array.
     """
 
     def __init__(
@@ -357,20 +356,20 @@ class CheckedArray:
         return self._values.shape
 
     def __getitem__(self, at: Any) -> Any:
-        """A value, those of a slice (shared with the file), or those at a list of places (copied).
+        """Return a value, a slice (shared with the file) or the values at a list of indices (a copy).
 
         Raises:
-            RunError: the file is not as it was written.
+            RunError: if the file is damaged.
         """
         if isinstance(at, slice):
             start, stop, _ = at.indices(len(self._values))
             self._check(start, stop)
         elif isinstance(at, int | np.integer):
-            place = int(at) + (len(self._values) if at < 0 else 0)
-            self._check(place, place + 1)
+            index = int(at) + (len(self._values) if at < 0 else 0)
+            self._check(index, index + 1)
         else:
-            for place in np.asarray(at).ravel().tolist():
-                self._check(place, place + 1)
+            for index in np.asarray(at).ravel().tolist():
+                self._check(index, index + 1)
         return self._values[at]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
@@ -381,7 +380,7 @@ class CheckedArray:
         return values
 
     def damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
-        """The first block from ``first`` up to ``last`` that is not as it was written."""
+        """Return the first damaged block in ``[first, last)``, or None."""
         last = len(self._sums) if last is None else last
         while (block := self._seen.find(0, first, last)) >= 0:
             data = self._bytes[block * BLOCK : (block + 1) * BLOCK]
@@ -395,59 +394,59 @@ class CheckedArray:
         width = self._item_bytes
         block = self.damaged_block(start * width // BLOCK, -(-stop * width // BLOCK))
         if block is not None:
-            # Without it the cache is none, and the next leg makes it again.
+            # Without this file the cache is invalid, and the next launch rebuilds it.
             with suppress(OSError):
                 (self.path.parent / _META_FILE).unlink()
             raise RunError(
-                f"data.cache_dir: {self.path}: not as it was written at byte {block * BLOCK:,}; run the same "
-                "command to tokenize the data anew and go on from the last checkpoint"
+                f"data.cache_dir: {self.path}: damaged at byte {block * BLOCK:,}; run the same command to "
+                "tokenize the data again and resume from the last checkpoint"
             )
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """An open token cache; pickling it carries the path, not the tokens."""
+    """An open token cache. Its pickle contains the path, not the tokens."""
 
     folder: Path
     meta: dict[str, Any]
     tokens: dict[str, CheckedArray]
-    """For each field all tokens, end to end: uint16 or uint32, mapped from disk."""
+    """The concatenated tokens of each field, uint16 or uint32, memory-mapped."""
     offsets: dict[str, CheckedArray]
     labels: CheckedArray | None
-    """The number of each document's class; with ``label_offsets``, of its classes."""
+    """Each document's class, or with ``label_offsets`` its classes."""
     label_offsets: CheckedArray | None = None
     values: CheckedArray | None = None
-    """``[documents, width]``, where the labels are numbers."""
+    """``[documents, width]`` for numeric labels."""
 
     @staticmethod
     def open(folder: Path) -> TokenCache:
-        """Map a cache; check what tells of it, the sizes of its files, and all that is small.
+        """Open a cache. Checks the metadata, the file sizes and all small files.
 
         Raises:
-            CacheDamagedError: there is none, or not all of it is there.
+            CacheDamagedError: if it does not exist or is damaged.
         """
         try:
             meta = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
             if meta["format"] != FORMAT:
                 raise CacheDamagedError(f"{folder}: format {meta['format']}, not {FORMAT}")
             if _digest({key: value for key, value in meta.items() if key != "digest"}) != meta["digest"]:
-                raise CacheDamagedError(f"{folder / _META_FILE}: not as it was written")
+                raise CacheDamagedError(f"{folder / _META_FILE}: damaged")
             blocks = (folder / _BLOCKS_FILE).read_bytes()
             if hashlib.blake2b(blocks, digest_size=16).hexdigest() != meta["blocks"]:
-                raise CacheDamagedError(f"{folder / _BLOCKS_FILE}: not as it was written")
+                raise CacheDamagedError(f"{folder / _BLOCKS_FILE}: damaged")
             sums, at = np.frombuffer(blocks, dtype=_CRC), 0
             dtypes = {f"{name}.bin": _DTYPES[meta["dtype"]] for name in meta["tokens"]}
             dtypes |= {f"{name}.idx": _OFFSET for name in meta["tokens"]}
             dtypes |= {"labels.bin": _LABEL, "labels.idx": _OFFSET, "values.bin": _VALUE}
             arrays: dict[str, CheckedArray] = {}
-            for name, told in sorted(meta["files"].items()):
-                count = -(-told["bytes"] // BLOCK)
-                if (folder / name).stat().st_size != told["bytes"]:
-                    raise CacheDamagedError(f"{folder / name}: not as it was written")
+            for name, recorded in sorted(meta["files"].items()):
+                count = -(-recorded["bytes"] // BLOCK)
+                if (folder / name).stat().st_size != recorded["bytes"]:
+                    raise CacheDamagedError(f"{folder / name}: damaged")
                 width = meta["label_width"] if name == "values.bin" else None
                 array = CheckedArray(folder / name, dtypes[name], sums[at : at + count], width)
-                if told["bytes"] <= CHECKED_WHOLE and array.damaged_block() is not None:
-                    raise CacheDamagedError(f"{folder / name}: not as it was written")
+                if recorded["bytes"] <= CHECKED_WHOLE and array.damaged_block() is not None:
+                    raise CacheDamagedError(f"{folder / name}: damaged")
                 arrays[name], at = array, at + count
             tokens = {name: arrays[f"{name}.bin"] for name in meta["tokens"]}
             offsets = {name: arrays[f"{name}.idx"] for name in meta["tokens"]}
@@ -470,7 +469,7 @@ class TokenCache:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of every token and label: the same wherever and from whatever format it was built."""
+        """A digest of every token and label, independent of the machine and the source format."""
         return str(self.meta["fingerprint"])
 
     @property
@@ -483,12 +482,12 @@ class TokenCache:
         return kind
 
     def document(self, field: str, number: int) -> npt.NDArray[Any]:
-        """The tokens of one document, special tokens included."""
+        """The tokens of one document, including special tokens."""
         offsets = self.offsets[field]
         tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
         return tokens
 
     def documents_between(self, field: str, start: int, stop: int) -> range:
-        """The documents that the tokens ``[start, stop)`` of a field are of."""
+        """The documents that contain the tokens ``[start, stop)`` of a field."""
         offsets = self.offsets[field]
         return range(bisect_right(offsets, start) - 1, bisect_right(offsets, stop - 1))

@@ -1,4 +1,4 @@
-"""What a classifier learns of the labels of the data: one class of a text, several, or numbers."""
+"""Map the labels of the data to a classifier's outputs: one class per text, several, or numbers."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ if TYPE_CHECKING:
     from portable.data.cache import LabelKind, TokenCache
 
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
-"""transformers' ``problem_type``: which loss a classifier has."""
+"""transformers' ``problem_type``, which selects the loss of a classifier."""
 SINGLE, MULTI, REGRESSION = PROBLEMS = get_args(Problem)
 
 
 @dataclass(frozen=True)
 class KnownClasses:
-    """The classes that a model has before it sees the data."""
+    """The classes of a model before training."""
 
-    place: str
-    """The setting that they come from."""
+    key: str
+    """The setting that defines them."""
     names: tuple[str, ...]
     """In the order of their ids."""
 
     @property
     def named(self) -> bool:
-        """Whether a person named them; transformers calls the others LABEL_0, LABEL_1 ..."""
+        """Whether they have names other than transformers' defaults LABEL_0, LABEL_1 ..."""
         return any(name != f"LABEL_{index}" for index, name in enumerate(self.names))
 
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes that a model is trained on, or the numbers that it learns."""
+    """The outputs of a classifier: classes, or the numbers of a regression."""
 
     names: tuple[str, ...]
     """In the order of their ids."""
     ids: tuple[int, ...]
-    """The id of each label of the data, in the order in which its token cache numbers them."""
+    """The id of each label of the data, in the order of the token cache."""
     problem: Problem = SINGLE
     numbers: tuple[float, ...] = ()
-    """For a regression on integers, the number of each label, in the same order."""
+    """For a regression on integers, the value of each label in the same order."""
 
 
 def classes_of(
@@ -54,21 +54,20 @@ def classes_of(
     known: KnownClasses | None = None,
     problem: Problem | None = None,
 ) -> Classes:
-    """What a classifier learns of the labels of ``tokens``.
+    """Map the labels of ``tokens`` to the outputs of a classifier.
 
-    Where the model does not say what it is for, the labels do, as in transformers: integers and strings are
-    classes, and lists of them several classes a text; a number with a fraction is what a regression learns,
-    and a list of these how far each class is the text's.
+    If ``problem`` is None the labels decide, as in transformers. Integers and strings are classes, and lists
+    of them are several classes per text. A number with a fraction is a regression target. A list of these is
+    a score for each class.
 
     Args:
-        tokens: with labels.
-        declared: names of the classes in a data set that knows them; its labels are numbers of these.
-        known: the model's own classes, or names of what it tells in numbers; None for a head yet to be
-            trained.
+        tokens: a cache with labels.
+        declared: class names of the data set, if it has them; its labels are indices of these.
+        known: the classes or outputs of the model; None for an untrained head.
         problem: ``problem_type`` of the model's config.
 
     Raises:
-        UserError: the labels are not of the kind that the model is for, or not its classes.
+        UserError: if the labels do not fit the model.
     """
     kind, names = tokens.label_kind, tokens.label_names
     width = len(known.names) if known is not None else int(tokens.meta.get("label_width", 1))
@@ -79,33 +78,32 @@ def classes_of(
             by_kind = {"classes": SINGLE, "sets": MULTI, "values": REGRESSION if width == 1 else MULTI}
             problem = by_kind[kind]
     _check_kind(kind, names, problem)
-    if problem != REGRESSION and kind != "values":
+    if problem != REGRESSION and tokens.values is None:
         return number_classes(names, declared, known, several=problem == MULTI)
     own = known.names if known is not None else tuple(f"LABEL_{index}" for index in range(width))
-    if kind == "values":
-        assert tokens.values is not None
+    if tokens.values is not None:
         if (found := tokens.values.shape[1]) != len(own):
             raise UserError(
-                f"data.label_field: {found} numbers a text, and {known.place if known else 'the model'} has "
-                f"{len(own)} outputs (num_labels); they must be equally many"
+                f"data.label_field: {found} numbers per text, but {known.key if known else 'the model'} has "
+                f"{len(own)} outputs (num_labels); make them equal"
             )
         if problem == MULTI:
             _check_shares(tokens.values[:])
         return Classes(own, (), problem)
     if len(own) != 1:
         raise UserError(
-            f"data.label_field: one number a text, and {known.place if known else 'the model'} has "
-            f"{len(own)} outputs (num_labels); give lists of as many numbers with a fraction"
+            f"data.label_field: one number per text, but {known.key if known else 'the model'} has "
+            f"{len(own)} outputs (num_labels); give lists with one number with a fraction per output"
         )
     return Classes(own, (), problem, tuple(float(name) for name in names))
 
 
 _WANTED = {
-    SINGLE: "one class a text (an integer or a string)",
-    MULTI: "a list of classes a text (integers or strings), or of a number with a fraction for each class",
-    REGRESSION: "a number a text, or a list of numbers with a fraction",
+    SINGLE: "one class per text (an integer or a string)",
+    MULTI: "a list of classes per text (integers or strings), or of a number with a fraction for each class",
+    REGRESSION: "a number per text, or a list of numbers with a fraction",
 }
-_ARE = {"classes": "one class a text", "sets": "lists of classes", "values": "numbers with a fraction"}
+_FOUND = {"classes": "one class per text", "sets": "lists of classes", "values": "numbers with a fraction"}
 
 
 def _check_kind(kind: LabelKind, names: Sequence[int | str], problem: Problem) -> None:
@@ -117,8 +115,8 @@ def _check_kind(kind: LabelKind, names: Sequence[int | str], problem: Problem) -
     }
     if not fits[problem]:
         raise UserError(
-            f"data.label_field: the labels are {_ARE[kind]}, and a model whose problem_type is {problem} "
-            f"learns {_WANTED[problem]}; give it these, or a model of another problem_type"
+            f"data.label_field: the labels are {_FOUND[kind]}, but problem_type {problem} needs "
+            f"{_WANTED[problem]}; change the labels or the model's problem_type"
         )
 
 
@@ -127,8 +125,8 @@ def _check_shares(values: npt.NDArray[Any]) -> None:
         part = values[start : start + (1 << 20)]
         if part.min() < 0 or part.max() > 1:
             raise UserError(
-                "data.label_field: some numbers are not from 0 to 1, which say how far a class is a text's; "
-                "for a regression on several numbers set model.config.problem_type to regression"
+                "data.label_field: some scores of classes are not from 0 to 1; for a regression on several "
+                "numbers set model.config.problem_type to regression"
             )
 
 
@@ -139,27 +137,27 @@ def number_classes(
     *,
     several: bool = False,
 ) -> Classes:
-    """Give each label of the data the id that the model has for it.
+    """Map each label of the data to the model's class id.
 
     Args:
-        labels: the different ones that there are, sorted.
-        declared: names of the classes in a data set that knows them; its labels are numbers of these.
-        known: the model's own classes; None for a head yet to be trained, which takes those of the data.
-        several: a text may have any number of classes; the data need not have all of the model's.
+        labels: the distinct labels, sorted.
+        declared: class names of the data set, if it has them; its labels are indices of these.
+        known: the model's classes; None for an untrained head, which takes those of the data.
+        several: whether a text may have any number of classes. The data may then lack some of the model's.
 
     Raises:
-        UserError: there are fewer than two, or they are not the model's.
+        UserError: if there are fewer than two classes, or they are not the model's.
     """
     problem: Problem = MULTI if several else SINGLE
     if several and not labels:
-        raise UserError("data.label_field: no record has a class; there is nothing to learn")
+        raise UserError("data.label_field: no record has a class; use data with labels")
     if len(labels) < 2 and not several:
-        raise UserError("data.label_field: all records have one label; there is nothing to tell apart")
+        raise UserError("data.label_field: all records have the same label; use data with several classes")
     if declared is not None:
         if outside := [label for label in labels if label not in range(len(declared))]:
             raise UserError(
-                f"data.label_field: some records have the label {outside[0]!r}, which is none of the "
-                f"{len(declared)} classes of the data set ({listed(declared)}); choose another data.split"
+                f"data.label_field: some records have the label {outside[0]!r}, which is not one of "
+                f"the {len(declared)} classes of the data set ({listed(declared)}); choose another data.split"
             )
         fresh = Classes(tuple(declared), tuple(int(label) for label in labels), problem)
     else:
@@ -167,11 +165,11 @@ def number_classes(
     if known is None:
         return fresh
     for spelt in (str, str.casefold):
-        places = {spelt(name): index for index, name in enumerate(known.names)}
+        ids = {spelt(name): index for index, name in enumerate(known.names)}
         ours = [spelt(name) for name in fresh.names]
-        unlike = len(places) < len(known.names) or len(set(ours)) < len(ours)
-        if not unlike and (places.keys() >= set(ours) if several else places.keys() == set(ours)):
-            return Classes(known.names, tuple(places[ours[index]] for index in fresh.ids), problem)
+        ambiguous = len(ids) < len(known.names) or len(set(ours)) < len(ours)
+        if not ambiguous and (ids.keys() >= set(ours) if several else ids.keys() == set(ours)):
+            return Classes(known.names, tuple(ids[ours[index]] for index in fresh.ids), problem)
     count = len(known.names)
     numbers = tuple(label for label in labels if isinstance(label, int) and 0 <= label < count)
     if declared is None and len(numbers) == len(labels) and not any(map(_is_number, known.names)):
@@ -181,8 +179,8 @@ def number_classes(
         return fresh
     raise UserError(
         f"data.label_field: the labels of the data ({listed(fresh.names)}) are not the classes of "
-        f"{known.place} ({listed(known.names)}); give the data the model's names, or begin at a model whose "
-        "head is not trained yet"
+        f"{known.key} ({listed(known.names)}); use the model's class names in the data, or a model with an "
+        "untrained head"
     )
 
 

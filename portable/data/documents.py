@@ -1,4 +1,4 @@
-"""What every source gives: documents, and how a row becomes one."""
+"""Documents, and their conversion from rows of a data set."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 TextSplit = Literal["file", "paragraph", "line"]
 Label = int | float | str | tuple[int | float | str, ...]
-"""A class, several, a number, or several."""
-PIECE_CHARS = 1 << 20  # a longer text is read and tokenized in pieces, so that one huge file fits in memory
+"""A class, several classes, a number or several numbers."""
+PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document, or a piece of a long one (then only the last piece has ``ends`` set)."""
+    """A document, or a piece of a long one. Only the last piece has ``ends`` set."""
 
     text: str
     target: str | None = None
@@ -34,74 +34,76 @@ class Document:
 
 @dataclass(frozen=True)
 class Fields:
-    """The names of the columns to read; ``None`` for a column that the task does not use."""
+    """The names of the columns; ``None`` for columns that the task does not use."""
 
     text: str = "text"
     target: str | None = None
     label: str | None = None
     text_split: TextSplit = field(default="file", repr=False)
-    """What of a ``.txt`` file is a document."""
+    """How a ``.txt`` file is split into documents."""
     pair: str | None = None
     prefix: str = ""
-    """Put before every text."""
+    """Prepended to every text."""
 
 
 class Source(ABC):
-    """A stream of documents that can be read again from the start."""
+    """A stream of documents that can be read repeatedly."""
 
     remote = False
-    """Whether the first look at it may download it."""
+    """Whether opening it may download it."""
     name: str
-    """What to call it in a message, for example the path as the person wrote it."""
+    """The name for messages, such as the path as given by the user."""
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes, where the source has them and its labels are numbers of these."""
+        """Class names, if the source has them. Its labels are then indices of these."""
         return None
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """A digest of the content and of what is read from it."""
+        """A digest of the content and of the settings for reading it."""
 
     @property
     @abstractmethod
     def size_bytes(self) -> int | None:
-        """About how many bytes of text there are; ``None`` when nobody knows yet."""
+        """Estimated bytes of text; ``None`` if unknown."""
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
-        """The documents that are not empty, in a fixed order."""
+        """Yield the nonempty documents in a fixed order."""
 
     def documents_of_key(self) -> Iterator[Document]:
-        """All documents, held to the ``key`` as they are read.
+        """Yield all documents, and check at the end that they match ``key``.
 
         Raises:
-            UserError: at the end, where they are not those that the key tells of: another program wrote to
-                them meanwhile. What was made of them may be kept under no key.
+            UserError: at the end, if another program has changed them. Results must not be cached then.
         """
         yield from self.documents()
 
     def check(self) -> None:
-        """Look at the first document, writing nothing; raises ``UserError`` as reading would."""
+        """Read the first document without writing anything. Raises ``UserError`` if reading fails."""
         if next(self.documents(), None) is None:
-            raise UserError(
-                f"data.source: {self.name} has no text in it; give a source with at least one document"
-            )
+            raise self.no_text()
+
+    def no_text(self) -> UserError:
+        return UserError(
+            f"data.source: {self.name} contains no text; choose a source with at least one document"
+        )
 
 
 def changed_meanwhile(path: object) -> UserError:
-    """What to tell a person whose data changed while it was read."""
+    """The error for data that changed during reading."""
     return UserError(
-        f"data.source: {path} has changed while it was read; let what writes to it end, and start again"
+        f"data.source: {path} changed while it was read; wait until nothing writes to it, and start again"
     )
 
 
 def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | None:
-    """The document in a row; ``None`` for one without text, of which there is nothing to learn.
+    """Convert a row to a document; ``None`` if it has no text.
 
     Raises:
-        UserError: a field is missing or of the wrong kind; ``where`` says which row.
+        UserError: if a field is missing or has the wrong type. ``where`` names the row.
     """
     text = _text_of(row, "text_field", fields.text, where)
     target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
@@ -118,19 +120,19 @@ def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
         raise UserError(
             f"data.{key}: {where}: {name!r} is {_kind(value)}, not a string; "
             + (
-                f"name a field in it, as {name}.{next(iter(value))}"
+                f"choose a field in it, such as {name}.{next(iter(value))}"
                 if isinstance(value, dict) and value
-                else "name a column of text or convert it"
+                else "choose a column of text or convert it"
             )
         )
-    # A lone surrogate, which JSON can spell and UTF-8 cannot, would stop the tokenizer.
+    # JSON may contain lone surrogates, which are invalid in UTF-8 and make the tokenizer fail.
     return value if value.isascii() else value.encode(errors="replace").decode()
 
 
 def _label_of(row: Mapping[str, Any], name: str, where: str) -> Label:
     value = _value_of(row, "label_field", name, where)
     if isinstance(value, list | tuple):
-        # Booleans say of each class whether it is the text's: they are numbers, not classes.
+        # A list of booleans marks the classes of a text: these are numbers, not classes.
         return tuple(
             float(item) if isinstance(item, bool) else _one_label(item, name, where) for item in value
         )
@@ -141,8 +143,8 @@ def _one_label(value: Any, name: str, where: str) -> int | float | str:
     if not isinstance(value, int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
         shown = value if isinstance(value, float) else _kind(value)
         raise UserError(
-            f"data.label_field: {where}: {name!r} is {shown}, neither a class (an integer or a string) nor a "
-            "number, nor a list of these; name a column of labels"
+            f"data.label_field: {where}: {name!r} is {shown}, not a class (an integer or a string), a number "
+            "or a list of these; choose a column of labels"
         )
     return int(value) if isinstance(value, bool) else value
 
@@ -166,7 +168,7 @@ def _value_of(row: Mapping[str, Any], key: str, name: str, where: str) -> Any:
 
 
 def _fields_of(row: Mapping[str, Any]) -> Iterator[str]:
-    """The names of the fields; of one that holds fields, those of these."""
+    """The names of the fields, with nested fields as dotted names."""
     for name, value in row.items():
         if isinstance(value, Mapping) and value:
             yield from (f"{name}.{inner}" for inner in value)
@@ -191,6 +193,6 @@ def text_only(fields: Fields, what: str) -> None:
     ):
         if name is not None:
             raise UserError(
-                f"data.{key}: {what} have text only, no {name!r}; give a data.source with that column "
+                f"data.{key}: {what} have only text, no {name!r}; use a data.source with that column "
                 "(.jsonl, .json, .csv, .parquet or a hub data set)"
             )

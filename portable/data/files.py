@@ -1,4 +1,4 @@
-"""Local files: .txt and .jsonl read here, the other formats through the ``datasets`` library."""
+"""Local files: .txt and .jsonl are read here, other formats with the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 FORMATS = (".txt", ".jsonl", *LIBRARY_FORMATS)
-_DIGEST_MEMO_FROM = 16 << 20  # bytes; a smaller file is hashed anew at every start
+_DIGEST_MEMO_FROM = 16 << 20  # bytes; smaller files are hashed at every start
 
 
 def local_files(name: str) -> list[Path] | None:
-    """The files that ``name`` stands for, or ``None`` when it does not look like a local path.
+    """Return the files that ``name`` matches, or ``None`` if it does not look like a local path.
 
     Raises:
-        UserError: nothing there that can be read, or a name that no file can have.
+        UserError: if there is no readable file, or the name is invalid.
     """
     try:
         if "\0" in name:
-            raise ValueError("it has a NUL character in it")
+            raise ValueError("it contains a NUL character")
         return _local_files(name)
-    except (OSError, ValueError, RuntimeError) as error:  # too long, not encodable, the home of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # too long, not encodable, unknown user
         reason = one_line(getattr(error, "strerror", None) or error)
         shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
-        raise UserError(f"data.source: {shown}: cannot look for it ({reason}); check the path") from error
+        raise UserError(f"data.source: {shown}: invalid path ({reason}); check the path") from error
 
 
 def _local_files(name: str) -> list[Path] | None:
@@ -63,9 +63,7 @@ def _local_files(name: str) -> list[Path] | None:
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         )
         if not found:
-            raise UserError(
-                f"data.source: {name} has no {listed(FORMATS)} files in it; name a folder that has"
-            )
+            raise UserError(f"data.source: {name} has no {listed(FORMATS)} files; choose another folder")
         return found
     if path.exists():
         found = [path]
@@ -85,8 +83,8 @@ def _local_files(name: str) -> list[Path] | None:
 
 
 class LocalFiles(Source):
-    """Local files, read in order: a ``.txt`` file is cut as ``Fields.text_split`` says, the others have a row
-    a document."""
+    """Local files, read in order. ``Fields.text_split`` splits a ``.txt`` file; other formats have a document
+    per row."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class LocalFiles(Source):
         self._remember = remember
         self._key: str | None = None
         self._known: dict[Path, bytes] = {}
-        """The digests that the key is made of."""
+        """The digests in the key."""
         for path in self._files:
             if path.suffix.lower() == ".txt":
                 text_only(fields, f"{path} and other .txt files")
@@ -113,19 +111,19 @@ class LocalFiles(Source):
     @property
     def key(self) -> str:
         if self._key is None:
-            digest = hashlib.blake2b(repr(self._told()).encode(), digest_size=16)
+            digest = hashlib.blake2b(repr(self._settings()).encode(), digest_size=16)
             for path in self._files:
                 found = self._known[path] = _file_digest(path, self._digests, self._remember)
                 digest.update(path.suffix.lower().encode() + b"\0" + found)
             self._key = digest.hexdigest()
         return self._key
 
-    def _told(self) -> tuple[Any, ...]:
-        """What is read of the files."""
+    def _settings(self) -> tuple[Any, ...]:
+        """The settings that change the documents."""
         fields = self._fields
-        told: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
-        told = told if fields.text_split == "file" else (*told, fields.text_split)
-        return (*told, fields.pair, fields.prefix) if fields.pair or fields.prefix else told
+        values: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
+        values = values if fields.text_split == "file" else (*values, fields.text_split)
+        return (*values, fields.pair, fields.prefix) if fields.pair or fields.prefix else values
 
     @property
     def size_bytes(self) -> int | None:
@@ -138,11 +136,11 @@ class LocalFiles(Source):
         for path in self._files:
             if left == 0:
                 return
-            left = yield from self._documents_of(self._here(path), left, _open)
+            left = yield from self._documents_of(self._local(path), str(path), left, _open)
 
     def documents_of_key(self) -> Iterator[Document]:
-        """What is read is hashed as it is read; a file of the library's formats is hashed again after it."""
-        self.key  # noqa: B018  (what is read is held against its digests)
+        """Files are hashed while they are read; those that the library reads are hashed again afterwards."""
+        self.key  # noqa: B018  (computes the digests to compare with)
         left = self._max_samples
         for path in self._files:
             if left == 0:
@@ -155,8 +153,8 @@ class LocalFiles(Source):
 
             refusal = None
             try:
-                left = yield from self._documents_of(path, left, hashed)
-            except UserError as error:  # half a line, perhaps, of what is being written
+                left = yield from self._documents_of(path, str(path), left, hashed)
+            except UserError as error:  # may be an incomplete line of a file that is being written
                 refusal = error
             read = opened[0].digest_to_the_end() if opened else _file_digest(path, None, remember=False)
             if read != self._known[path]:
@@ -167,13 +165,19 @@ class LocalFiles(Source):
                 raise refusal
 
     def _documents_of(
-        self, here: Path, left: int | None, opening: _Opening
+        self, path: Path, name: str, left: int | None, opening: _Opening
     ) -> Generator[Document, None, int | None]:
-        """The documents of a file, at most ``left``; returns how many are left then."""
-        suffix = here.suffix.lower()
+        """Yield the documents of a file, at most ``left``; return the rest of ``left``.
+
+        Args:
+            name: of the file, for error messages.
+        """
+        suffix = path.suffix.lower()
         if suffix == ".txt":
             split = self._fields.text_split
-            texts = _text_file(here, opening) if split == "file" else _pieces_of_text(here, split, opening)
+            with _reading(name):
+                file = opening(path)
+            texts = _text_file(file, name) if split == "file" else _pieces_of_text(file, name, split)
             for text in texts:
                 yield text
                 if split != "file" and text.ends and left is not None:
@@ -181,7 +185,7 @@ class LocalFiles(Source):
                     if left == 0:
                         return left
             return left - 1 if split == "file" and left is not None else left
-        rows = _jsonl_rows(here, opening) if suffix == ".jsonl" else library_rows(here)
+        rows = _jsonl_rows(path, name, opening) if suffix == ".jsonl" else library_rows(path, name)
         for where, row in islice(rows, left):
             left = None if left is None else left - 1
             document = read_row(row, self._fields, where)
@@ -189,8 +193,8 @@ class LocalFiles(Source):
                 yield document
         return left
 
-    def _here(self, path: Path) -> Path:
-        """Where on this machine to read a file."""
+    def _local(self, path: Path) -> Path:
+        """The local path of a file."""
         return path
 
 
@@ -202,7 +206,7 @@ def _open(path: Path) -> io.BufferedReader:
 
 
 class _Hashed(io.RawIOBase):
-    """A file that is hashed as it is read, from its start to its end."""
+    """A file that is hashed while it is read sequentially."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
@@ -218,10 +222,10 @@ class _Hashed(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        """Nothing: there may be more to hash."""
+        """A no-op: the rest of the file must be hashed, too."""
 
     def digest_to_the_end(self) -> bytes:
-        """The digest of the file, also of what nobody has read; it is closed then."""
+        """Hash the rest of the file, close it and return the digest."""
         buffer = bytearray(1 << 20)
         with self._file:
             while self.readinto(buffer):
@@ -230,10 +234,10 @@ class _Hashed(io.RawIOBase):
 
 
 def _memo_file(path: Path, memo: Path) -> Path:
-    """Where the digest of a file as it is now is remembered."""
+    """The path of the cached digest of a file in its current state."""
     stat = path.stat()
-    told = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-    key = "\0".join([str(path.resolve()), *map(str, told)])
+    state = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    key = "\0".join([str(path.resolve()), *map(str, state)])
     return memo / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
@@ -243,10 +247,10 @@ def _forget(path: Path, memo: Path) -> None:
 
 
 def _file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
-    """The digest of a file's bytes; that of a large file is remembered in the folder ``memo``."""
+    """The digest of a file's contents. That of a large file is cached in the folder ``memo``."""
     try:
         stat = path.stat()
-        # A file touched a moment ago may still change within one tick of its clock.
+        # A recently modified file may change again within one tick of the file system's clock.
         settled = time.time_ns() - stat.st_mtime_ns > 2_000_000_000
         remembered = None
         if memo is not None and settled and stat.st_size >= _DIGEST_MEMO_FROM:
@@ -258,7 +262,7 @@ def _file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
             while chunk := file.read(1 << 22):
                 hasher.update(chunk)
     except OSError as error:
-        raise UserError(f"data.source: {path}: cannot read it: {one_line(error.strerror)}") from error
+        raise _unreadable(str(path), error) from error
     if remembered is not None and remember:
         _remember(remembered, hasher.digest())
     return hasher.digest()
@@ -270,77 +274,78 @@ def _remember(path: Path, digest: bytes) -> None:
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         draft.write_bytes(digest)
         draft.replace(path)
-    except OSError:  # the memo only saves time
+    except OSError:  # the cache only saves time
         return
 
 
-def _text_file(path: Path, opening: _Opening = _open) -> Iterator[Document]:
-    """One document, in pieces that end at a line's end where it is long; nothing for an empty file."""
+def _unreadable(name: str, error: OSError) -> UserError:
+    return UserError(f"data.source: {name}: cannot read it: {one_line(error.strerror)}")
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Convert errors of reading the file ``name`` to UserError."""
     try:
-        with io.TextIOWrapper(opening(path), encoding="utf-8-sig", newline="") as file:
-            piece = file.read(PIECE_CHARS)
-            while piece:
-                if len(piece) == PIECE_CHARS:
-                    piece += file.readline(PIECE_CHARS)
-                following = file.read(PIECE_CHARS)
-                if following or piece.strip():
-                    yield Document(piece, ends=not following)
-                piece = following
+        yield
     except UnicodeDecodeError as error:
-        raise UserError(f"data.source: {path}: it is not UTF-8 text; convert it (iconv -t utf-8)") from error
+        raise UserError(f"data.source: {name}: it is not UTF-8 text; convert it (iconv -t utf-8)") from error
     except OSError as error:
-        raise UserError(f"data.source: {path}: cannot read it: {one_line(error.strerror)}") from error
+        raise _unreadable(name, error) from error
 
 
-def _pieces_of_text(path: Path, split: str, opening: _Opening = _open) -> Iterator[Document]:
-    """A document a line, or a paragraph (which blank lines part), without the line's end behind it.
+def _text_file(opened: io.BufferedReader, name: str) -> Iterator[Document]:
+    """Yield the file as one document, in pieces of whole lines if it is long; nothing if it is empty."""
+    with _reading(name), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
+        piece = file.read(PIECE_CHARS)
+        while piece:
+            if len(piece) == PIECE_CHARS:
+                piece += file.readline(PIECE_CHARS)
+            following = file.read(PIECE_CHARS)
+            if following or piece.strip():
+                yield Document(piece, ends=not following)
+            piece = following
 
-    One that is very long comes in pieces.
+
+def _pieces_of_text(opened: io.BufferedReader, name: str, split: str) -> Iterator[Document]:
+    """Yield a document per line or paragraph (separated by blank lines), without its line end.
+
+    Very long ones come in pieces.
     """
     held: list[str] = []
-    begun = False  # pieces of the present document were given away
-    try:
-        with io.TextIOWrapper(opening(path), encoding="utf-8-sig", newline="") as file:
-            within_line = False
-            while line := file.readline(PIECE_CHARS):
-                blank = not within_line and not line.strip()
-                within_line = not line.endswith(("\n", "\r"))
-                if not blank:
-                    held.append(line)
-                if blank if split == "paragraph" else not within_line:
-                    if begun or held:
-                        yield Document("".join(held).rstrip("\r\n"))
-                    held, begun = [], False
-                elif sum(map(len, held)) >= PIECE_CHARS:
-                    yield Document("".join(held), ends=False)
-                    held, begun = [], True
+    begun = False  # pieces of the current document were yielded
+    with _reading(name), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
+        within_line = False
+        while line := file.readline(PIECE_CHARS):
+            blank = not within_line and not line.strip()
+            within_line = not line.endswith(("\n", "\r"))
+            if not blank:
+                held.append(line)
+            if blank if split == "paragraph" else not within_line:
+                if begun or held:
+                    yield Document("".join(held).rstrip("\r\n"))
+                held, begun = [], False
+            elif sum(map(len, held)) >= PIECE_CHARS:
+                yield Document("".join(held), ends=False)
+                held, begun = [], True
         if begun or held:
             yield Document("".join(held).rstrip("\r\n"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"data.source: {path}: it is not UTF-8 text; convert it (iconv -t utf-8)") from error
-    except OSError as error:
-        raise UserError(f"data.source: {path}: cannot read it: {one_line(error.strerror)}") from error
 
 
-def _jsonl_rows(path: Path, opening: _Opening = _open) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    number = 0
-    try:
-        with opening(path) as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line.decode("utf-8-sig"))
-                except (ValueError, RecursionError) as error:
-                    reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
-                    raise UserError(
-                        f"data.source: {path}:{number}: not a line of JSON ({reason}); mend or remove it"
-                    ) from error
-                if not isinstance(row, dict):
-                    raise UserError(
-                        f"data.source: {path}:{number}: a {type(row).__name__}, not an object; "
-                        'each line must look like {"text": "..."}'
-                    )
-                yield f"{path}:{number}", row
-    except OSError as error:
-        raise UserError(f"data.source: {path}: cannot read it: {one_line(error.strerror)}") from error
+def _jsonl_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with _reading(name), opening(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
+                raise UserError(
+                    f"data.source: {name}:{number}: not a line of JSON ({reason}); correct or remove it"
+                ) from error
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"data.source: {name}:{number}: a {type(row).__name__}, not an object; "
+                    'each line must look like {"text": "..."}'
+                )
+            yield f"{name}:{number}", row

@@ -1,4 +1,4 @@
-"""What is read through the ``datasets`` library, imported only then: .json, .csv, .parquet and the hub."""
+"""Read .json, .csv and .parquet files and hub data sets with the ``datasets`` library, imported lazily."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _datasets(need: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"data.source: {need} needs the datasets library; run: pip install datasets "
-            "(.txt and .jsonl files do without)"
+            "(.txt and .jsonl files do not need it)"
         ) from error
     return datasets
 
 
-def library_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of a .json, .csv or .parquet file, streamed, with no copy left in a cache."""
-    datasets = _datasets(f"reading {path}")
+def library_rows(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Stream the rows of a .json, .csv or .parquet file without caching it; ``name`` is for messages."""
+    datasets = _datasets(f"reading {name}")
     reader = LIBRARY_FORMATS[path.suffix.lower()]
     with scratch_folder("portable-rows") as scratch:
         try:
@@ -44,12 +44,12 @@ def library_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 cache_dir=str(scratch),
             )
             for number, row in enumerate(rows, start=1):
-                yield f"{path}: row {number}", row
+                yield f"{name}: row {number}", row
         except UserError:
             raise
         except Exception as error:
             raise UserError(
-                f"data.source: {path}: not a readable {path.suffix} file ({_reason(error)})"
+                f"data.source: {name}: not a readable {path.suffix} file ({_reason(error)})"
             ) from error
 
 
@@ -58,7 +58,7 @@ class HubDataset(Source):
 
     remote = True
 
-    # One load for all the sources of a process: the key, the tokenizer and the tokens each need it.
+    # Loaded once per process: the key, the tokenizer and the tokens each need it.
     _loaded: ClassVar[dict[tuple[str, str | None, str], Any]] = {}
 
     def __init__(
@@ -71,24 +71,24 @@ class HubDataset(Source):
         self._max_samples = max_samples
 
     def _rows(self) -> Any:
-        place = (self.name, self._config_name, self._split)
-        if place not in self._loaded:
+        asked = (self.name, self._config_name, self._split)
+        if asked not in self._loaded:
             datasets = _datasets(f"the hub data set {self.name!r}")
             try:
-                self._loaded[place] = datasets.load_dataset(self.name, self._config_name, split=self._split)
+                self._loaded[asked] = datasets.load_dataset(self.name, self._config_name, split=self._split)
             except Exception as error:
-                asked = ", ".join(str(part) for part in place if part)
+                parts = ", ".join(str(part) for part in asked if part)
                 raise UserError(
-                    f"data.source: cannot load {asked} as a local file or from the hub ({_reason(error)}); "
+                    f"data.source: cannot load {parts} as a local file or from the hub ({_reason(error)}); "
                     "check the name, data.config_name, data.split and the network, or give local files"
                 ) from error
-        return self._loaded[place]
+        return self._loaded[asked]
 
     @property
     def key(self) -> str:
         # The library's fingerprint covers the repository, its revision, the configuration and the split.
-        told = (self._rows()._fingerprint, self._fields, self._max_samples)
-        return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+        content = (self._rows()._fingerprint, self._fields, self._max_samples)
+        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @property
     def size_bytes(self) -> int | None:
@@ -100,7 +100,7 @@ class HubDataset(Source):
         feature = features.get(self._fields.label)
         for part in () if feature is not None else (self._fields.label or "").split("."):
             features = feature = features.get(part) if isinstance(features, Mapping) else None
-        if isinstance(feature, list) and len(feature) == 1:  # several classes a text
+        if isinstance(feature, list) and len(feature) == 1:  # several classes per text
             feature = feature[0]
         names = getattr(getattr(feature, "feature", feature), "names", None)
         return None if names is None else tuple(map(str, names))
@@ -112,11 +112,11 @@ class HubDataset(Source):
                 yield document
 
     def check(self) -> None:
-        """Nothing: a look would download it."""
+        """A no-op: a check would download the data."""
 
 
 def _reason(error: BaseException) -> str:
-    """The root of a chained error in one short line: the library wraps what matters."""
+    """The root cause of a chained error in one short line."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = one_line(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""From data sets to micro-batches: this rank's share of the run's order, ready before the step asks."""
+"""Loaders of micro-batches: this rank's share of the sample order, prefetched."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from portable.data.order import locate
 from portable.data.samples import IGNORED, Batch, Samples
 from portable.errors import RunError, UserError
 
-_BOUND = "portable.ranks.forkserver_preload"
-_AHEAD = 4  # micro-batches that wait ready
+_PRELOAD = "portable.ranks.forkserver_preload"
+_AHEAD = 4  # prefetched micro-batches
 
 
 def rank_positions(
     *, position: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
 ) -> Iterator[list[int]]:
-    """The sample positions of this rank's micro-batches, for ever.
+    """Yield the sample positions of this rank's micro-batches, without end.
 
-    Step *s* takes the samples ``[position + s*G, position + (s+1)*G)`` of the run; of these, rank *r* of
-    *W* takes the stretch ``[r*G/W, (r+1)*G/W)``, in order, a micro-batch at a time.
+    Step *s* takes the samples ``[position + s*G, position + (s+1)*G)`` of the run. Of these, rank *r* of *W*
+    takes the range ``[r*G/W, (r+1)*G/W)`` in order, one micro-batch at a time.
 
     Raises:
-        UserError: the sizes do not divide.
+        UserError: if the sizes do not divide.
     """
     if global_batch_size % world_size:
         raise UserError(
-            f"train.global_batch_size: {global_batch_size} does not divide among {world_size} ranks; "
-            f"give a multiple of {world_size}"
+            f"train.global_batch_size: {global_batch_size} is not divisible by {world_size} ranks; "
+            f"use a multiple of {world_size}"
         )
     share = global_batch_size // world_size
     if share % micro_batch_size:
         raise UserError(
-            f"train.micro_batch_size: {micro_batch_size} does not divide the {share} samples of a rank "
-            f"in a step (train.global_batch_size {global_batch_size} on {world_size} ranks); "
-            f"give a divisor of {share}"
+            f"train.micro_batch_size: {micro_batch_size} does not divide the {share} samples per rank "
+            f"and step (train.global_batch_size {global_batch_size} on {world_size} ranks); "
+            f"use a divisor of {share}"
         )
 
     def positions() -> Iterator[list[int]]:
@@ -55,15 +55,15 @@ def rank_positions(
 
 
 class TrainLoader:
-    """This rank's micro-batches from ``position`` on, without end.
+    """This rank's micro-batches from ``position``, without end.
 
-    Iterating gives dictionaries of int64 CPU tensors, ``[micro_batch_size, seq_len]`` (labels of a
-    classifier: ``[micro_batch_size]``, or float32), which hold what ``model.forward`` takes and ``labels``,
-    no more. After *s* whole steps the position of the run is ``position + s * global_batch_size``.
+    Yields dictionaries of int64 CPU tensors ``[micro_batch_size, seq_len]`` (labels of a classifier:
+    ``[micro_batch_size]``, or float32) with the arguments of ``model.forward`` and ``labels``. After *s*
+    steps the position of the run is ``position + s * global_batch_size``.
 
-    ``num_workers``: 0 reads ahead in a thread of this process. That is the fastest for data mapped into
-    memory (measured with 8 x 2048 tokens: 0.07 ms a micro-batch, against 1 ms and a start of 2.5 s through
-    worker processes); a number starts that many processes.
+    With ``num_workers`` 0 a thread of this process prefetches. That is the fastest for memory-mapped data
+    (measured with 8 x 2048 tokens: 0.07 ms per micro-batch, against 1 ms and a startup of 2.5 s with worker
+    processes). Otherwise that many processes are started.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TrainLoader:
             "rank": rank,
             "world_size": world_size,
         }
-        rank_positions(**self._shares)  # refuse sizes that do not divide now, not at the first batch
+        rank_positions(**self._shares)  # check the sizes now, not at the first batch
 
     def __iter__(self) -> BatchIterator:
         count, seed = len(self.dataset), self._seed
@@ -101,10 +101,10 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Every sample once over all ranks, in order, in equally many batches of the same shape on each rank.
+    """Every sample once over all ranks, in order, with the same number and shape of batches on each rank.
 
-    Batch *b* of rank *r* holds the samples from ``(b*W + r) * batch_size`` on. Where the samples run out,
-    rows repeat the first sample with all labels -100, or NaN where they are numbers.
+    Batch *b* of rank *r* starts at sample ``(b*W + r) * batch_size``. Rows beyond the last sample repeat the
+    first one with all labels -100, or NaN for numeric labels.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class EvalLoader:
         self._pin_memory = pin_memory
 
     def __len__(self) -> int:
-        """Batches on each rank."""
+        """Batches per rank."""
         return -(-len(self.dataset) // (self._batch_size * self._world_size))
 
     def __iter__(self) -> BatchIterator:
@@ -137,11 +137,11 @@ class EvalLoader:
 
 
 EVAL_EPOCH = (1 << 63) - 1
-"""The epoch that keys the masking of evaluation samples: they are masked alike every time."""
+"""The epoch for the masking of evaluation samples, so that it is the same in every evaluation."""
 
 
 def fetch(dataset: Samples, places: Sequence[tuple[int, int]]) -> Batch:
-    """A batch; places past the end become rows that do not count."""
+    """Fetch a batch. Places beyond the end become rows without valid labels."""
     count = len(dataset)
     batch = dataset.batch([(epoch, index if index < count else 0) for epoch, index in places])
     for row, (_, index) in enumerate(places):
@@ -151,7 +151,7 @@ def fetch(dataset: Samples, places: Sequence[tuple[int, int]]) -> Batch:
 
 
 class BatchIterator(Iterator[Batch]):
-    """Batches in order. ``close`` stops what reads ahead; so does dropping the iterator."""
+    """Batches in order. ``close`` or deleting the iterator stops the prefetching."""
 
     def __init__(
         self,
@@ -179,16 +179,16 @@ class BatchIterator(Iterator[Batch]):
 def _worker_batches(
     dataset: Samples, places: Iterable[list[tuple[int, int]]], num_workers: int, pin_memory: bool
 ) -> Iterator[Batch]:
-    # A plain fork would copy the locks that threads of NCCL, gloo or the accelerator happen to hold.
+    # A plain fork would copy locks that threads of NCCL, gloo or the accelerator may hold.
     server = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if server else "spawn")
-    # The system counts the thread that began a process as its parent, and another may end before the run.
+    # Linux kills the server when the thread that started it ends, so only the main thread may bind it.
     if server and threading.current_thread() is threading.main_thread():
         from multiprocessing.forkserver import _forkserver
 
         before: list[str] = getattr(_forkserver, "_preload_modules", ["__main__"])
-        others = [name for name in before if name != _BOUND]
-        context.set_forkserver_preload([_BOUND, *others])
+        others = [name for name in before if name != _PRELOAD]
+        context.set_forkserver_preload([_PRELOAD, *others])
     return map(
         _raised,
         DataLoader(
@@ -197,14 +197,14 @@ def _worker_batches(
             batch_size=None,
             num_workers=num_workers,
             pin_memory=pin_memory and torch.accelerator.is_available(),
-            generator=torch.Generator(),  # else it draws from the global one, which dropout needs undisturbed
+            generator=torch.Generator(),  # the global one is reserved for dropout
             multiprocessing_context=context,
         ),
     )
 
 
 def _raised(batch: Batch | RunError) -> Batch:
-    """What a worker has fetched, or why it could not."""
+    """Return a worker's batch, or raise its error."""
     if isinstance(batch, RunError):
         raise batch
     return batch
@@ -219,7 +219,7 @@ class _Listed(Sampler[list[tuple[int, int]]]):
 
 
 class _Feed(Dataset[Batch | RunError]):
-    """What a worker process gets: the data set, asked for a whole batch at a time."""
+    """The data set in a worker process, which fetches whole batches."""
 
     def __init__(self, dataset: Samples) -> None:
         self._dataset = dataset
@@ -227,16 +227,16 @@ class _Feed(Dataset[Batch | RunError]):
     def __getitem__(self, places: Sequence[tuple[int, int]]) -> Batch | RunError:
         try:
             return fetch(self._dataset, places)
-        except RunError as error:  # raised here, it would come out as a worker's traceback
+        except RunError as error:  # if raised here, it would become a worker's traceback
             return error
 
 
 class _ReadAhead(Iterator[Batch]):
-    """Batches fetched, and pinned, by one thread of this process while the step computes."""
+    """Batches that a thread of this process fetches, and pins, while the step computes."""
 
     def __init__(self, dataset: Samples, places: Iterable[list[tuple[int, int]]], pin_memory: bool) -> None:
         pin = pin_memory and torch.accelerator.is_available()
-        # Pinning belongs to a device context, and a new thread starts on device 0.
+        # Pinning uses the current device's context, and a new thread starts on device 0.
         device = torch.accelerator.current_device_index() if pin else None
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=_AHEAD)
         stop = threading.Event()
@@ -246,7 +246,7 @@ class _ReadAhead(Iterator[Batch]):
             name="read-ahead",
             daemon=True,
         )
-        # Runs when this object is dropped, or at exit, before the interpreter takes itself apart.
+        # Runs when this object is deleted, or at exit, before the interpreter shuts down.
         self.close = weakref.finalize(self, _stop, self._ready, stop, thread)
         self._end: BaseException | None = None
         thread.start()
@@ -286,6 +286,6 @@ def _stop(ready: queue.Queue[Batch | BaseException], stop: threading.Event, thre
     stop.set()
     with contextlib.suppress(queue.Empty):
         while True:
-            ready.get_nowait()  # a full queue would hold the thread
+            ready.get_nowait()  # a full queue would block the thread
     if thread is not threading.current_thread():  # the garbage collector may call from any thread
         thread.join(timeout=5)

@@ -1,11 +1,11 @@
 """The order of samples: a pure function of seed, epoch and index.
 
 ``permutation(n, seed, epoch)`` is a keyed bijection of ``range(n)``: a balanced Feistel network over the
-smallest even number of bits that holds ``n``, walked along its cycle until it lands inside the range (Black
-and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs no table, so a run's data position is
-one integer, and a resumed run finds its place at once, whatever the rank count.
+smallest even number of bits that fits ``n``, with cycle walking to stay inside the range (Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", 2002). It needs no table. The position in the data is therefore one
+integer, and a run resumes at once with any world size.
 
-The numbers it gives are part of the checkpoint format: changing them changes every run that is resumed.
+Its values are part of the checkpoint format: a change would alter every resumed run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 _ROUNDS = 8
-_MIN_HALF_BITS = 3  # with fewer, the round functions have too few outputs to mix a tiny data set well
+_MIN_HALF_BITS = 3  # with fewer bits, the round functions mix tiny data sets poorly
 _U64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -59,7 +59,7 @@ class Permutation:
         return self.n
 
     def __call__(self, index: int) -> int:
-        """Where ``index`` goes; both lie in ``range(n)``."""
+        """Permute ``index``. Both values are in ``range(n)``."""
         if not 0 <= index < self.n:
             raise IndexError(f"index {index} is outside range({self.n})")
         half, mask = self._half, (1 << self._half) - 1
@@ -72,7 +72,7 @@ class Permutation:
                 return index
 
     def array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The same for many indices at once: integers of any shape in, int64 of that shape out."""
+        """Permute an array of indices of any shape; returns int64 of the same shape."""
         given = np.asarray(indices, dtype=np.int64)
         if given.size and not (given.min() >= 0 and given.max() < self.n):
             raise IndexError(f"an index is outside range({self.n})")
@@ -92,11 +92,11 @@ class Permutation:
 
 @lru_cache(maxsize=16)
 def permutation(n: int, seed: int, epoch: int) -> Permutation:
-    """The order of one epoch, kept at hand while it is in use."""
+    """The order of one epoch, cached."""
     return Permutation(n, seed, epoch)
 
 
 def locate(position: int, n: int, seed: int) -> tuple[int, int]:
-    """(epoch, data set index) of the sample at global ``position`` of a run over ``n`` samples."""
+    """Return (epoch, data set index) of the sample at ``position`` of a run over ``n`` samples."""
     epoch, index = divmod(position, n)
     return epoch, permutation(n, seed, epoch)(index)

@@ -1,4 +1,4 @@
-"""Files in an object store: listed there, and copied once into the cache of the machine that reads them."""
+"""Files in an object store, downloaded once into the local cache."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from converters.storage.object_store import Object
 
 _DIGEST = "digest"
-"""The file beside a copy; what is copied has a suffix."""
+"""The name of the digest beside a copy. Copies always have a suffix."""
 
 
 def remote_files(url: str) -> dict[RemotePath, Object]:
-    """The files that a URL stands for: one, those of a pattern, or all that can be read in a folder.
+    """List the files of a URL: one file, those that match a pattern, or all readable files in a folder.
 
     Raises:
-        UserError: nothing there that can be read.
+        UserError: if there is no readable file.
     """
     with storage_errors("data.source"):
         path = RemotePath.of(url)
         found = path.glob()
         if not found:
             found = {
-                path / name: told
-                for name, told in path.objects().items()
+                path / name: found
+                for name, found in path.objects().items()
                 if (path / name).suffix.lower() in FORMATS
                 and not any(part.startswith(".") for part in name.split("/"))
             }
@@ -49,15 +49,15 @@ def remote_files(url: str) -> dict[RemotePath, Object]:
 
 
 class RemoteFiles(LocalFiles):
-    """Files in an object store, read as local ones are, from copies.
+    """Files in an object store, read from local copies.
 
     Args:
-        name: what a person called them.
-        files: with what tells their versions apart.
-        downloads: the folder for the copies, which are kept there by URL and version.
+        name: as given by the user.
+        files: with their versions.
+        downloads: the folder for copies, by URL and version.
     """
 
-    _files: list[RemotePath]  # type: ignore[assignment]  # it has what is asked of a path here
+    _files: list[RemotePath]  # type: ignore[assignment]  # it has the required part of Path's interface
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class RemoteFiles(LocalFiles):
         super().__init__(name, list(files), fields, max_samples)  # type: ignore[arg-type]
         self._objects = files
         self._downloads = downloads
-        self._copies: dict[Path, RemotePath] = {}
+        self._checked: set[Path] = set()
 
     @property
     def key(self) -> str:
-        """By what the store tells of the files: one that was tokenized before need not be fetched for it."""
+        """A digest of the store's versions, so that tokenized files need not be downloaded again."""
         versions = [(str(path), found.size, found.version) for path, found in self._objects.items()]
-        return hashlib.blake2b(repr((self._told(), versions)).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((self._settings(), versions)).encode(), digest_size=16).hexdigest()
 
     @property
     def size_bytes(self) -> int | None:
@@ -84,47 +84,38 @@ class RemoteFiles(LocalFiles):
             return None
         return sum(found.size for found in self._objects.values())
 
-    def documents(self) -> Iterator[Document]:
-        try:
-            yield from super().documents()
-        except UserError as error:
-            message = str(error)
-            for copy, path in self._copies.items():
-                message = message.replace(str(copy), str(path))
-            raise UserError(message) from error
-
     def documents_of_key(self) -> Iterator[Document]:
-        """The copies are kept by version, each with a digest, and nobody else writes to them."""
+        """Copies are stored by version with a digest, and nothing else writes to them."""
         return self.documents()
 
     def check(self) -> None:
-        """Nothing: they are there, and a look into them would fetch them."""
+        """A no-op: the files exist, and reading them would download them."""
 
-    def _here(self, path: RemotePath) -> Path:  # type: ignore[override]
-        """The copy of a file, made now if there is none; processes of this machine wait for each other."""
-        told = self._objects[path]
-        version = hashlib.blake2b(repr((str(path), told)).encode(), digest_size=16).hexdigest()
+    def _local(self, path: RemotePath) -> Path:  # type: ignore[override]
+        """Return the copy of a file. Downloads it if needed; other processes of this machine wait."""
+        listed_object = self._objects[path]
+        version = hashlib.blake2b(repr((str(path), listed_object)).encode(), digest_size=16).hexdigest()
         folder = self._downloads / version
         copy = folder / path.name
-        if copy in self._copies and copy.exists():
+        if copy in self._checked and copy.exists():
             return copy
-        self._copies[copy] = path
-        if _as_fetched(copy):
+        self._checked.add(copy)
+        if _is_intact(copy):
             return copy
         with storage_errors("data.source"), locked_folder(folder) as draft:
-            if not _as_fetched(copy):
+            if not _is_intact(copy):
                 fetched = draft.path / path.name
                 path.download(fetched)
                 now = path.objects().get("")
-                if fetched.stat().st_size != told.size or now != told:
+                if fetched.stat().st_size != listed_object.size or now != listed_object:
                     raise changed_meanwhile(path)
                 (draft.path / _DIGEST).write_bytes(_digest(fetched))
                 draft.commit()
         return copy
 
 
-def _as_fetched(copy: Path) -> bool:
-    """Whether a copy is there, as it was fetched."""
+def _is_intact(copy: Path) -> bool:
+    """Whether a copy exists and matches its digest."""
     try:
         return (copy.parent / _DIGEST).read_bytes() == _digest(copy)
     except OSError:

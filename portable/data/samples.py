@@ -1,10 +1,8 @@
-"""Map-style data sets over a token cache: sample *i* as tensors of a fixed shape.
+"""Map-style data sets over a token cache, with samples of a fixed shape.
 
-Every sample is a dictionary of int64 tensors with ``labels`` among them, which are float32 where a
-classifier learns numbers. Labels are aligned with the
-logits: ``labels[t]`` is what ``logits[t]`` should predict, shifted here where the task shifts, so that a
-loss never shifts; -100 marks a position that does not count. Shapes never vary, because a compiled step
-needs them fixed.
+A sample is a dictionary of int64 tensors. Its ``labels`` are float32 for numeric targets. Labels are aligned
+with the logits: ``labels[t]`` is the target of ``logits[t]``. The data set shifts them if the task needs it,
+so a loss never does. -100 marks positions that do not count. Shapes are fixed for compiled steps.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ Batch = dict[str, torch.Tensor]
 
 
 class Samples(ABC):
-    """A data set with ``num_samples`` samples, which may differ from epoch to epoch in their masking only."""
+    """A data set with ``num_samples`` samples. Only their masking may differ between epochs."""
 
     num_samples: int
     valid_tokens: int | None = None
-    """How many labels count in each sample, where that is the same for all."""
+    """The number of valid labels per sample, if it is the same for all."""
 
     def __len__(self) -> int:
         return self.num_samples
@@ -46,41 +44,41 @@ class Samples(ABC):
         return {name: values[0] for name, values in self.batch([(0, index % self.num_samples)]).items()}
 
     def batch(self, places: Sequence[tuple[int, int]]) -> Batch:
-        """The samples at these (epoch, index) places, stacked: tensors of shape ``[len(places), ...]``."""
+        """Stack the samples at these (epoch, index) places: tensors of shape ``[len(places), ...]``."""
         return {name: torch.from_numpy(values) for name, values in self.arrays(places).items()}
 
     @abstractmethod
     def documents(self, index: int) -> range:
-        """The documents of the source that a sample is made of, counted from 0."""
+        """The numbers of the source's documents in a sample, from 0."""
 
     @abstractmethod
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        """The same in numpy."""
+        """The same as :meth:`batch` in numpy."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The stretch of the source's samples that a data set has: ``[start, start + num_samples)``."""
+    """The range of the source's samples in a data set: ``[start, start + num_samples)``."""
 
     start: int
     num_samples: int
     order: Permutation | None = None
-    """Shuffles the source's samples first, so that the end of a sorted source is no biased evaluation set."""
+    """Shuffles the samples first, so that the evaluation part of a sorted source is not biased."""
 
     def __call__(self, index: int) -> int:
         at = self.start + index
         return at if self.order is None else self.order(at)
 
     def document(self, index: int) -> range:
-        """The one document of a sample, where a sample is a document."""
+        """The document of a sample, if each sample is one document."""
         return range(self(index), self(index) + 1)
 
 
 def packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
-    """How many whole blocks ``tokens`` tokens make; ``shifted`` labels need one token more.
+    """Return the number of full blocks in ``tokens`` tokens. ``shifted`` labels need one more token.
 
     Raises:
-        UserError: not even one.
+        UserError: if there is none.
     """
     count = (tokens - shifted) // seq_len
     if count < 1:
@@ -92,13 +90,13 @@ def packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
 
 
 def split_blocks(blocks: int, eval_fraction: float) -> tuple[Part, Part]:
-    """The training and the evaluation part of packed blocks: the evaluation is the end of the text."""
+    """Split packed blocks into training and evaluation. The evaluation part is the end of the text."""
     held = _held_out(blocks, eval_fraction)
     return Part(0, blocks - held), Part(blocks - held, held)
 
 
 def split_documents(documents: int, eval_fraction: float) -> tuple[Part, Part]:
-    """The training and the evaluation part of documents, drawn alike whatever the run's seed."""
+    """Split documents into training and evaluation at random, independently of the run's seed."""
     held = _held_out(documents, eval_fraction)
     order = Permutation(documents, seed=0)
     return Part(0, documents - held, order), Part(documents - held, held, order)
@@ -111,10 +109,10 @@ def _held_out(samples: int, eval_fraction: float) -> int:
 
 
 class PackedCausal(Samples):
-    """Documents joined end to end and cut in blocks of ``seq_len``, every position a target.
+    """Concatenated documents in blocks of ``seq_len``. Every position is a target.
 
-    Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and ``labels = tokens[i*L+1 : i*L+L+1]``, so no token is
-    a target twice, and no target of a training sample is one of an evaluation sample.
+    Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and ``labels = tokens[i*L+1 : i*L+L+1]``. No token is a
+    target twice, and training and evaluation share no target.
     """
 
     def __init__(self, cache: TokenCache, part: Part, seq_len: int) -> None:
@@ -141,7 +139,7 @@ class PackedCausal(Samples):
 
 
 class PaddedCausal(Samples):
-    """One document a sample, cut to ``seq_len`` and padded on the right."""
+    """One document per sample, truncated to ``seq_len`` and padded on the right."""
 
     def __init__(self, cache: TokenCache, part: Part, seq_len: int, pad: int) -> None:
         self.num_samples = part.num_samples
@@ -165,9 +163,9 @@ class PaddedCausal(Samples):
 def pad_rows(
     rows: Sequence[npt.NDArray[Any]], length: int, pad: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rows in one array, filled up on the right, and the attention mask.
+    """Pad rows on the right; return them and the attention mask.
 
-    A mask has at least one 1 a row: an attention over nothing is not a number.
+    A mask has at least one 1 per row, because attention over no position is NaN.
     """
     values = np.full((len(rows), length), pad, dtype=np.int64)
     mask = np.zeros((len(rows), length), dtype=np.int64)
@@ -178,7 +176,7 @@ def pad_rows(
 
 
 def cut(tokens: npt.NDArray[Any], length: int, suffix: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The first ``length`` tokens; where the document is longer, it still ends in its special tokens."""
+    """Truncate a document to ``length`` tokens. It still ends with ``suffix``."""
     out = np.array(tokens[:length], dtype=np.int64)
     if len(tokens) > length and 0 < len(suffix) < length:
         out[-len(suffix) :] = suffix

@@ -1,7 +1,7 @@
-"""Where the documents come from: the standard library's sources, files here or in a store, a hub data set.
+"""Sources of documents: the standard library, local files, files in an object store, or a hub data set.
 
-A source streams its documents, so a data set may be larger than memory, and has a ``key``: a digest that
-changes whenever the documents would, cheap enough to take at every start.
+A source streams its documents, so a data set may be larger than memory. Its ``key`` is a digest that changes
+whenever the documents do, and is cheap enough to compute at every start.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def open_source(
     downloads: Path | None = None,
     remember: bool = True,
 ) -> Source:
-    """Find what ``data.source`` names.
+    """Open the source that ``data.source`` names, without reading its contents.
 
-    Nothing large is read yet. ``digests`` is a folder that remembers the digests of large local files by
-    their size and modification time; ``None`` hashes them anew, and without ``remember`` nothing is written.
-    ``downloads`` is one for copies of remote files; ``None`` stands for the user's cache.
+    Args:
+        source: as in ``data.source``.
+        digests: folder that caches the digests of large local files; None for no cache.
+        downloads: folder for copies of remote files; None for the user's cache.
+        remember: whether to write to ``digests``.
 
     Raises:
-        UserError: the source does not exist, or cannot be what it is said to be.
+        UserError: if the source does not exist or cannot be used.
     """
     fields = fields or Fields()
     if max_samples is not None and max_samples < 1:
@@ -52,7 +54,7 @@ def open_source(
         return StandardLibrary(max_samples)
     names = [source] if isinstance(source, str) else list(source)
     if not names or not all(names):
-        raise UserError("data.source: it is empty; name a hub data set or files, or give null")
+        raise UserError("data.source: it is empty; set it to a hub data set, files or null")
     if any(map(is_url, names)):
         downloads = downloads or default_cache_dir() / "downloads"
         return _remote_files(names, fields, config_name, max_samples, downloads)
@@ -80,11 +82,11 @@ def _remote_files(
 ) -> RemoteFiles:
     if not all(map(is_url, names)):
         raise UserError(
-            "data.source: a list may name URLs or local files, not both; copy one kind to the other"
+            "data.source: a list may contain URLs or local files, not both; copy one kind to the other"
         )
     if config_name is not None:
         raise UserError(
             f"data.config_name: {config_name!r} is for a hub data set, but data.source names files; remove it"
         )
-    found = {path: told for name in names for path, told in remote_files(name).items()}
+    found = {path: listed for name in names for path, listed in remote_files(name).items()}
     return RemoteFiles(", ".join(names), found, fields, max_samples, downloads)

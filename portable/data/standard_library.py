@@ -1,4 +1,4 @@
-"""The standard library of the running interpreter as a source: real text, nothing to download."""
+"""Python's standard library as a source: real text without a download."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _STDLIB_SKIPS = re.compile(
 
 
 class _Digest:
-    """The digest of documents in their order."""
+    """A digest of documents in order."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(b"stdlib", digest_size=16)
 
     def add(self, document: Document) -> int:
-        """Add one; returns its size in bytes."""
+        """Add a document and return its size in bytes."""
         content = document.text.encode()
         self._hash.update(hashlib.blake2b(content, digest_size=16).digest())
         return len(content)
@@ -39,10 +39,10 @@ class _Digest:
 
 
 class StandardLibrary(Source):
-    """The Python files of the running interpreter's standard library: real text, nothing to download.
+    """The Python files of the interpreter's standard library: real text without a download.
 
-    One document a file, without tests and tables, in an order by hashed name, so that any stretch of it, the
-    evaluation tail included, is a fair sample.
+    One document per file, without tests and tables. Files are ordered by a hash of their names, so that every
+    part, including the evaluation part at the end, is a fair sample.
     """
 
     name = "the standard library's sources"
@@ -96,7 +96,7 @@ class StandardLibrary(Source):
         found = []
         for folder, subfolders, names in os.walk(self._root):
             subfolders[:] = [name for name in subfolders if not _STDLIB_SKIPS.fullmatch(name)]
-            # _sysconfigdata tells how this Python was built, and differs between machines.
+            # _sysconfigdata describes the build of this Python and differs between machines.
             wanted = (
                 name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
             )

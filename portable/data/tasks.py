@@ -1,5 +1,4 @@
-"""Data sets of the tasks other than causal language modelling: masked, sequence to sequence,
-classification."""
+"""Data sets for masked language modeling, sequence-to-sequence and classification."""
 
 from __future__ import annotations
 
@@ -23,17 +22,18 @@ LabelShift = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 _U64 = (1 << 64) - 1
 MASKED_SHARE = 0.15
 LAST_LABEL = -1
-"""In place of the id that a decoder starts with: each row's own last label, as in mBART."""
+"""As ``decoder_start_token_id``: each row's own last label, as in mBART."""
 
 
 class MaskedLM(Samples):
-    """Some tokens hidden, and only these a target (Devlin et al., "BERT", 2018).
+    """Masked language modeling (Devlin et al., "BERT", 2018).
 
-    Of the tokens that are not special, 15% are targets, at least one a sample; of these 80% become the mask
-    token, 10% another token, and 10% stay. The choice is keyed by (seed, epoch, sample), whoever makes it.
+    15% of the tokens that are not special are targets, at least one per sample. Of these, 80% are replaced by
+    the mask token, 10% by a random token, and 10% stay. The choice depends only on (seed, epoch, sample).
 
     Args:
-        shift: makes the decoder's input from the labels, for a model that has a decoder.
+        mask: id of the mask token.
+        shift: computes the decoder's input from the labels, for a model with a decoder.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class MaskedLM(Samples):
         seq_len: int,
         vocabulary: Vocabulary,
         *,
+        mask: int,
         suffix: Sequence[int],
         seed: int,
         packed: bool,
         shift: LabelShift | None = None,
     ) -> None:
-        assert vocabulary.mask is not None
-        self._mask = vocabulary.mask
+        self._mask = mask
         self.num_samples = part.num_samples
         self._cache = cache
         self._part = part
@@ -90,7 +90,7 @@ class MaskedLM(Samples):
         random = np.random.Generator(np.random.Philox(key=key, counter=counter))
         draw, kind = random.random(self._length)[: len(tokens)], random.random(self._length)[: len(tokens)]
         others = random.integers(0, self._vocabulary.size, self._length)[: len(tokens)]
-        draw[np.isin(tokens, self._vocabulary.special)] = 1  # never drawn
+        draw[np.isin(tokens, self._vocabulary.special)] = 1  # never chosen
         chosen = draw < MASKED_SHARE
         if not chosen.any() and (draw < 1).any():
             chosen[np.argmin(draw)] = True
@@ -101,11 +101,12 @@ class MaskedLM(Samples):
 
 
 class Seq2Seq(Samples):
-    """A text to read and a text to write, both padded; the decoder reads its labels shifted right by one.
+    """Source and target texts, both padded. The decoder's input is its labels shifted right by one.
 
     Args:
-        suffix: of the texts. target_suffix: of the targets, where it is another. decoder_start_token_id: what
-        comes before the labels, or ``LAST_LABEL``.
+        suffix: of the texts.
+        decoder_start_token_id: the first decoder input, or ``LAST_LABEL``.
+        target_suffix: of the targets, if different.
     """
 
     def __init__(
@@ -153,16 +154,15 @@ class Seq2Seq(Samples):
 
 
 class Classification(Samples):
-    """A text, or a pair of them, and its labels.
+    """Texts or pairs of texts with labels.
 
-    These are one id a sample, int64 ``[batch]``; several classes, float32 ``[batch, classes]`` of 0 and 1;
-    or what a regression learns, float32 ``[batch]`` or ``[batch, numbers]``.
+    Labels are class ids, int64 ``[batch]``; for several classes per text, float32 ``[batch, classes]`` of 0
+    and 1; for a regression, float32 ``[batch]`` or ``[batch, numbers]``.
 
     Args:
-        pair: what stands around two texts, where the cache holds pairs.
-        classes: what the labels of the cache are to the model; None where they are its ids.
-        left: put the padding before the text, for a model that classifies at the last position, as XLNet
-            does.
+        classes: maps the cache's labels to the model's; None if they are equal.
+        left: pad on the left, for a model that classifies at the last position, such as XLNet.
+        pair: the special tokens around two texts, if the cache has pairs.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Classification(Samples):
         self._suffix = tuple(suffix)
         self._problem = problem
         self._outputs = self.valid_tokens
-        # What each label of the cache becomes.
+        # Maps the labels of the cache to the model's.
         self._ids: npt.NDArray[Any] | None = None
         if classes is not None and classes.numbers:
             self._ids = np.array(classes.numbers, dtype=np.float32)
@@ -214,7 +214,7 @@ class Classification(Samples):
         return {**arrays, "labels": self._labels(numbers)}
 
     def _parts(self, number: int, frame: PairFrame) -> list[npt.NDArray[np.int64]]:
-        """Before, first, between, second, after."""
+        """The five parts of a pair: before, first, between, second, after."""
         first, second = (self._cache.document(field, number) for field in ("text", "pair"))
         one, two = longest_first(len(first), len(second), self._length - frame.length)
         parts = (frame.before, first[:one], frame.between, second[:two], frame.after)
@@ -240,20 +240,20 @@ class Classification(Samples):
         return self._part.document(index)
 
 
-def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of two texts to keep, so that ``room`` holds them: the longer one gives way first.
+def longest_first(first: int, second: int, limit: int) -> tuple[int, int]:
+    """Truncate two lengths to ``limit`` in total, the longer one first.
 
-    As the tokenizers library's ``longest_first`` has it.
+    Equals the tokenizers library's ``longest_first``.
     """
-    if first + second <= room:
+    if first + second <= limit:
         return first, second
-    room = max(0, room)
+    limit = max(0, limit)
     shorter, longer = sorted((first, second))
-    shorter, longer = (shorter, room - shorter) if 2 * shorter <= room else (room // 2, room - room // 2)
+    shorter, longer = (shorter, limit - shorter) if 2 * shorter <= limit else (limit // 2, limit - limit // 2)
     return (shorter, longer) if first <= second else (longer, shorter)
 
 
 def _types(parts: Sequence[npt.NDArray[np.int64]], types: tuple[Any, ...]) -> npt.NDArray[np.int64]:
-    """The token types of a pair: of each part its own, or one for all of it."""
+    """The token types of a pair. ``types`` has one value per token or one per part."""
     kinds = (np.array(kind, dtype=np.int64) for kind in types[:5])
     return np.concatenate([np.broadcast_to(kind, len(part)) for part, kind in zip(parts, kinds, strict=True)])

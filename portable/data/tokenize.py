@@ -1,4 +1,4 @@
-"""From documents to a token cache."""
+"""Tokenize documents into a token cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, little enough to hold
+_BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, and little memory
 _BATCH_DOCUMENTS = 4096
 
 
@@ -30,22 +30,22 @@ class Frame:
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
     target: Frame | None = field(default=None, repr=False)
-    """Those around a target text, where they are others."""
+    """The special tokens around a target text, if different."""
 
 
 def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
-    """How ``task`` frames a document.
+    """The special tokens that ``task`` puts around a document.
 
-    A causal document begins as the tokenizer begins texts and ends with its end token. An encoder's
-    documents get what the tokenizer puts around a text, and the end token where that has none.
+    A causal document starts with the tokenizer's prefix and ends with its end token. Other tasks use the
+    tokenizer's prefix and suffix, or the end token if it has no suffix.
 
     Args:
         task: one of ``TASKS``.
         vocabulary: of the texts.
-        target: of the targets, where there are any.
+        target: of the targets, if there are any.
 
     Raises:
-        UserError: the tokenizer has no token to end a document with.
+        UserError: if the tokenizer has no end token.
     """
     if target is not None:
         framed, apart = frame(task, vocabulary), frame(task, target)
@@ -56,17 +56,17 @@ def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -
         return Frame(vocabulary.prefix, vocabulary.suffix)
     if vocabulary.end is None:
         raise UserError(
-            "data.tokenizer: it has no eos_token to end a document with; set one in its "
+            "data.tokenizer: it has no eos_token for the end of a document; set one in its "
             "tokenizer_config.json, or use another tokenizer"
         )
     return Frame(vocabulary.prefix, (vocabulary.end,))
 
 
 def token_cache_folder(source: Source, tokenizer: Any, framed: Frame, cache: Path) -> Path:
-    """Where the tokens of ``source`` lie, or would."""
-    told = f"{FORMAT} {source.key} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
-    told += "" if framed.target is None else f" {framed.target}"
-    return cache / "tokens" / hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+    """The folder of the token cache of ``source``, whether or not it exists."""
+    content = f"{FORMAT} {source.key} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
+    content += "" if framed.target is None else f" {framed.target}"
+    return cache / "tokens" / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def tokenize(
@@ -79,13 +79,13 @@ def tokenize(
     *,
     progress: bool = False,
 ) -> TokenCache:
-    """The tokens of ``source``, made at the first call and found at the next.
+    """Return the tokens of ``source``, from the cache if possible.
 
-    Any number of processes may call this at once: one builds, the others wait for it. A damaged cache is
-    built again. Memory holds one batch of documents at a time.
+    Any number of processes may call this concurrently: one builds the cache, the others wait. A damaged cache
+    is rebuilt. One batch of documents is in memory at a time.
 
     Raises:
-        UserError: the source cannot be read, has no text, or the cache cannot be written.
+        UserError: if the source cannot be read or has no text, or the cache is not writable.
     """
     folder = token_cache_folder(source, tokenizer, framed, cache)
     try:
@@ -116,19 +116,17 @@ def tokenize(
                     written += _write(batch, tokenizer, framed, writer)
                     bar.update(sum(_size(document) for document in batch))
             if not written:
-                raise UserError(
-                    f"data.source: {source.name} has no text in it; give a source with at least one document"
-                )
+                raise source.no_text()
             writer.finish(suffix=list(framed.suffix), source=source.name)
         draft.commit()
     try:
         return TokenCache.open(folder)
     except CacheDamagedError as error:
-        raise RunError(f"data.cache_dir: {error}, a moment ago; name a folder on another disk") from error
+        raise RunError(f"data.cache_dir: {error}, just written; choose a folder on another disk") from error
 
 
 def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWriter) -> int:
-    """Write a batch; returns how many documents ended in it."""
+    """Write a batch; return the number of documents that end in it."""
     texts = _encode(tokenizer, [document.text for document in batch])
     pairs = [
         (number, document.target) for number, document in enumerate(batch) if document.target is not None
@@ -168,7 +166,7 @@ def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[
         add_special_tokens=False,
         return_attention_mask=False,
         return_token_type_ids=False,
-        verbose=False,  # the tokenizer's own length limit does not apply: documents are cut later
+        verbose=False,  # ignore the tokenizer's length limit: documents are truncated later
     )["input_ids"]
     return encoded
 
@@ -187,7 +185,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _in_pieces(documents: Iterator[Document]) -> Iterator[Document]:
-    """Cut very long texts, at a line's end if there is one, so that no single call takes all the memory."""
+    """Split very long texts, at line ends if possible, to limit the memory of a call."""
     for document in documents:
         text, start = document.text, 0
         while len(text) - start > 2 * PIECE_CHARS:

@@ -1,7 +1,7 @@
-"""The tokenizer: the one named, or a byte-level BPE trained once on the source.
+"""The tokenizer: a given one, or a byte-level BPE that is trained once on the source.
 
-The trained one is an ordinary ``PreTrainedTokenizerFast``: ``save_pretrained`` and ``AutoTokenizer`` carry
-it with the model, and decoding gives back the text, byte for byte.
+The trained one is a normal ``PreTrainedTokenizerFast``: ``save_pretrained`` and ``AutoTokenizer`` support it,
+and decoding restores the text byte for byte.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 DEFAULT_VOCAB_SIZE = 4096
 MAX_VOCAB_SIZE = 1_000_000  # of a trained tokenizer
 _FORMAT = 1
-_TRAIN_CHARS = 16_000_000  # more text hardly changes the merges of a small vocabulary
+_TRAIN_CHARS = 16_000_000  # more text barely changes the merges of a small vocabulary
 
 
 def load_tokenizer(
@@ -43,35 +43,35 @@ def load_tokenizer(
     source_language: str | None = None,
     target_language: str | None = None,
 ) -> Any:
-    """A hub tokenizer, or one in a local folder; ``offline`` takes what is on this disk, or fails.
+    """Load a tokenizer from the hub or a local folder.
 
     Args:
-        name_or_path: id or folder.
-        offline: as above.
-        trust_remote_code: run Python that comes with the tokenizer; else such a one is refused.
-        source_language: of the texts, for a tokenizer of many languages.
-        target_language: of the targets, for the same.
+        name_or_path: hub id or folder.
+        offline: use only local files.
+        trust_remote_code: run Python code of the tokenizer; otherwise raise if there is any.
+        source_language: of the texts, for a multilingual tokenizer.
+        target_language: of the targets, likewise.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: if it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
     languages = {"src_lang": source_language, "tgt_lang": target_language}
     languages = {key: code for key, code in languages.items() if code is not None}
     try:
-        # Always said: left out, transformers asks on the standard input whether to run what comes with it.
+        # Without trust_remote_code, transformers asks on stdin.
         return AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=offline, trust_remote_code=bool(trust_remote_code), **languages
         )
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"data.tokenizer: {name_or_path!r} comes with Python of its own, which is not run unless "
-                "model.trust_remote_code is true; set that if you trust it, or give another tokenizer"
+                f"data.tokenizer: {name_or_path!r} contains Python code, which runs only if "
+                "model.trust_remote_code is true; set it if you trust the code, or use another tokenizer"
             ) from error
         raise _unloadable(name_or_path, error) from error
-    except Exception as error:  # what comes out depends on what is wrong with the files or the network
+    except Exception as error:  # damaged files and network failures raise many classes
         raise _unloadable(name_or_path, error) from error
 
 
@@ -79,16 +79,16 @@ def _unloadable(name_or_path: str, error: Exception) -> UserError:
     reason = one_line(error)
     reason = reason if len(reason) <= 200 else reason[:197] + "..."
     return UserError(
-        f"data.tokenizer: cannot load {name_or_path!r} ({reason}); give a folder with tokenizer files, a hub "
+        f"data.tokenizer: cannot load {name_or_path!r} ({reason}); use a folder with tokenizer files, a hub "
         "id, or null to train one on the source"
     )
 
 
 def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -> None:
-    """Refuse languages that the tokenizer does not know, and one of many languages that was not told its own.
+    """Check that a multilingual tokenizer has its languages, and that other tokenizers have none.
 
     Raises:
-        UserError: for these.
+        UserError: if a language is missing, unknown or not supported.
     """
     several = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
     given = {"source": source, "target": target}
@@ -97,29 +97,29 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
         if not several:
             if code is not None:
                 raise UserError(
-                    f"{name}: {code!r} is for a tokenizer of many languages, and "
-                    f"{type(tokenizer).__name__} is none; remove it"
+                    f"{name}: {code!r} is for a multilingual tokenizer, and {type(tokenizer).__name__} is "
+                    "not one; remove it"
                 )
             continue
-        told = code or tokenizer.init_kwargs.get(key) or (side == "target" and tokenizer.tgt_lang)
-        if not told:
+        known = code or tokenizer.init_kwargs.get(key) or (side == "target" and tokenizer.tgt_lang)
+        if not known:
             raise UserError(
-                f"{name}: missing; {type(tokenizer).__name__} marks texts with their language, so name the "
-                f"{side}'s as it does ({listed(_languages(tokenizer))})"
+                f"{name}: missing; {type(tokenizer).__name__} marks texts with their language, so set one of "
+                f"its codes ({listed(_languages(tokenizer))})"
             )
     if several and tokenizer.unk_token_id is not None:
         for side in ("source", "target"):
-            told = Vocabulary.of(tokenizer, targets=side == "target")
-            if tokenizer.unk_token_id in (*told.prefix, *told.suffix):
+            vocabulary = Vocabulary.of(tokenizer, targets=side == "target")
+            if tokenizer.unk_token_id in (*vocabulary.prefix, *vocabulary.suffix):
                 codes = _languages(tokenizer)
                 code = given[side] or ""
                 near = get_close_matches(code, codes, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"it knows {listed(codes)}"
-                raise UserError(f"data.{side}_language: {code!r} is no language of the tokenizer; {hint}")
+                hint = f"did you mean {near[0]}?" if near else f"it has {listed(codes)}"
+                raise UserError(f"data.{side}_language: the tokenizer has no language {code!r}; {hint}")
 
 
 def _languages(tokenizer: Any) -> list[str]:
-    """The codes of the languages of a tokenizer, as far as it lists them."""
+    """The language codes that a tokenizer lists."""
     known = getattr(tokenizer, "lang_code_to_id", None) or ()
     known = known or [str(token) for token in getattr(tokenizer, "extra_special_tokens", None) or ()]
     known = known or getattr(tokenizer, "additional_special_tokens", None) or ()
@@ -127,22 +127,22 @@ def _languages(tokenizer: Any) -> list[str]:
 
 
 def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
-    """The size asked of a trained tokenizer.
+    """The vocabulary size of a trained tokenizer.
 
     Raises:
-        UserError: not even the bytes fit, or no training would end.
+        UserError: if it is too small for all bytes, or too large to train.
     """
     size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     least = 256 + 2 + mask
     if size < least:
         raise UserError(
-            f"data.vocab_size: {size} is too small for a byte-level tokenizer; give at least {least} "
+            f"data.vocab_size: {size} is too small for a byte-level tokenizer; use at least {least} "
             "(256 bytes and the special tokens)"
         )
     if size > MAX_VOCAB_SIZE:
         raise UserError(
-            f"data.vocab_size: {size} is too large for a tokenizer trained here; give at most "
-            f"{MAX_VOCAB_SIZE} (left out, it is the model's vocab_size)"
+            f"data.vocab_size: {size} is too large to train a tokenizer; use at most {MAX_VOCAB_SIZE} "
+            "(the default is the model's vocab_size)"
         )
     return size
 
@@ -150,13 +150,13 @@ def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
 def trained_tokenizer_folder(
     source: Source, vocab_size: int, cache: Path, *, mask: bool = False, ends: bool = False
 ) -> Path:
-    """Where the tokenizer trained on ``source`` lies, or would."""
-    told = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}{' ends' if ends else ''}"
-    return cache / "tokenizers" / hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+    """The folder of the tokenizer trained on ``source``, whether or not it exists."""
+    content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}{' ends' if ends else ''}"
+    return cache / "tokenizers" / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def is_trained(folder: Path) -> bool:
-    """Whether a tokenizer lies there as it was saved: one with a wrong byte in it may open as well."""
+    """Whether ``folder`` has an intact tokenizer. A damaged one may load without an error."""
     try:
         return check_manifest(folder) is not None
     except CheckpointError:
@@ -166,11 +166,11 @@ def is_trained(folder: Path) -> bool:
 def train_tokenizer(
     source: Source, vocab_size: int | None, cache: Path, *, mask: bool = False, ends: bool = False
 ) -> Any:
-    """Train a byte-level BPE on the head of ``source``, or load the one trained before.
+    """Train a byte-level BPE on the start of ``source``, or load it from the cache.
 
-    ``vocab_size`` counts the special tokens (end, padding and, with ``mask``, the mask); a small source may
-    give fewer. With ``ends`` it puts the end token behind each text. Any number of processes may call this at
-    once: one trains, the others wait for it.
+    ``vocab_size`` includes the special tokens; a small source may have fewer. ``mask`` adds a mask token, and
+    ``ends`` appends the end token to each text. Any number of processes may call this concurrently: one
+    trains, the others wait.
     """
     size = trained_vocab_size(vocab_size, mask=mask)
     folder = trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends)
@@ -239,9 +239,7 @@ def _head(source: Source) -> Iterator[str]:
         if left <= 0:
             return
     if not found:
-        raise UserError(
-            f"data.source: {source.name} has no text in it; give a source with at least one document"
-        )
+        raise source.no_text()
 
 
 _parallelism_is_ours = False
@@ -249,9 +247,9 @@ _parallelism_is_ours = False
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let the tokenizers library use its threads, and let no later fork of this process inherit them.
+    """Enable the threads of the tokenizers library within this context, and disable them afterwards.
 
-    It prints a warning in every process forked after its threads ran, unless told what to do.
+    Otherwise the library prints a warning in every process that is forked later.
     """
     global _parallelism_is_ours
     if "TOKENIZERS_PARALLELISM" in os.environ and not _parallelism_is_ours:
@@ -267,28 +265,28 @@ def parallel_tokenizers() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the data path needs to know of a tokenizer."""
+    """The special tokens of a tokenizer, and its size."""
 
     size: int
-    """One more than its largest id: what a model's embedding must hold."""
+    """One more than the largest id: the minimum size of a model's embedding."""
     end: int | None
-    """Ends a document: the end-of-sequence token, or the separator of a BERT."""
+    """The end of a document: the end-of-sequence token, or BERT's separator."""
     pad: int
     mask: int | None
     special: tuple[int, ...]
     prefix: tuple[int, ...]
-    """What the tokenizer itself puts before a text, such as ``[CLS]``."""
+    """The tokens that the tokenizer puts before a text, such as ``[CLS]``."""
     suffix: tuple[int, ...]
-    """What the tokenizer itself puts after a text, such as ``[SEP]``."""
+    """The tokens that the tokenizer puts after a text, such as ``[SEP]``."""
 
     @staticmethod
     def of(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
-        """What ``tokenizer`` does to texts, or to the ``targets`` of a translation."""
+        """Inspect ``tokenizer`` for texts, or for the ``targets`` of a translation."""
         text = {"text_target" if targets else "text": "a"}
         bare: list[int] = tokenizer(**text, add_special_tokens=False)["input_ids"]
         framed: list[int] = tokenizer(**text, add_special_tokens=True)["input_ids"]
-        places = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
-        start = next(places, 0) if bare else 0
+        starts = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+        start = next(starts, 0) if bare else 0
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
         pad = tokenizer.pad_token_id
         return Vocabulary(
@@ -304,11 +302,11 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class PairFrame:
-    """What a tokenizer puts around two texts: what comes before, between and after them.
+    """The special tokens that a tokenizer puts before, between and after two texts.
 
     Attributes:
         types: the token types of the five parts (before, first, between, second, after) and of the padding,
-            where the tokenizer gives any: each a list of its part's, or one for all tokens of a text.
+            if the tokenizer has any: one per special token, and one for all tokens of a text.
     """
 
     before: tuple[int, ...]
@@ -318,10 +316,10 @@ class PairFrame:
 
     @staticmethod
     def of(tokenizer: Any) -> PairFrame:
-        """Find out by an example.
+        """Inspect ``tokenizer`` with an example.
 
         Raises:
-            UserError: it does not put one text behind the other.
+            UserError: if it does not concatenate the texts.
         """
         first, second = "a", "b"
         one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second))
@@ -332,8 +330,8 @@ class PairFrame:
         following = _find(ids, two, start + len(one))
         if not one or not two or start < 0 or following < 0:
             raise UserError(
-                "data.text_pair_field: this tokenizer does not put two texts one behind the other; join them "
-                "into one field, and use another data.tokenizer or no pairs"
+                "data.text_pair_field: this tokenizer does not concatenate two texts; join them into one "
+                "field, or use another data.tokenizer"
             )
         cuts = [0, start, start + len(one), following, following + len(two), len(ids)]
         types = None
@@ -344,37 +342,37 @@ class PairFrame:
 
     @property
     def length(self) -> int:
-        """How many tokens it adds."""
+        """The number of special tokens."""
         return len(self.before) + len(self.between) + len(self.after)
 
 
 def _find(tokens: list[int], part: list[int], start: int) -> int:
-    """Where ``part`` begins in ``tokens``, from ``start`` on; -1 where it does not."""
+    """The index of ``part`` in ``tokens`` from ``start``, or -1."""
     return next((at for at in range(start, len(tokens)) if tokens[at : at + len(part)] == part), -1)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """A digest of all that decides which ids a text gets."""
+    """A digest of everything that determines the ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        told = json.loads(backend.to_str())
-        told["truncation"] = told["padding"] = None  # set and unset by every call; they never apply here
+        state = json.loads(backend.to_str())
+        state["truncation"] = state["padding"] = None  # changed by every call, and not used here
     else:
-        told = {
+        state = {
             "class": type(tokenizer).__name__,
             "vocab": sorted(tokenizer.get_vocab().items()),
             "files": _files_digest(tokenizer),
         }
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
-    content = json.dumps([told, ids], sort_keys=True)
+    content = json.dumps([state, ids], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def _files_digest(tokenizer: Any) -> str:
-    """A digest of the files of a tokenizer in Python, such as the two sentencepiece models of a Marian."""
+    """A digest of the files of a Python tokenizer, such as Marian's two sentencepiece models."""
     hasher = hashlib.blake2b(digest_size=16)
     with scratch_folder("portable-vocabulary") as folder:
-        with suppress(NotImplementedError, OSError, ValueError):  # without one, the vocabulary tells all
+        with suppress(NotImplementedError, OSError, ValueError):  # without files, the vocabulary suffices
             tokenizer.save_vocabulary(str(folder))
         for path in sorted(folder.iterdir()):
             hasher.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute activations in the backward pass in place of keeping them."""
+"""Activation checkpointing: recompute activations in the backward pass instead of storing them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def checkpoint_activations(model: nn.Module, kind: str, *, inputs_on_host: bool = False) -> None:
-    """Switch on what ``memory.activation_checkpointing`` names: ``none``, ``full`` or ``selective``.
+    """Enable the ``memory.activation_checkpointing`` mode ``none``, ``full`` or ``selective``.
 
     Args:
-        model: a model of transformers.
-        kind: what is recomputed.
-        inputs_on_host: keep the hidden states that a layer is recomputed from in host memory until then.
+        model: a transformers model.
+        kind: the mode.
+        inputs_on_host: store each layer's input hidden states in host memory until recomputation.
 
     Raises:
-        UserError: for a model that cannot recompute.
+        UserError: if the model does not support recomputation.
     """
     if kind == "none":
         return
@@ -43,7 +43,7 @@ def checkpoint_activations(model: nn.Module, kind: str, *, inputs_on_host: bool 
             aten._scaled_dot_product_flash_attention_for_cpu.default,
         ]
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
-    # transformers renamed it; the options are the first argument of both.
+    # Newer versions of transformers have a new name. Both take the options first.
     enable: Any = (
         getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     )
@@ -58,13 +58,13 @@ def checkpoint_activations(model: nn.Module, kind: str, *, inputs_on_host: bool 
 
 
 _RECOMPUTED_BY = "_gradient_checkpointing_func"
-"""Where transformers keeps the function that a layer is called through when it is to be recomputed."""
+"""The attribute with the function through which transformers calls a recomputed layer."""
 
 
 def _with_inputs_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """``checkpoint``, which keeps a layer's inputs as autograd's saved tensors, with those on the host.
+    """Wrap ``checkpoint`` so that the inputs of the layer are saved on the host.
 
-    What the layer itself saves does not get there: checkpointing's own hooks lie within these.
+    Only these: tensors that the layer itself saves are handled by checkpointing's own, inner hooks.
     """
 
     def called(*args: Any, **kwargs: Any) -> Any:

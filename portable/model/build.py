@@ -1,7 +1,7 @@
-"""Transformers models: built on the meta device, initialised or loaded unit by unit.
+"""Build transformers models on the meta device.
 
-Nothing here holds a whole model in memory: parameters are created on the meta device, a backend shards and
-allocates them, and the values then arrive one transformer layer, or one tensor, at a time.
+No function here holds a whole model in memory. Parameters are created on the meta device, a backend shards
+and allocates them, and their values then arrive layer by layer or tensor by tensor.
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from portable.errors import UserError, one_line
-from portable.model.transformers_patches import no_look_at_values
+from portable.model.layers import one_layer_per_kind, trial_forward
+from portable.model.parameters import token_embedding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
     from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.config import ModelConfig, RunConfig
@@ -35,11 +33,11 @@ AUTO_CLASSES = {
 
 
 def model_config(settings: ModelConfig) -> PretrainedConfig:
-    """The transformers config that ``model.config`` or ``model.name_or_path`` describes.
+    """Return the transformers config for ``model.config`` or ``model.name_or_path``.
 
     Raises:
-        UserError: for an unknown ``model_type``, a key that its config class does not know, or a name that
-            can be found neither as a folder nor on the hub.
+        UserError: if ``model_type`` or another key is unknown, or if the name is neither a local folder nor a
+            model on the hub.
     """
     from transformers import AutoConfig
 
@@ -52,14 +50,16 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             known = AutoConfig.for_model(model_type)
         except ValueError as error:
             near = _nearest(model_type, _model_types())
-            raise UserError(f"model.config.model_type: transformers knows no {model_type!r}{near}") from error
-        except Exception as error:  # its defaults contradict each other
+            raise UserError(
+                f"model.config.model_type: transformers has no model type {model_type!r}{near}"
+            ) from error
+        except Exception as error:  # the defaults of some config classes are invalid
             raise UserError(f"model.config: {model_type}: {one_line(error)}") from error
         for key in given:
-            # transformers keeps any keyword it is given, so that a misspelt one would change nothing.
-            if not (_has_setting(known, key) or _means_nothing(key, given[key]) or _is_of_generation(key)):
+            # transformers stores unknown keywords silently, so a misspelled key would have no effect.
+            if not (_has_setting(known, key) or _is_ignored(key, given[key]) or _is_generation_setting(key)):
                 near = _nearest(key, known.to_dict())
-                raise UserError(f"model.config.{key}: not a setting of {type(known).__name__}{near}")
+                raise UserError(f"model.config.{key}: {type(known).__name__} has no such setting{near}")
         try:
             config = AutoConfig.for_model(model_type, **given)
         except Exception as error:
@@ -68,90 +68,90 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         name = settings.name_or_path
         if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():
             raise UserError(
-                f"model.name_or_path: {name}: no such folder; give a model's folder, or its name on the hub "
+                f"model.name_or_path: {name}: no such folder; give a model folder or a model name on the hub "
                 "(organisation/name)"
             )
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
-        except Exception as error:  # sizes that contradict each other have an error class of their own
+        except Exception as error:  # inconsistent sizes raise exceptions of other classes
             raise UserError(f"model.name_or_path: {one_line(error)}") from error
-    place = "model.config" if settings.name_or_path is None else "model.name_or_path"
+
     try:
         config.get_text_config()
-    except ValueError as error:  # it describes several models of text
-        raise UserError(f"{place}: {one_line(error)}") from error
+    except ValueError as error:  # the config contains several text models
+        raise UserError(f"{settings.key}: {one_line(error)}") from error
     if settings.task == "seq2seq-lm" and not getattr(config, "is_encoder_decoder", False):
         raise UserError(
-            f"model.task: seq2seq-lm needs an encoder and a decoder, and {config.model_type} is not such a "
-            "model; use causal-lm"
+            f"model.task: seq2seq-lm needs an encoder-decoder model, and {config.model_type} is not one; use "
+            "causal-lm"
         )
-    without_quantization(config)  # the weights are floats once they are loaded, and when they are saved
+    without_quantization(config)  # weights are loaded and saved as floats
     return config
 
 
-# Keys of config.json files on the hub that no class of today has an attribute for; they change nothing.
+# Keys in published config.json files that no current config class has. They have no effect.
 _PUBLISHED = {"auto_map", "n_ctx", "n_positions", "output_past", "prefix", "task_specific_params"}
 
 
 def _has_setting(config: PretrainedConfig, key: str) -> bool:
     try:
         return hasattr(config, key)
-    except Exception:  # what may differ from layer to layer is refused to whoever asks for one value
+    except Exception:  # reading a per-layer setting as one value raises
         return True
 
 
-def _means_nothing(key: str, value: Any) -> bool:
+def _is_ignored(key: str, value: Any) -> bool:
     return key in _PUBLISHED or (key == "gradient_checkpointing" and not value)
 
 
-def _is_of_generation(key: str) -> bool:
-    """Whether ``key`` is of generation's settings, which config.json files had before these got their own."""
+def _is_generation_setting(key: str) -> bool:
+    """Whether ``key`` belongs to ``GenerationConfig``. Old config.json files contain such keys."""
     from transformers import GenerationConfig
 
     return not key.startswith("_") and key in vars(GenerationConfig())
 
 
-def without_quantization(config: PretrainedConfig) -> Any:
-    """Take the description of quantised weights out of ``config``, where weights are floats; returns it."""
-    description = None
+def without_quantization(config: PretrainedConfig) -> dict[str, Any] | None:
+    """Remove the quantization config from ``config`` and return it, or None."""
+    description: Any = None
     for part in (config, config.get_text_config(), config.get_text_config(decoder=True)):
         if "quantization_config" in vars(part):
             description = description or part.quantization_config
             del part.quantization_config
-    return description
+    given: dict[str, Any] | None = description.to_dict() if hasattr(description, "to_dict") else description
+    return given
 
 
 def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
-    """The model with fp32 parameters on the meta device and real (small) buffers; tied weights are tied.
+    """Build the model with fp32 parameters on the meta device and real buffers. Weights are tied.
 
-    An architecture that has no ``sdpa`` gets ``eager``, unless ``model.attention`` asks for ``sdpa`` itself.
+    Architectures without ``sdpa`` fall back to ``eager``, unless ``model.attention`` is set to ``sdpa``.
 
     Raises:
-        UserError: for a config of which no model can be built, or none that computes anything.
+        UserError: if the config does not describe a model that can run.
     """
-    place = "model.config" if settings.name_or_path is None else "model.name_or_path"
-    text = config.get_text_config()
-    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        size = getattr(text, key, None)
+    key, text = settings.key, config.get_text_config()
+    for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
-            raise UserError(f"{place}: {key} is {size}; it must be at least 1")
+            raise UserError(f"{key}: {name} is {size}; it must be at least 1")
     try:
         model = _from_config(config, settings, settings.attention)
-    except Exception as error:  # anything may come out of a size or a name that does not fit
+    except Exception as error:  # invalid sizes and names raise exceptions of any class
         lacks_sdpa = settings.attention == "sdpa" and "scaled_dot_product_attention" in str(error)
         if not lacks_sdpa:
-            raise UserError(_unbuildable(config, place, error)) from error
+            raise UserError(_unbuildable(config, key, error)) from error
         if "attention" in settings.model_fields_set:
             architecture = str(error).split()[0]
             raise UserError(f"model.attention: {architecture} has no sdpa kernel; use eager") from error
         try:
             model = _from_config(config, settings, "eager")
         except Exception as second:
-            raise UserError(_unbuildable(config, place, second)) from second
+            raise UserError(_unbuildable(config, key, second)) from second
     model.tie_weights()
     _prepare_for_training(model)
-    if settings.attention != "flash_attention_2":  # which computes nothing on the meta device
-        _check_forward(model, place)
+    if settings.attention != "flash_attention_2":  # not implemented on the meta device
+        _check_forward(model, key)
     return model
 
 
@@ -160,10 +160,10 @@ def _prepare_for_training(model: PreTrainedModel) -> None:
 
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            # Keys and values of past tokens are of no use. Encoders and decoders have configs of their own.
+            # Training needs no KV cache. Encoders and decoders have configs of their own.
             module.config.use_cache = False
-            # It looks for padding in every batch, to warn of a missing mask: on an accelerator that waits for
-            # the device. The data comes with a mask wherever it is padded.
+            # The warning reads every batch for padding, which is a host sync. The data has a mask wherever it
+            # is padded.
             module.__dict__["warn_if_padding_and_no_attention_mask"] = _no_warning
 
 
@@ -176,12 +176,12 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     from accelerate import init_empty_weights
 
     auto_class = getattr(transformers, AUTO_CLASSES[settings.task])
-    config = copy.deepcopy(config)  # what is saved with the weights stays as it was given
+    config = copy.deepcopy(config)  # the saved config must stay unchanged
     text = config.get_text_config()
     vocabulary, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
     given = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
     if not given and isinstance(vocabulary, int) and isinstance(padding, int) and padding >= vocabulary:
-        text.pad_token_id = None  # a default, of a larger vocabulary; the tokenizer brings another
+        text.pad_token_id = None  # the default id of a larger vocabulary; the tokenizer sets another
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = auto_class.from_config(
             config,
@@ -191,280 +191,87 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
         )
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:  # made like a parameter; its value is not from there
+            if buffer is not None and buffer.is_meta:  # created as a parameter, so it has no value
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     return model
 
 
-def _unbuildable(config: PretrainedConfig, place: str, error: Exception) -> str:
-    """What is wrong with a config, as far as the error of building its model tells."""
+def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
+    """Explain why building the model raised ``error``."""
     if isinstance(error, ImportError):
         return f"model: {one_line(error)}"
     if isinstance(error, KeyError) and error.args:
         values = config.get_text_config().to_dict()
-        keys = [key for key, value in values.items() if isinstance(value, str) and value == error.args[0]]
-        if keys:
-            return (
-                f"{place}: {keys[0]} is {error.args[0]!r}, which transformers does not know; choose another"
-            )
+        names = [name for name, value in values.items() if isinstance(value, str) and value == error.args[0]]
+        if names:
+            return f"{key}: {names[0]} is {error.args[0]!r}, which transformers does not know; change it"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{place}: no model can be built of it ({kind}{one_line(error)}); check its sizes and names"
+    return f"{key}: building the model failed ({kind}{one_line(error)}); check its sizes and names"
 
 
-# How torch says that two sizes do not go together. Whatever else goes wrong on the meta device, such as code
-# that looks at values, says nothing about the config.
+# torch's messages for incompatible shapes. Other errors on the meta device, such as control flow that depends
+# on values, do not indicate a wrong config.
 _SHAPES_DISAGREE = re.compile(r"must match|cannot be multiplied|is invalid for input of size|Expected size")
 
 
-def _check_forward(model: PreTrainedModel, place: str) -> None:
-    """Raise UserError if the sizes in the config contradict each other; costs no memory and no arithmetic."""
-    one_of_each = {names[0] for names in layer_kinds(model).values()}
+def _check_forward(model: PreTrainedModel, key: str) -> None:
+    """Raise UserError if the sizes in the config are inconsistent. Uses no memory and computes nothing."""
     try:
-        trial_forward(shortened(model, one_of_each))
+        trial_forward(one_layer_per_kind(model))
     except Exception as error:
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
-                f"{place}: its sizes do not fit each other ({one_line(error)}); check the numbers of heads "
-                "and the sizes they divide"
+                f"{key}: its sizes are inconsistent ({one_line(error)}); check the numbers of heads and "
+                "the sizes that they must divide"
             ) from error
 
 
-def called_past_hooks(model: nn.Module) -> set[str]:
-    """Names of layers that work without telling what hooks into them.
-
-    Their ``forward`` is called directly, as far as a pass on the meta device shows it; or, as in Reformer, a
-    function with a backward pass of its own calls them, and asks them for their gradients directly.
-    """
-    kinds = list(layer_kinds(model).values())
-    silent = set(range(len(kinds)))
-    reversible = {name for name, layer in transformer_layers(model) if hasattr(layer, "backward_pass")}
-
-    def watch(trial: nn.Module) -> None:
-        for number, (_, layer) in enumerate(transformer_layers(trial)):
-            layer.register_forward_pre_hook(lambda *_, number=number: silent.discard(number))
-
-    try:
-        trial_forward(shortened(model, {names[0] for names in kinds}), watch)
-    except Exception:
-        return reversible
-    return reversible | {name for number in silent for name in kinds[number]}
-
-
-def every_parameter_counts(model: nn.Module) -> bool:
-    """Whether all that is trained of ``model``, on the meta device, gets a gradient in each pass.
-
-    False also where nobody knows: code that looks at values, which nobody has computed.
-    """
-    settings = cast("PreTrainedModel", model).config.to_dict()
-    if any(value for key, value in settings.items() if key.endswith("layerdrop")):
-        return False
-    one_of_each = {names[0] for names in layer_kinds(model).values()}
-    tried: list[nn.Module] = []
-    try:
-        small = shortened(model, one_of_each).to(torch.bfloat16)  # the one type that every kernel has
-        output = trial_forward(small, tried.append, gradients=True)
-        output.logits.sum().backward()
-    except Exception:
-        return False
-    return all(p.grad is not None for p in tried[0].parameters() if p.requires_grad)
-
-
-def trial_forward(
-    model: nn.Module, prepare: Callable[[nn.Module], None] = lambda _: None, *, gradients: bool = False
-) -> Any:
-    """What a copy of ``model`` returns for two tokens on the meta device, where nothing is computed.
-
-    Args:
-        model: on the meta device, with buffers anywhere.
-        prepare: called with the copy before its forward pass.
-        gradients: whether a backward pass may follow.
-    """
-    trial: Any = copy.deepcopy(model)
-    trial.to("meta").eval()
-    prepare(trial)
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    inputs = {"input_ids": tokens}
-    if trial.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = tokens
-    with torch.set_grad_enabled(gradients), no_look_at_values():
-        return trial(**inputs)
-
-
-def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated layers, by name: what is sharded, checkpointed and initialised as a unit."""
-    classes = {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
-    # Members of a list only: some models declare their embeddings too, whose weights the head may share.
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
-    members = [(f"{name}.{child}", m) for name, entries in lists for child, m in entries.named_children()]
-    found = [(name, m) for name, m in members if type(m).__name__ in classes]
-    if not found and lists:
-        name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-        found = list(_members(name, largest))
-    names = {name for name, _ in found}
-    return [(name, m) for name, m in found if not any(name.startswith(f"{n}.") for n in names)]
-
-
-def _members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What stands in a list of modules, or in lists within it: a list itself is never called."""
-    for child, module in entries.named_children():
-        if type(module) is nn.ModuleList:
-            yield from _members(f"{name}.{child}", module)
-        else:
-            yield f"{name}.{child}", module
-
-
-LayerKinds = dict[tuple[Any, ...], list[str]]
-
-
-def layer_kinds(model: nn.Module) -> LayerKinds:
-    """The names of the layers, by what makes them equal: where they stand, class, shapes and attributes."""
-    kinds: LayerKinds = defaultdict(list)
-    for name, layer in transformer_layers(model):
-        parent, _, _ = name.rpartition(".")
-        shapes = tuple((key, tuple(p.shape)) for key, p in layer.named_parameters())
-        plain = [
-            (key, value)
-            for module in layer.modules()
-            for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and "layer_idx" not in key and "idx" not in key
-        ]
-        kinds[(parent, type(layer), shapes, tuple(plain))].append(name)
-    return dict(kinds)
-
-
-def shortened(model: nn.Module, kept: Collection[str]) -> Any:
-    """A copy of ``model`` with those of its layers alone, under consecutive numbers."""
-    memo: dict[int, Any] = {}
-    lists: dict[str, list[str]] = defaultdict(list)
-    for name, layer in transformer_layers(model):
-        parent, _, child = name.rpartition(".")
-        lists[parent].append(child)
-        if name not in kept:
-            memo[id(layer)] = None
-    small = copy.deepcopy(model, memo)
-    for parent, children in lists.items():
-        holder = small.get_submodule(parent)
-        remaining = [m for child in children if (m := holder._modules[child]) is not None]
-        holder._modules.clear()
-        for i, layer in enumerate(remaining):
-            holder.add_module(str(i), layer)
-    return small
-
-
-def materialize(model: nn.Module, device: torch.device, *, parameters: torch.device | None = None) -> None:
-    """Allocate the model on ``device``: parameters uninitialised, buffers copied, tied weights still tied.
-
-    Args:
-        model: on the meta device. device: where it computes.
-        parameters: where its parameters wait between uses, if that is elsewhere.
-    """
-
-    def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
-        place = parameters or device
-        return nn.Parameter(torch.empty_like(meta, device=place), requires_grad=meta.requires_grad)
-
-    replace_tensors(model, parameter, lambda _, buffer: buffer.to(device))
-
-
-def replace_tensors(
-    model: nn.Module,
-    parameter: Callable[[str, nn.Parameter], nn.Parameter],
-    buffer: Callable[[str, torch.Tensor], torch.Tensor],
-) -> None:
-    """Put others in the place of the model's parameters and buffers; tied weights stay tied.
-
-    Args:
-        parameter: from the first name of a parameter, and the parameter, what to put in its place. Called
-            once for a tied one. buffer: the same for a buffer.
-    """
-    replaced: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        dotted = f"{prefix}." if prefix else ""
-        for name, old in module._parameters.items():
-            if old is None:
-                continue
-            if id(old) not in replaced:
-                replaced[id(old)] = parameter(dotted + name, old)
-            module._parameters[name] = replaced[id(old)]
-        for name, value in module._buffers.items():
-            if value is not None:
-                module._buffers[name] = buffer(dotted + name, value)
-
-
-def embeddings(model: nn.Module) -> list[nn.Parameter]:
-    """The lookup tables of ``model``; one of them may be the output head's matrix as well."""
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    return [parameter for table in tables for parameter in table.parameters(recurse=False)]
-
-
-def looked_up_table(model: PreTrainedModel) -> nn.Parameter | None:
-    """The embedding of tokens, float ``[vocabulary, hidden]``; None for a model that has no such table."""
-    try:
-        table = getattr(model.get_input_embeddings(), "weight", None)
-    except NotImplementedError:
-        return None
-    return table if isinstance(table, nn.Parameter) else None
-
-
-def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """For each parameter, by the name under which it is listed first, the other names that it also has."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return {first: others for first, *others in names.values()}
-
-
-def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (each once) and persistent buffers, by name: what a checkpoint holds of the model."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    persistent = model.state_dict(keep_vars=True).keys()
-    tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
-    return tensors
-
-
 def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
-    """Raise UserError if the tokenizer can produce ids that the embedding has no row for."""
-    table = looked_up_table(model)
+    """Raise UserError if the tokenizer has ids beyond the rows of the embedding."""
+    table = token_embedding(model)
     if table is not None and tokenizer_size > (rows := table.shape[0]):
         raise UserError(
-            f"data.tokenizer: it has {tokenizer_size} tokens and the model's vocabulary only {rows}; "
+            f"data.tokenizer: it has {tokenizer_size} tokens, but the model's vocabulary has {rows}; "
             f"set model.config.vocab_size to at least {tokenizer_size} or choose another tokenizer"
         )
 
 
+def positions(config: PretrainedConfig) -> int | None:
+    """Return the number of positions of the model, or None if it has no bound."""
+    bound = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return bound if isinstance(bound, int) and bound > 0 else None
+
+
 def check_length(config: PretrainedConfig, run: RunConfig) -> None:
-    """Raise UserError for sequences longer than the model has positions."""
+    """Raise UserError if sequences are longer than the model's positions."""
     seq_len = run.data.longest
-    text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions <= 0:
+    bound = positions(config)
+    if bound is None:
         return
-    padding = getattr(text, "pad_token_id", None)
-    if isinstance(padding, int) and positions - padding - 1 < seq_len <= positions:
-        positions -= _reserved_positions(config)
-    if positions < seq_len:
+    padding = getattr(config.get_text_config(), "pad_token_id", None)
+    if isinstance(padding, int) and bound - padding - 1 < seq_len <= bound:
+        bound -= _reserved_positions(config)
+    if bound < seq_len:
         key = "data.seq_len" if seq_len == run.data.seq_len else "data.target_seq_len"
         if run.model.name_or_path is None:
             remedy = "or raise model.config.max_position_embeddings"
-        else:  # what it was trained with is not ours to change
+        else:  # a pretrained position table has a fixed size
             remedy = "or name a model with more positions in model.name_or_path"
-        raise UserError(
-            f"{key}: {seq_len} tokens are more than the model's {positions} positions; lower it, {remedy}"
-        )
+        raise UserError(f"{key}: {seq_len} tokens exceed the model's {bound} positions; lower it, {remedy}")
 
 
 def _reserved_positions(config: PretrainedConfig) -> int:
-    """Rows of the position table that no token gets: RoBERTa and its kin count from the padding id on."""
+    """Rows of the position table that no token uses. RoBERTa counts positions from the padding id."""
     from accelerate import init_empty_weights
     from transformers import AutoModel
 
     try:
         with init_empty_weights():
-            # A config whose class came with the model was trusted when it was loaded. Always said: left out,
-            # transformers asks on the standard input.
+            # The code of a hub model was trusted when its config was loaded. Without this argument
+            # transformers asks on stdin.
             trusted = type(config).__module__.startswith("transformers_modules.")
             model: nn.Module = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=trusted)
-    except Exception:  # build_model says what is wrong with the config
+    except Exception:  # build_model reports what is wrong with the config
         return 0
     reserved = 0
     for name, module in model.named_modules():

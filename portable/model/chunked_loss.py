@@ -1,8 +1,8 @@
-"""Token losses of a language model without its logits, which are the largest tensor of a step by far.
+"""Token losses of a language model without its logits, by far the largest tensor of a step.
 
-The output head gives each token's loss in place of its logits: some tokens at a time, and again, with the
-gradients, in the backward pass. The numbers are those of the head followed by the cross-entropy; what is
-summed in another order is the head's gradient alone, and that in fp32.
+The output head returns each token's loss in place of its logits. It computes a chunk of tokens at a time, and
+recomputes it in the backward pass to get the gradients. The results equal those of the head followed by the
+cross-entropy, except for the summation order of the head's gradient, which is accumulated in fp32.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from portable.errors import require
-from portable.model.build import trial_forward
-from portable.model.loss import IGNORED, OwnTerms
+from portable.model.layers import trial_forward
+from portable.model.loss import IGNORED, ModelTerms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOGITS_HELD = 1 << 26
-"""Logits that ``memory.loss_chunk_tokens: auto`` computes at a time; 256 MiB in fp32."""
+"""Number of logits per chunk with ``memory.loss_chunk_tokens: auto``; 256 MiB in fp32."""
 
 
 class ChunkedHead(nn.Linear):
     """An output head that can return losses in place of logits.
 
-    Shares the parameters of the head that it replaces, so names, ties and sharding stay as they are.
+    Shares the parameters of the head that it replaces, so names, ties and sharding do not change.
 
     Args:
         linear: the model's own head.
-        tokens: how many to project at a time; None: as many as have :data:`LOGITS_HELD` logits.
+        tokens: tokens per chunk; None for as many as have :data:`LOGITS_HELD` logits.
     """
 
     def __init__(self, linear: nn.Linear, tokens: int | None) -> None:
@@ -45,15 +45,15 @@ class ChunkedHead(nn.Linear):
         self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
         self._labels: Tensor | None = None
         self.most_parts: int | None = None
-        """Compute so many parts at most, to measure memory; None: all."""
+        """Compute at most this many chunks, to measure memory; None for all."""
 
     def pays(self, labels: Tensor) -> bool:
-        """Whether a micro-batch has more tokens than are projected at a time."""
+        """Whether a micro-batch has more than one chunk of tokens."""
         return labels.numel() > self._tokens
 
     @contextmanager
     def giving_losses(self, labels: Tensor) -> Iterator[None]:
-        """Within this context logits are losses instead, of ``labels``: fp32 ``[batch, tokens, 1]``."""
+        """Within this context, return losses of ``labels``, fp32 ``[batch, tokens, 1]``, not logits."""
         self._labels = labels
         try:
             yield
@@ -79,14 +79,17 @@ class ChunkedHead(nn.Linear):
 
 
 def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead | None:
-    """Give ``model``, on the meta device, a head that computes losses in parts; None where that has no use.
+    """Replace the head of ``model``, on the meta device, by one that computes losses in chunks.
 
     Args:
-        model: whose head it is.
+        model: a model with an output head.
         wanted: ``memory.loss_chunk_tokens``.
 
+    Returns:
+        the new head; None if ``wanted`` is 0, or is ``auto`` and the model needs its logits.
+
     Raises:
-        UserError: for a number of tokens with a model that does more with its logits than return them.
+        UserError: for a number of tokens with a model that does not return its head's logits unchanged.
     """
     if wanted == 0:
         return None
@@ -94,8 +97,8 @@ def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead
     fits = type(head) is nn.Linear and _returns_what_its_head_gives(model)
     require(
         fits or wanted == "auto",
-        f"memory.loss_chunk_tokens: {type(model).__name__} does not return its head's logits as they are; "
-        "set it to auto or 0",
+        f"memory.loss_chunk_tokens: {type(model).__name__} does not return its head's logits unchanged; set "
+        "it to auto or 0",
     )
     if not fits:
         return None
@@ -112,11 +115,11 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _returns_what_its_head_gives(model: nn.Module) -> bool:
-    """Whether nothing is done to the logits after the head: no scaling, no capping, no loss of their own."""
-    for dtype in (None, torch.bfloat16):  # on the meta device, products of experts have shapes in bf16 alone
+    """Whether the logits are returned as the head computes them: not scaled, capped or used in a loss."""
+    for dtype in (None, torch.bfloat16):  # grouped products of experts run only in bf16 on the meta device
         try:
             return _tried(model, dtype)
-        except Exception:  # it looks at the shape of its logits, or cannot run on the meta device
+        except Exception:  # the model reads the shape of its logits, or cannot run on the meta device
             continue
     return False
 
@@ -127,13 +130,13 @@ def _tried(model: nn.Module, dtype: torch.dtype | None) -> bool:
     def watch(trial: Any) -> None:
         if dtype is not None:
             trial.to(dtype)
-        trial.requires_grad_(False)  # so that a loss has a gradient only if the logits have a part in it
+        trial.requires_grad_(False)  # the loss then has a gradient only if it depends on the logits
         _replace(trial, trial.get_output_embeddings(), head)
-        terms, forward = OwnTerms(trial), trial.forward
+        terms, forward = ModelTerms(trial), trial.forward
 
         def with_labels(**inputs: Tensor) -> Any:
             labels = inputs.get("decoder_input_ids", inputs["input_ids"])
-            with terms.asked_for(labels) as more:
+            with terms.requested(labels) as more:
                 return forward(**inputs, **more)
 
         trial.forward = with_labels
@@ -144,7 +147,7 @@ def _tried(model: nn.Module, dtype: torch.dtype | None) -> bool:
 
 
 class _Recorder(nn.Module):
-    """A head of one logit a token, which remembers what it gave."""
+    """A head with one logit per token that records its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +223,7 @@ def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tens
 
 
 def _logits(rows: Tensor, head: Tensor, offset: Tensor | None) -> Tensor:
-    """Products in the head's type, as under autocast; fp32 from there on."""
+    """Logits in fp32. The product runs in the head's dtype, as under autocast."""
     return functional.linear(rows.to(head.dtype), head, offset).float()
 
 

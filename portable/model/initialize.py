@@ -1,8 +1,8 @@
-"""Initial weights: those that transformers itself gives a model built of a config.
+"""Initial weights, equal to those of transformers' ``from_config``.
 
-transformers builds the model, a part of it at a time: the parameters of the other parts go to the meta device
-as soon as they are made. Constructors, ``_init_weights`` and the tying of weights run as they do there, in
-their order, whatever an architecture does in each of them.
+transformers builds the model once per part: parameters of the other parts move to the meta device as soon as
+they are created. Constructors, ``_init_weights`` and weight tying run unchanged and in order, so every
+architecture initializes as it does in transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 import torch.utils.deterministic
 from torch import nn
 
-from portable.model.build import state_tensors, transformer_layers
+from portable.model.layers import transformer_layers
+from portable.model.parameters import state_tensors
 from portable.model.tensors import InMemoryTensor, ReadableTensor
 
 if TYPE_CHECKING:
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-# A smaller model is built at once. Of a larger one this much is in memory, or its largest unit.
+# Smaller models are built at once. For larger ones, this much is in memory, or the largest unit.
 PART_BYTES = 512 << 20
-_REST = ""  # the unit of all that is outside the layers
+_REST = ""  # the unit of everything outside the layers
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The unsharded model on the meta device, kept to derive initial weights from."""
+    """The unsharded model on the meta device, from which initial weights are computed."""
 
     model: PreTrainedModel
 
@@ -44,11 +45,11 @@ class Blueprint:
     def initial_weights(
         self, seed: int, *, part_bytes: int = PART_BYTES
     ) -> Iterator[dict[str, ReadableTensor]]:
-        """The weights of ``from_config``, by parts that are made when they are asked for.
+        """Yield the weights of ``from_config`` part by part, computed lazily.
 
-        They depend on the seed and the model alone, not on the world size or the strategy. For a model of up
-        to ``part_bytes`` they are the very numbers that ``from_config`` gives after ``torch.manual_seed``.
-        Each part of a larger one draws from a generator of its own.
+        They depend only on the seed and the model, not on the world size or the strategy. Up to
+        ``part_bytes`` they equal those of ``from_config`` after ``torch.manual_seed``. In a larger model each
+        part has its own generator.
         """
         units = _Units(self.model)
         parts = _parts(units.sizes(), part_bytes)
@@ -80,11 +81,11 @@ class Blueprint:
             model: PreTrainedModel = kind._from_config(copy.deepcopy(self.model.config), dtype=torch.float32)
         for parameter in model.parameters():
             if not parameter.is_meta:
-                parameter.detach().nan_to_num_(nan=0.0)  # what an architecture gives no value at all
+                parameter.detach().nan_to_num_(nan=0.0)  # values that the architecture does not initialize
         return model
 
     def _units_by_construction(self, units: _Units) -> list[str]:
-        """The unit of each layer, in the order in which a constructor makes them."""
+        """The unit of each layer, in construction order."""
         with _made_in_part(units.classes, set(), False) as made:
             model = self._built(0)
         names = {id(module): name for name, module in model.named_modules()}
@@ -92,7 +93,7 @@ class Blueprint:
 
 
 class _Units:
-    """What is made together: each of the layers of a model, and all the rest."""
+    """The units of initialization: each layer of a model, and one for everything else."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = transformer_layers(model)
@@ -101,13 +102,13 @@ class _Units:
         self.classes = {type(layer) for _, layer in layers}
 
     def of(self, name: str) -> str:
-        """The unit that the tensor or module of that name belongs to."""
+        """The unit of a tensor or module."""
         while name and name not in self._names:
             name = name.rpartition(".")[0]
         return name
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by unit, in order."""
+        """Bytes per unit, in order."""
         sizes = {_REST: 0, **{name: 0 for name, _ in transformer_layers(self._model)}}
         for name, tensor in state_tensors(self._model).items():
             sizes[self.of(name)] += tensor.numel() * tensor.element_size()
@@ -115,7 +116,7 @@ class _Units:
 
 
 def _parts(sizes: dict[str, int], part_bytes: int) -> list[list[str]]:
-    """Units that follow each other, together up to that size; each has one at least."""
+    """Group consecutive units into parts of up to ``part_bytes``, with at least one unit each."""
     parts: list[list[str]] = [[]]
     taken = 0
     for unit, size in sizes.items():
@@ -131,17 +132,18 @@ def _parts(sizes: dict[str, int], part_bytes: int) -> list[list[str]]:
 def _made_in_part(
     classes: set[type[nn.Module]], real_layers: set[int], rest_is_real: bool
 ) -> Iterator[list[nn.Module]]:
-    """Within, parameters are made on the meta device, except in those parts of a model that are chosen.
+    """Within this context, create parameters on the meta device, except those of the chosen layers.
 
     Args:
-        classes: of the layers. real_layers: by how many layers are constructed before them.
-        rest_is_real: whether what is not in a layer is made.
+        classes: the classes of the layers.
+        real_layers: indices of the chosen layers, in construction order.
+        rest_is_real: whether parameters outside the layers are created.
 
     Yields:
-        The layers that have been constructed, a growing list.
+        the list of constructed layers, which grows.
     """
     made: list[nn.Module] = []
-    inside: list[int] = []  # the number of the outermost layer whose constructor runs
+    inside: list[int] = []  # the index of the outermost layer under construction
     base: Any = nn.Module
     deterministic: Any = torch.utils.deterministic
     register, filled = base.register_parameter, deterministic.fill_uninitialized_memory
@@ -191,7 +193,7 @@ def _made_in_part(
 
 @contextmanager
 def _nothing_left_to_chance() -> Iterator[None]:
-    """Within, memory that nobody has written to is NaN, where torch would leave what was there before."""
+    """Within this context, fill uninitialized memory with NaN."""
     enabled, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -1,10 +1,10 @@
-"""The loss of every task: summed over what has a label, and what a model adds.
+"""The loss of every task: a sum over the labels, plus the model's own auxiliary terms.
 
-A step minimises the mean cross-entropy over all labels of the global batch, or what a classifier of another
-``problem_type`` has in its place, plus what a model's own ``forward(labels=...)`` adds to it: the auxiliary
-loss that balances a mixture's experts, a z-loss. transformers defines what is added for one forward pass.
-Over a global batch it is the mean over the sequences: each micro-batch's, weighted by its share of them. So
-it is exactly transformers' where the global batch is one micro-batch, and does not grow with the number of
+A step minimizes the mean loss over all labels of the global batch: cross-entropy, or the loss of a
+classifier's ``problem_type``. The model's own ``forward(labels=...)`` may add terms, such as the
+load-balancing loss of a mixture of experts or a z-loss. transformers defines these for one forward pass. Over
+a global batch they are averaged over the sequences: each micro-batch is weighted by its share. The result
+equals transformers' loss if the global batch is one micro-batch, and does not grow with the number of
 micro-batches or ranks.
 """
 
@@ -31,49 +31,49 @@ IGNORED = -100
 
 
 class Objective:
-    """What training minimises, as one micro-batch's share of it.
+    """The training loss, as the contribution of one micro-batch.
 
     Args:
-        model: of transformers, not wrapped by anything.
+        model: a transformers model, not wrapped.
         global_batch_size: sequences in an optimizer step, over all ranks.
-        head: gives losses in place of logits, where it saves something.
+        head: computes losses in place of logits, if the model has such a head.
     """
 
     def __init__(self, model: nn.Module, global_batch_size: int, head: ChunkedHead | None = None) -> None:
-        self._terms = OwnTerms(model)
+        self._terms = ModelTerms(model)
         self.of_routers = self._terms.of_routers
         self._sequences = global_batch_size
         self._head = head
         self._criterion = _CRITERIA.get(getattr(model.config, "problem_type", None), _cross_entropy)
 
     def __call__(self, model: nn.Module, batch: Batch, valid: Tensor) -> Tensor:
-        """Run ``model``, which may be wrapped now, on a micro-batch of the global batch.
+        """Run ``model``, which may be wrapped, on a micro-batch of the global batch.
 
         Args:
-            valid: labels that count in the global batch, on the device.
+            valid: number of valid labels in the global batch, on the device.
 
         Returns:
-            an fp32 scalar on the device; the sum over all micro-batches of all ranks is what is minimised.
+            an fp32 scalar on the device. The loss of the step is its sum over all micro-batches and ranks.
         """
         labels = batch["labels"]
         loss, output = _passed(model, batch, self._head, self._terms, self._criterion)
         loss = loss / valid.clamp(min=1)
-        # Where ranks are one program, a batch is as long as that of all of them together.
+        # With SPMD, where all ranks run one program, the batch holds the sequences of all ranks.
         return self._terms.added(loss, output, share=labels.shape[0] / self._sequences)
 
     def evaluated(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The summed loss of a micro-batch, without what the model adds, which is for training."""
+        """The summed loss of a micro-batch, without the model's auxiliary terms."""
         return _passed(model, batch, self._head, None, self._criterion)[0]
 
 
-class OwnTerms:
-    """What a model's own ``forward(labels=...)`` adds to its cross-entropy.
+class ModelTerms:
+    """The terms that a model's own ``forward(labels=...)`` adds to its cross-entropy.
 
-    The model is given its labels, and a cross-entropy of 0 in place of its own. What is then left of its loss
-    is what it adds, whatever that is made of.
+    The model gets its labels, and its cross-entropy is replaced by 0. The loss that it returns is then the
+    sum of its other terms.
 
     Args:
-        model: of transformers, not wrapped by anything.
+        model: a transformers model, not wrapped.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,19 +81,19 @@ class OwnTerms:
         config: Any = model.config
         forward = inspect.signature(model.forward).parameters
         names = inspect.unwrap(type(model).forward).__code__.co_names
-        # Nearly all models that add something call this method of theirs; others have a cross-entropy inline.
+        # Nearly all models with other terms call `self.loss_function`; a few compute cross-entropy inline.
         self._replaceable = "loss_function" in names
         self.of_routers = bool(getattr(config.get_text_config(), "output_router_logits", False))
-        """Whether the model's config asks for a loss of its routers."""
+        """Whether the model's config asks for the router loss."""
         self._nothing: Tensor | None = None
         self._more: dict[str, Any] = {}
         if self.of_routers and "output_router_logits" in forward:
-            self._more = {"output_router_logits": True}  # not every model looks into its config
+            self._more = {"output_router_logits": True}  # some models ignore their config here
         self._given = (self._replaceable or bool(self._more)) and "labels" in forward
 
     @contextmanager
-    def asked_for(self, labels: Tensor) -> Iterator[dict[str, Any]]:
-        """What else to call the model with, within this context, for its ``loss`` to be what it adds."""
+    def requested(self, labels: Tensor) -> Iterator[dict[str, Any]]:
+        """Yield the extra inputs that make the model's ``loss`` the sum of its other terms."""
         if not self._given:
             yield {}
             return
@@ -102,7 +102,7 @@ class OwnTerms:
             with _CrossEntropyIs(nothing):
                 yield {"labels": labels, **self._more}
             return
-        attributes = self._model.__dict__  # the property stands in front of this one
+        attributes = self._model.__dict__  # `loss_function` is a property over this attribute
         own = attributes.get("_loss_function")
         attributes["_loss_function"] = lambda *_, **__: nothing
         try:
@@ -113,26 +113,27 @@ class OwnTerms:
                 attributes["_loss_function"] = own
 
     def added(self, loss: Tensor, output: Any, *, share: float) -> Tensor:
-        """``loss`` with that ``share`` of what the model has added in the pass that returned ``output``."""
+        """Add ``share`` of the model's terms in ``output`` to ``loss``."""
         own: Tensor | None = output.loss if self._given else None
         nothing, self._nothing = self._nothing, None
-        # Most models add nothing, not even in place: that is not worth an operation.
+        # Most models add nothing, not even in place: skip the addition.
         if own is None or (own is nothing and own._version == 0):
             return loss
         return loss + own.float() * share
 
 
 def token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
-    """Run ``model`` on a micro-batch, without holding all of its logits where ``head`` saves them.
+    """Run ``model`` on a micro-batch and return the summed cross-entropy, without auxiliary terms.
 
-    The labels are aligned with the logits: ``labels[b, t]`` is what ``logits[b, t]`` should predict (for
-    classification, ``labels[b]`` and ``logits[b]``), and :data:`IGNORED` where nothing is to be predicted.
-    A sum, not a mean: dividing by the valid tokens of the *global* batch is what makes the loss exact under
-    accumulation, padding and any world size.
+    ``labels[b, t]`` is the target of ``logits[b, t]``; for classification, ``labels[b]`` of ``logits[b]``.
+    Targets that are :data:`IGNORED` do not count. The result is a sum, not a mean: dividing by the valid
+    tokens of the *global* batch keeps the loss exact under accumulation, padding and any world size.
+
+    Args:
+        head: avoids holding all logits at once.
 
     Returns:
-        the summed loss, an fp32 scalar on the device. The cross-entropy alone: what a model adds is for
-        training.
+        an fp32 scalar on the device.
     """
     return _passed(model, batch, head, None, _cross_entropy)[0]
 
@@ -141,23 +142,23 @@ def _passed(
     model: nn.Module,
     batch: Batch,
     head: ChunkedHead | None,
-    terms: OwnTerms | None,
+    terms: ModelTerms | None,
     criterion: Criterion,
 ) -> tuple[Tensor, Any]:
-    """The summed loss of a forward pass, and what the model returned."""
+    """Return the summed loss of a forward pass, and the model's output."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
     in_parts = head is not None and head.pays(labels)
     with ExitStack() as stack:
         if terms is not None:
-            inputs |= stack.enter_context(terms.asked_for(labels))
+            inputs |= stack.enter_context(terms.requested(labels))
         if head is not None and in_parts:
             stack.enter_context(head.giving_losses(labels))
         output: Any = model(**inputs)
     if in_parts:
         assert output.logits.shape == (*labels.shape, 1)
         return output.logits.sum(), output
-    # A config may keep the problem_type of a classifier that it once described.
+    # A config may keep the problem_type of an earlier classification task.
     criterion = criterion if labels.is_floating_point() else _cross_entropy
     return criterion(output.logits, labels), output
 
@@ -194,7 +195,7 @@ _LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binary_cros
 
 
 class _CrossEntropyIs(TorchFunctionMode):
-    """Within this context a cross-entropy, or another loss of labels, is ``value``, and costs nothing."""
+    """Replaces cross-entropy and other losses of labels by ``value`` within this context."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -209,7 +210,7 @@ class _CrossEntropyIs(TorchFunctionMode):
 
 
 def count_valid(labels: Tensor) -> int:
-    """How many labels count; ``labels`` are on the host. Of numbers, all that are not NaN do."""
+    """Count the valid labels, on the host. Numeric labels are valid unless they are NaN."""
     if labels.is_floating_point():
         return int(torch.count_nonzero(~labels.isnan()))
     return int(torch.count_nonzero(labels != IGNORED))

@@ -1,8 +1,8 @@
-"""Pretrained weights: a checkpoint's tensors under the names and in the shapes that a model has.
+"""Pretrained weights: map a checkpoint's tensors to a model's names and shapes.
 
-transformers changes names and layouts between a file and a model: a head is renamed, experts that a file
-holds one by one are stacked. Its own table of these changes is asked for every tensor. What it stacks or
-splits is computed when it is read, one group of tensors at a time, so that no whole model is in memory.
+transformers renames and reshapes tensors on loading: it renames heads and stacks experts, for example. This
+module applies its conversion table to every tensor. Stacked or split tensors are computed when they are read,
+one group at a time, so that the whole model is never in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 
 from converters import CheckpointError, open_checkpoint
 from portable.errors import UserError, one_line
-from portable.model.build import embeddings, state_tensors, tied_names, without_quantization
+from portable.model.build import without_quantization
+from portable.model.parameters import embeddings, state_tensors, tied_names
 from portable.model.tensors import InMemoryTensor, ReadableTensor, to_numpy, to_torch
 
 if TYPE_CHECKING:
@@ -41,12 +42,12 @@ _ROWS_COMPARED = 1024
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """Weights found for a model.
+    """The weights found for a model.
 
     Attributes:
         found: by the model's names.
-        missing: names that the checkpoint has nothing for.
-        unexpected: the checkpoint's tensors that the model has no place for.
+        missing: the model's names that the checkpoint does not have.
+        unexpected: the checkpoint's names that the model does not have.
     """
 
     found: Mapping[str, ReadableTensor]
@@ -54,23 +55,23 @@ class PretrainedWeights:
     unexpected: list[str] = field(default_factory=list)
 
     def notes(self) -> list[str]:
-        """What to tell about tensors without a counterpart."""
+        """Notes on missing and unexpected tensors, for the user."""
         notes = []
         if self.missing:
-            notes.append("newly initialised: " + ", ".join(self.missing))
+            notes.append("newly initialized: " + ", ".join(self.missing))
         if self.unexpected:
-            notes.append("in the checkpoint and not used: " + _shortened(self.unexpected))
+            notes.append("in the checkpoint but not used: " + _shortened(self.unexpected))
         return notes
 
 
 def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
-    """Match a pretrained checkpoint's tensors to ``model``, without loading them where that can be avoided.
+    """Map the tensors of the checkpoint ``model.name_or_path`` to ``model``, lazily if possible.
 
-    A checkpoint of the bare base model fits a model with a head and the other way round.
+    A checkpoint of a base model fits a model with a head, and vice versa.
 
     Raises:
-        UserError: if the checkpoint cannot be read, is of another architecture or shape, lacks the output
-            head of a language model, or is quantised in a way that cannot be undone here.
+        UserError: if the checkpoint cannot be read, has another architecture or other shapes, lacks the
+            output head of a language model, or is quantized in a way that cannot be undone here.
     """
     assert settings.name_or_path is not None
     if (method := _quantization(settings)) is not None:
@@ -101,7 +102,7 @@ def _matched(
     targets = set(getattr(model, "all_tied_weights_keys", ()))
     found: dict[str, ReadableTensor] = {}
     for name, tensor in wanted.items():
-        # Where a file holds a tied tensor more than once, transformers takes the one that is tied to.
+        # If a file has several copies of a tied tensor, transformers uses the tie's source.
         known = sorted(
             (n for n in [name, *aliases.get(name, [])] if n in sources), key=lambda n: n in targets
         )
@@ -114,11 +115,11 @@ def _matched(
         found[name] = sources[known[0]]
     if not found:
         raise UserError(
-            f"model.name_or_path: none of its {len(tensors)} tensors belongs to a {type(model).__name__}; "
-            "it is of another architecture"
+            f"model.name_or_path: none of the checkpoint's {len(tensors)} tensors belongs to a "
+            f"{type(model).__name__}; choose a checkpoint of this architecture"
         )
     missing = [name for name in wanted if name not in found]
-    return PretrainedWeights(found, missing, _worth_telling(model, unclaimed))
+    return PretrainedWeights(found, missing, _reported(model, unclaimed))
 
 
 Sources = dict[str, ReadableTensor]
@@ -127,13 +128,13 @@ Sources = dict[str, ReadableTensor]
 def _translated(
     model: PreTrainedModel, tensors: Mapping[str, StoredTensor]
 ) -> tuple[Sources, dict[str, str]] | None:
-    """The checkpoint's tensors as the model has them, by the model's names, and those it has no place for.
+    """Convert the checkpoint's tensors to the model's names and shapes.
 
-    The steps are those of transformers' ``convert_and_load_state_dict_in_model``.
+    Follows transformers' ``convert_and_load_state_dict_in_model``.
 
     Returns:
-        What belongs to the model; what does not: transformers' name by the checkpoint's. None where
-        this version of transformers does not let its table be read.
+        The converted tensors by the model's names, and a map from unused checkpoint names to transformers'
+        names. None if this version of transformers has no readable conversion table.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -172,9 +173,9 @@ def _translated(
 
 
 class _Group:
-    """Tensors of a checkpoint that become other tensors together, such as the experts of a layer."""
+    """Tensors of a checkpoint that are converted together, such as the experts of a layer."""
 
-    # The last one computed: the tensors that come of a group are mostly read one after the other.
+    # Cache of the latest result: tensors of one group are mostly read in sequence.
     _latest: tuple[_Group, dict[str, torch.Tensor]] | None = None
 
     def __init__(self, name: str, converter: Any, model: PreTrainedModel) -> None:
@@ -187,7 +188,7 @@ class _Group:
         self._members.append((key, pattern, tensor))
 
     def results(self) -> dict[str, ReadableTensor]:
-        """What comes of the group, by name; on the meta device, where nothing is read or computed."""
+        """The results of the conversion by name. Shapes are computed on the meta device."""
         for key, _, tensor in self._members:
             _refuse_packed(key, tensor)
         shapes = self._converted(lambda tensor: torch.empty(tensor.shape, device="meta"))
@@ -195,7 +196,7 @@ class _Group:
 
     def tensor(self, name: str) -> torch.Tensor:
         if _Group._latest is None or _Group._latest[0] is not self:
-            _Group._latest = None  # frees its memory first
+            _Group._latest = None  # free its memory first
             _Group._latest = (self, self._converted(lambda t: to_torch(t.read()).to(torch.float32)))
         return _Group._latest[1][name]
 
@@ -209,7 +210,7 @@ class _Group:
 
 
 class _Converted:
-    """One of the tensors that come of a group; computed when it is read."""
+    """A tensor that results from a group, computed on reading."""
 
     def __init__(self, group: _Group, name: str, shape: tuple[int, ...]) -> None:
         self._group = group
@@ -225,8 +226,8 @@ class _Converted:
         return to_numpy((tensor if index is None else tensor[index]).contiguous())
 
 
-def _worth_telling(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> list[str]:
-    """The checkpoint's names of what the model has no place for, less what an architecture says is of old."""
+def _reported(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> list[str]:
+    """The unused names that the user should know about: without those that the architecture ignores."""
     info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unclaimed.values()))
     adjust = getattr(model, "_adjust_missing_and_unexpected_keys", None)
     if adjust is not None:
@@ -235,7 +236,7 @@ def _worth_telling(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> list
 
 
 def _shortened(names: list[str]) -> str:
-    """The names, of repeated layers once."""
+    """List the names, with one pattern for repeated layers."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name in names:
         alike[re.sub(r"\.\d+(?=\.|$)", ".*", name)].append(name)
@@ -248,7 +249,7 @@ def _shortened(names: list[str]) -> str:
 
 
 def _check_kind(name: str, source: ReadableTensor, target: torch.Tensor) -> None:
-    """Raise UserError unless ``source`` can be copied to ``target`` with its meaning."""
+    """Raise UserError unless ``source`` has the shape and a dtype of ``target``."""
     if tuple(source.shape) != tuple(target.shape):
         raise UserError(
             f"model.name_or_path: {name} has shape {list(source.shape)} in the checkpoint "
@@ -262,13 +263,13 @@ def _refuse_packed(name: str, source: ReadableTensor) -> None:
     kind = getattr(source, "dtype", None)
     if isinstance(kind, str) and kind not in PLAIN_FLOATS:
         raise UserError(
-            f"model.name_or_path: {name} is stored as {kind}, quantised, and its config.json does not say "
-            "how; give the model in float32, bfloat16 or float16"
+            f"model.name_or_path: {name} is stored as {kind}, which is quantized, and config.json does not "
+            "describe how; use a checkpoint in float32, bfloat16 or float16"
         )
 
 
 def _check_equal(name: str, tensor: ReadableTensor, other: str, copy: ReadableTensor) -> None:
-    """Raise UserError if two tensors that the model has once are not equal in the checkpoint."""
+    """Raise UserError if two tensors that the model ties differ in the checkpoint."""
     for start in range(0, tensor.shape[0] if tensor.shape else 1, _ROWS_COMPARED):
         index = None
         if tensor.shape:
@@ -276,17 +277,17 @@ def _check_equal(name: str, tensor: ReadableTensor, other: str, copy: ReadableTe
             index = (rows, *(slice(0, size) for size in tensor.shape[1:]))
         if not np.array_equal(tensor.read(index), copy.read(index)):
             raise UserError(
-                f"model.name_or_path: {name} and {other} differ in the checkpoint, and its config ties them; "
+                f"model.name_or_path: {name} and {other} differ in the checkpoint, but its config ties them; "
                 "set tie_word_embeddings to false in its config.json"
             )
 
 
 def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
-    """Raise UserError for a language model whose output head would be random numbers."""
+    """Raise UserError if a language model's output head is not in the checkpoint."""
     missing = set(weights.missing)
     matrix = getattr(model.get_output_embeddings(), "weight", None)
     tables = {id(table) for table in embeddings(model)}
-    tieable = getattr(model, "_tied_weights_keys", None) or ()  # also the head
+    tieable = getattr(model, "_tied_weights_keys", None) or ()  # includes the head
     lost = [
         name
         for name, parameter in model.named_parameters()
@@ -299,21 +300,20 @@ def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
     if lost:
         unused = f" (it has {_shortened(weights.unexpected)}, not used)" if weights.unexpected else ""
         raise UserError(
-            f"model.name_or_path: the checkpoint has no weights for the output head {lost[0]}{unused}, which "
-            "would begin as random numbers; give a checkpoint of a language model, or set model.init: scratch"
+            f"model.name_or_path: the checkpoint has no output head {lost[0]}{unused}, which would be "
+            "randomly initialized; use a checkpoint of a language model, or set model.init: scratch"
         )
 
 
-# -- quantised checkpoints -----------------------------------------------------------------------------------
+# -- quantized checkpoints -----------------------------------------------------------------------------------
 
 
 def _quantization(settings: ModelConfig) -> str | None:
-    """How the checkpoint says that it is quantised, in a word; None for one of floats."""
-    description = without_quantization(_own_config(settings))
-    if description is None:
+    """The checkpoint's quantization method, or None if it is not quantized."""
+    given = without_quantization(_own_config(settings))
+    if given is None:
         return None
-    given = description if isinstance(description, dict) else description.to_dict()
-    kind = given.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(given) else "an unknown way")
+    kind = given.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(given) else "unknown method")
     return str(getattr(kind, "value", kind))
 
 
@@ -324,21 +324,18 @@ def _is_bitsandbytes(description: Mapping[str, Any]) -> bool:
 def _own_config(settings: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    loader: Any = AutoConfig.from_pretrained
-    config: PretrainedConfig = loader(settings.name_or_path, trust_remote_code=settings.trust_remote_code)
-    return config
+    return AutoConfig.from_pretrained(settings.name_or_path, trust_remote_code=settings.trust_remote_code)
 
 
 def _dequantized(settings: ModelConfig, model: PreTrainedModel, method: str) -> PretrainedWeights:
-    """The weights of a quantised checkpoint as floats; transformers undoes what it knows how to undo."""
+    """Load a quantized checkpoint as floats, with transformers' dequantization."""
     try:
-        description = without_quantization(_own_config(settings))
         config = copy.deepcopy(model.config)
-        given = dict(description if isinstance(description, dict) else description.to_dict())
+        given = without_quantization(_own_config(settings)) or {}
         from transformers.quantizers.auto import AutoQuantizationConfig
 
         if hasattr(AutoQuantizationConfig.from_dict(dict(given)), "dequantize"):
-            given["dequantize"] = True  # while it loads
+            given["dequantize"] = True  # during loading
         config.quantization_config = given
         loaded, info = _load(settings, model, config)
         if getattr(loaded, "hf_quantizer", None) is not None:
@@ -348,10 +345,10 @@ def _dequantized(settings: ModelConfig, model: PreTrainedModel, method: str) -> 
             if target.is_floating_point() and name in tensors:
                 _check_dequantized(name, tensors[name], target)
         weights = _of_loaded(loaded, info)
-    except Exception as error:  # each method fails in its own way where its package or its device is missing
+    except Exception as error:  # each method raises its own errors if its package or device is missing
         raise UserError(
-            f"model.name_or_path: its weights are quantised ({method}) and cannot be turned into floats here "
-            f"({one_line(error)}); give the model in float32, bfloat16 or float16"
+            f"model.name_or_path: its weights are quantized ({method}) and cannot be dequantized here "
+            f"({one_line(error)}); use a checkpoint in float32, bfloat16 or float16"
         ) from error
     return PretrainedWeights(
         {name: source for name, source in weights.found.items() if name in wanted},
@@ -362,11 +359,11 @@ def _dequantized(settings: ModelConfig, model: PreTrainedModel, method: str) -> 
 
 def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
     if source.dtype not in (torch.float32, torch.bfloat16, torch.float16) or source.shape != target.shape:
-        raise ValueError(f"{name} comes out as {source.dtype} of shape {list(source.shape)}")
+        raise ValueError(f"{name} is dequantized to {source.dtype} of shape {list(source.shape)}")
 
 
 def _loaded_by_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
-    """The weights by way of the host's memory, where only transformers can tell what belongs where."""
+    """Load the weights into host memory with transformers, if only it can map the names."""
     try:
         loaded, info = _load(settings, model, model.config)
     except (OSError, ValueError, RuntimeError) as error:
@@ -377,9 +374,8 @@ def _loaded_by_transformers(settings: ModelConfig, model: PreTrainedModel) -> Pr
 def _load(
     settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
 ) -> tuple[Any, Mapping[str, Any]]:
-    """A model like ``model`` in host memory, and what transformers says of the loading."""
-    loader: Any = type(model).from_pretrained
-    loaded, info = loader(
+    """Load a model like ``model`` into host memory; also return transformers' loading report."""
+    loaded, info = type(model).from_pretrained(
         settings.name_or_path,
         config=config,
         dtype=torch.float32,
@@ -398,7 +394,7 @@ def _of_loaded(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
 
 
 def _snapshot(name_or_path: str) -> Path:
-    """The folder of a pretrained model; downloads a hub model's weights if they are not cached."""
+    """The folder of a pretrained model. Downloads a hub model's weights if they are not cached."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
     from huggingface_hub import snapshot_download

@@ -1,4 +1,4 @@
-"""Sizes of a model that a device's matrix units do not like.
+"""Hints about model sizes that do not suit a device's matrix units.
 
 Source: NVIDIA's guide to matrix multiplication, requirements to use tensor cores
 (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html).
@@ -15,13 +15,13 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size")
 
 
 def shape_hints(config: PretrainedConfig, *, tokens: int, multiple: int | None, precision: str) -> list[str]:
-    """A line for each size of the matrix products that is no multiple of what the device works in.
+    """Return a hint for each matrix dimension that is not a multiple of ``multiple``.
 
     Args:
-        config: of the model.
-        tokens: of a micro-batch, the products' third size.
-        multiple: elements, from :meth:`portable.backend.Backend.shape_multiple`; None gives no hints.
-        precision: that they are multiplied in, for the text.
+        config: the model's config.
+        tokens: per micro-batch; the third dimension of the products.
+        multiple: elements, from :meth:`portable.backend.Backend.shape_multiple`; None returns no hints.
+        precision: of the products, for the text.
     """
     if multiple is None:
         return []
@@ -29,8 +29,8 @@ def shape_hints(config: PretrainedConfig, *, tokens: int, multiple: int | None, 
     sizes = {f"model.config.{name}": getattr(text, name, None) for name in SIZES}
     sizes["train.micro_batch_size x data.seq_len"] = tokens
     return [
-        f"hint: {name} is {size}, no multiple of {multiple}, in which this device multiplies {precision} "
-        f"fastest; {size + -size % multiple} is"
+        f"hint: {name} is {size}, not a multiple of {multiple}; this device multiplies {precision} "
+        f"faster with {size + -size % multiple}"
         for name, size in sizes.items()
         if isinstance(size, int) and size % multiple
     ]

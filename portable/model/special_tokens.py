@@ -1,9 +1,8 @@
-"""What a model takes over from data and tokenizer, so that it is right by itself once it is saved."""
+"""Special token ids, and the start of the decoder, for a model and its saved configs."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from portable.data import LAST_LABEL, KnownClasses
-from portable.data.classes import PROBLEMS, SINGLE
+from portable.data import LAST_LABEL
 from portable.data.tokenizer import Vocabulary
 from portable.errors import UserError, one_line
 
@@ -21,103 +19,23 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.config import ModelConfig
-    from portable.data import Classes, Frame
-    from portable.data.classes import Problem
+    from portable.data import Frame
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _STARTS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
 
-# -- classes -------------------------------------------------------------------------------------------------
-
-
-def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClasses | None:
-    """The classes of a model whose head is trained, or that ``model.config`` names; None where it has none.
-
-    What a regression tells in numbers counts as classes here.
-    """
-    if settings.task != "sequence-classification":
-        return None
-    place = "model.config" if settings.name_or_path is None else "model.name_or_path"
-    given = settings.config or {} if settings.name_or_path is None else {}
-    names = _class_names(config)
-    if settings.name_or_path is None:
-        known = any(key in given for key in ("num_labels", "id2label", "label2id"))
-    elif settings.init == "scratch":
-        known = False
-    else:
-        built = getattr(config, "architectures", None)
-        named = any(not name.startswith("LABEL_") for name in names)
-        known = any(n.endswith("ForSequenceClassification") for n in built) if built else named
-    return KnownClasses(place, tuple(names)) if known else None
-
-
-def problem_of(config: PretrainedConfig, settings: ModelConfig) -> Problem | None:
-    """What a classifier's config says that it is for; None where its labels are to say it.
-
-    Raises:
-        UserError: transformers has no such classifiers.
-    """
-    kind = getattr(config, "problem_type", None)
-    if settings.task != "sequence-classification" or kind is None:
-        return None
-    if kind not in PROBLEMS:
-        place = "model.config" if settings.name_or_path is None else "model.name_or_path"
-        raise UserError(f"{place}: problem_type is {kind!r}; it may be {', '.join(PROBLEMS)}")
-    problem: Problem = kind
-    return problem
-
-
-def _class_names(config: PretrainedConfig) -> list[str]:
-    """The names of a config's classes in the order of their ids."""
-    count = int(config.num_labels or 0)
-    by_id = {int(index): str(name) for index, name in (config.id2label or {}).items()}
-    names = [by_id.get(index, f"LABEL_{index}") for index in range(count)]
-    if all(name == f"LABEL_{index}" for index, name in enumerate(names)):
-        told = {int(index): str(name) for name, index in (config.label2id or {}).items()}
-        names = [told.get(index, name) for index, name in enumerate(names)]
-    return names
-
-
-def classifies_at_the_end(config: PretrainedConfig) -> bool:
-    """Whether a classifier looks at the last position, padding or not, so that padding must come first."""
-    return getattr(config, "summary_type", None) == "last"
-
-
-def classifies_at_end_token(config: PretrainedConfig) -> bool:
-    """Whether a classifier looks for the end token of a text, as BART and T5 do, and fails without one."""
-    from transformers import AutoModelForSequenceClassification
-
-    try:
-        kind: Any = AutoModelForSequenceClassification._model_mapping[type(config)]
-    except KeyError:  # code from the hub, or no classifier at all
-        return False
-    return "eos_token_id" in inspect.unwrap(kind.forward).__code__.co_names
-
-
-def adopt_labels(config: PretrainedConfig, classes: Classes | None) -> None:
-    """Give a classifier its classes, in the order of their ids, and its loss; None leaves it alone."""
-    if classes is None:
-        return
-    config.id2label = dict(enumerate(classes.names))
-    config.label2id = {name: index for index, name in enumerate(classes.names)}
-    if classes.problem != SINGLE or getattr(config, "problem_type", None) is not None:
-        config.problem_type = classes.problem
-
-
-# -- special tokens ------------------------------------------------------------------------------------------
-
 
 @dataclass
 class SpecialTokens:
-    """The ids of special tokens: which a model is built with, and which it is saved with.
+    """The special token ids that a model is built with and those that it is saved with.
 
-    A model is built with its config as it is, as transformers builds it: a padding id becomes the
-    ``padding_idx`` of the embedding, the row of which gets no gradient. Only then do model, generation config
-    and saved config take over the tokenizer's ids, as the Trainer does it.
+    As in transformers, the model is built from its own config: the padding id becomes the embedding's
+    ``padding_idx``, whose row gets no gradient. Then the model, the generation config and the saved config
+    take the tokenizer's ids, as in the Trainer.
 
     Attributes:
-        config: what is saved with the weights.
-        generation: the pretrained model's own; None where there is none.
+        config: the config that is saved with the weights.
+        generation: the pretrained model's generation config, or None.
     """
 
     config: PretrainedConfig
@@ -128,18 +46,18 @@ class SpecialTokens:
         self.generation = _pretrained_generation(self.settings)
 
     def prepare(self, tokenizer: Any) -> None:
-        """Replace the ids that a config built from scratch has by default, before the model is built.
+        """Replace the default ids of a config built from scratch. Call before the model is built.
 
-        These are ids of the tokenizer that the first model of its kind came with: generation would begin and
-        stop at whatever tokens have those numbers here. A pretrained model keeps the ids that it has.
+        The defaults are ids of another tokenizer: generation would start and stop at arbitrary tokens. A
+        pretrained model keeps its ids.
         """
         if self.settings.name_or_path is None:
             _replace_defaults(self.config, self.settings.config or {}, tokenizer)
 
     def decoder_start(self, tokenizer: Any) -> int:
-        """What the decoder begins with in training; ``LAST_LABEL`` for a row's own last label, as in mBART.
+        """Return the decoder's first token id, or ``LAST_LABEL`` for the row's last label, as in mBART.
 
-        The model's own way to shift labels decides, with the config's start, or the generation config's.
+        The model's own label shift decides, with the start id of the config or the generation config.
         """
         config = self._with_start(tokenizer)
         start = _shifted_start(config)
@@ -148,16 +66,16 @@ class SpecialTokens:
         return config.pad_token_id if start is None else int(start)
 
     def label_shift(self, tokenizer: Any) -> LabelShift | None:
-        """What makes a masked language model's decoder input from labels; None without a decoder."""
+        """Return a function that derives a masked LM's decoder inputs from labels; None without a decoder."""
         if self.settings.task != "masked-lm" or not getattr(self.config, "is_encoder_decoder", False):
             return None
         config = self._with_start(tokenizer)
         if tokenizer.pad_token_id is not None:
-            config.pad_token_id = tokenizer.pad_token_id  # as the model will have it
+            config.pad_token_id = tokenizer.pad_token_id  # as `align` sets it later
         return LabelShift(config)
 
     def _with_start(self, tokenizer: Any) -> Any:
-        """The config with the ids that labels are shifted by."""
+        """A copy of the config with the ids that the label shift uses."""
         config = copy.deepcopy(self.config)
         if self.settings.name_or_path is None:
             _replace_defaults(config, self.settings.config or {}, tokenizer)
@@ -168,15 +86,15 @@ class SpecialTokens:
         return config
 
     def align(self, model: PreTrainedModel, tokenizer: Any, target: Frame | None = None) -> list[str]:
-        """Give ``model``, its generation config and the config to save the ids that the Trainer gives them.
+        """Set the ids of ``model``, its generation config and the saved config as the Trainer does.
 
         Args:
-            model: as it was built.
-            tokenizer: of the data; one without a padding token gets its end token for a classifier.
-            target: what stands around a target text, where there are any.
+            model: the built model.
+            tokenizer: for a classifier, the end token becomes its padding token if it has none.
+            target: the tokens around a target text, if there are targets.
 
         Returns:
-            what a person should be told of.
+            the changes, for the user.
         """
         if self.generation is not None and getattr(model, "generation_config", None) is not None:
             model.generation_config = self.generation
@@ -199,7 +117,7 @@ class SpecialTokens:
         return notes
 
     def _align_padding(self, text: Any, tokenizer: Any, notes: list[str]) -> None:
-        """A decoder classifies at the last token that is no padding: its config must say what padding is."""
+        """Set the padding id. A decoder classifies at the last token that is not padding."""
         fill = Vocabulary.of(tokenizer).pad
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id == fill:
             tokenizer.pad_token = tokenizer.eos_token
@@ -208,9 +126,9 @@ class SpecialTokens:
             text.pad_token_id = fill
 
     def _align_start(self, config: Any, generation: Any, tokenizer: Any, target: Frame | None) -> None:
-        """What generation begins with, which is what training began with."""
+        """Start generation with the token that training started with."""
         prefix, suffix = ((), ()) if target is None else (target.prefix, target.suffix)
-        several = getattr(tokenizer, "tgt_lang", None) is not None  # its texts name their language
+        several = getattr(tokenizer, "tgt_lang", None) is not None  # a multilingual tokenizer
         start: int | None = self.decoder_start(tokenizer)
         if start == LAST_LABEL:
             start = suffix[-1] if suffix else None
@@ -224,10 +142,10 @@ class SpecialTokens:
 
 
 class LabelShift:
-    """Gives the decoder its labels, shifted by the model's own way, as ``forward(labels=...)`` does.
+    """Shifts labels to decoder inputs as the model's ``forward(labels=...)`` does.
 
     Args:
-        config: of an encoder-decoder, with the ids that it is trained with.
+        config: of an encoder-decoder, with its final special token ids.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -242,7 +160,7 @@ class LabelShift:
 
 
 def _without_layers(auto_class: Any, config: Any) -> Any:
-    """A model that has its config alone, which is all that it shifts labels by."""
+    """A model with only its config, which is all that the label shift reads."""
     kind = auto_class._model_mapping[type(config)]
     model = object.__new__(kind)
     nn.Module.__init__(model)
@@ -251,16 +169,15 @@ def _without_layers(auto_class: Any, config: Any) -> Any:
 
 
 def _pretrained_generation(settings: ModelConfig) -> Any:
-    """The generation config that ``from_pretrained`` gives a model."""
-    if settings.from_scratch or settings.task == "sequence-classification":
+    """The generation config that ``from_pretrained`` loads."""
+    name = settings.name_or_path
+    if name is None or settings.from_scratch or settings.task == "sequence-classification":
         return None
     from transformers import GenerationConfig
 
-    name = settings.name_or_path
-    assert name is not None
     try:
         return GenerationConfig.from_pretrained(name)
-    except OSError:  # it has none of its own: what its config says of generation
+    except OSError:  # no generation_config.json: read the generation settings of config.json
         pass
     try:
         return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
@@ -271,7 +188,7 @@ def _pretrained_generation(settings: ModelConfig) -> Any:
 def _replace_defaults(config: Any, given: dict[str, Any], tokenizer: Any) -> None:
     parts = [("", config), *((name, getattr(config, name, None)) for name in config.sub_configs)]
     for name, part in parts:
-        if part is config or hasattr(part, "vocab_size"):  # of text, not of pictures
+        if part is config or hasattr(part, "vocab_size"):  # text parts only
             inner = given.get(name, {}) if name else given
             _replace_defaults_of(part, inner if isinstance(inner, dict) else {}, tokenizer)
 
@@ -287,7 +204,7 @@ def _replace_defaults_of(config: Any, given: dict[str, Any], tokenizer: Any) -> 
     own = None if own in (tokenizer.bos_token_id, tokenizer.eos_token_id) else own
     replaced = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     if (default := defaults["pad_token_id"]) is not None:
-        # The row of a padding id gets no gradient: it must not be that of a token that stands in the text.
+        # The row of a padding id gets no gradient, so it must not belong to a token of the text.
         replaced["pad_token_id"] = own if own is not None or outside(default) else default
     for name, value in replaced.items():
         if name not in given and hasattr(config, name):
@@ -304,7 +221,7 @@ def _replace_defaults_of(config: Any, given: dict[str, Any], tokenizer: Any) -> 
 
 
 def _shifted_start(config: Any) -> int | None:
-    """What the model itself puts before labels; None where it cannot be asked."""
+    """The token that the model puts before the labels, or None if the model's code does not tell."""
     from transformers import AutoModelForSeq2SeqLM
 
     try:
@@ -313,7 +230,7 @@ def _shifted_start(config: Any) -> int | None:
         first, second = ([*free[:2], last] for last in free[2:])
         shift = model.prepare_decoder_input_ids_from_labels
         shifted = [shift(labels=torch.tensor([labels]))[0].tolist() for labels in (first, second)]
-    except Exception:  # whatever a model's own code wants besides
+    except Exception:  # the model's own code may need more than its config
         return None
     starts = [row[0] for row in shifted]
     if starts == [first[-1], second[-1]]:
@@ -322,9 +239,9 @@ def _shifted_start(config: Any) -> int | None:
 
 
 def _align(name: str, token: int | None, config: Any, generation: Any) -> str | None:
-    """One id of the Trainer's ``align_special_tokens``; what changed, in words.
+    """Set one id as the Trainer's ``align_special_tokens`` does; return a note if it changed.
 
-    An id that the tokenizer does not define is left alone. Several end tokens all stay, behind its own.
+    Ids that the tokenizer does not define stay. Several end tokens all stay, after the tokenizer's own.
     """
     if token is None:
         return None
@@ -339,16 +256,10 @@ def _align(name: str, token: int | None, config: Any, generation: Any) -> str | 
         setattr(config, name, [token, *(other for other in ours if other != token)])
     else:
         setattr(config, name, token)
-    told = f"{name} {ours} -> {getattr(config, name)}" if getattr(config, name) != ours else None
+    note = f"{name} {ours} -> {getattr(config, name)}" if getattr(config, name) != ours else None
     if generation is not None:
         kept = [token, *(other for other in stops if other is not None and other != token)]
         setattr(generation, name, kept if several and len(kept) > 1 else token)
-        if told is None and theirs is not None:
-            told = f"{name} of generation {theirs} -> {getattr(generation, name)}"
-    return told
-
-
-def positions(config: PretrainedConfig) -> int | None:
-    """How many tokens the model has positions for; None where it has no bound."""
-    bound = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return bound if isinstance(bound, int) and bound > 0 else None
+        if note is None and theirs is not None:
+            note = f"{name} of generation {theirs} -> {getattr(generation, name)}"
+    return note

@@ -1,4 +1,4 @@
-"""Where weights come from: a checkpoint, or initialisation. Both are read slice by slice."""
+"""Sources of weights, a checkpoint or an initialization, with one interface for lazy slices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReadableTensor(Protocol):
 
 
 class InMemoryTensor:
-    """A CPU tensor behind the interface of a lazy one."""
+    """A CPU tensor with the interface of a lazy one."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -43,20 +43,20 @@ class InMemoryTensor:
 
 @torch.no_grad()
 def fill(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
-    """Copy the elements in ``index`` of ``source``, or all of them, into ``target``, which has their shape.
+    """Copy ``source[index]``, or all of ``source``, into ``target``, which has the same shape.
 
-    What comes from a file in the target's own type is read to where it belongs, through no other memory.
+    Tensors from files with the target's dtype are read directly into ``target``.
     """
     if isinstance(source, StoredTensor) and target.device.type == "cpu" and target.is_contiguous():
-        room = to_numpy(target.detach())
-        if room.dtype == numpy_dtype(source.dtype):
-            source.read(index, out=room)
+        buffer = to_numpy(target.detach())
+        if buffer.dtype == numpy_dtype(source.dtype):
+            source.read(index, out=buffer)
             return
     target.copy_(to_torch(source.read(index)))
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """A numpy view of a CPU tensor; bfloat16 comes as ``ml_dtypes.bfloat16``."""
+    """A numpy view of a CPU tensor, with ``ml_dtypes.bfloat16`` for bfloat16."""
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
 
@@ -65,7 +65,7 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def to_torch(array: NDArray[Any]) -> torch.Tensor:
-    """A torch tensor over a numpy array's memory where numpy allows; the inverse of :func:`to_numpy`."""
+    """Convert a numpy array to a tensor, without a copy if possible; the inverse of :func:`to_numpy`."""
     array = np.require(array, requirements=["C", "W"])
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

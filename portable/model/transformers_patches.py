@@ -1,4 +1,4 @@
-"""Where transformers would wait for the device to learn what is known."""
+"""Avoid host syncs in transformers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def no_look_at_values() -> Iterator[None]:
-    """Around a forward pass: keep transformers from reading masks and positions, which drains a GPU's queue.
+def no_value_checks() -> Iterator[None]:
+    """Keep transformers from reading masks and positions in a forward pass, which is a host sync.
 
-    It looks for rows that hold several sequences, which the data has none of, and for masks that mask
-    nothing, to leave them out. A mask that is given is used.
+    transformers looks for packed sequences, which our data does not have, and skips masks that mask nothing.
+    Here, every mask that is given is used.
     """
     from transformers import masking_utils
 
@@ -39,7 +39,7 @@ def _none(position_ids: Any) -> None:
 
 
 def _unless_given(may_skip: Callable[..., bool]) -> Callable[..., bool]:
-    """``may_skip``, the test whether a mask can be left out, without the look into ``padding_mask``."""
+    """Wrap ``may_skip``, the test whether a mask can be skipped, so that it never reads ``padding_mask``."""
 
     def skips(padding_mask: Any, *arguments: Any, **keywords: Any) -> bool:
         return padding_mask is None and may_skip(padding_mask, *arguments, **keywords)

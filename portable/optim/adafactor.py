@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern, 2018), right on sharded parameters too."""
+"""Adafactor (Shazeer and Stern, 2018), for sharded parameters too."""
 
 from __future__ import annotations
 
@@ -8,69 +8,68 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.optim.sharded import local, shard_group, zeros_beside
+from portable.optim.sharded import local, shard_group, zeros_sharded_like
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BETA2_DECAY, EPS2, CLIP = -0.8, 1e-3, 1.0
-"""Decay of the second moment's rate, floor of a parameter's size, and the root mean square that an update is
-clipped to: the defaults of torch and of transformers."""
+"""Decay of the second moment's rate, lower bound of a parameter's RMS, and upper bound of an update's RMS:
+the defaults of torch and transformers."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Where two libraries differ in what they call Adafactor."""
+    """The differences between the libraries' versions of Adafactor."""
 
     scaled: bool
-    """Whether the rate is a share of a parameter's size, and falls from 1 with the root of the steps."""
+    """Whether the rate is relative to the parameter's RMS and decays with the square root of the steps."""
     added: float
-    """To each squared gradient."""
+    """Added to each squared gradient."""
     least_mean: float
     least_variance: float
-    """Floors of what is divided by."""
+    """Lower bounds of the divisors."""
 
 
 _EPS = torch.finfo(torch.float32).eps
 RULES = {
     "torch": Rule(scaled=True, added=0.0, least_mean=_EPS, least_variance=_EPS**2),
-    # With scale_parameter and relative_step false, as the Trainer has it.
+    # With scale_parameter and relative_step false, as in the Trainer.
     "transformers": Rule(scaled=False, added=1e-30, least_mean=1e-30, least_variance=1e-30),
 }
 
 
 class Adafactor(torch.optim.Optimizer):
-    """The state of ``torch.optim.Adafactor``, and its formula or that of transformers' ``Adafactor``.
+    """Has the state of ``torch.optim.Adafactor`` and its update rule, or that of transformers' ``Adafactor``.
 
-    A parameter of two or more dims keeps ``row_var`` (``[..., rows, 1]``) and ``col_var``
-    (``[..., 1, columns]``), any other ``variance`` of its own shape; all of them ``step``. State is fp32.
+    The fp32 state of a parameter is ``step`` and, with two or more dims, ``row_var`` (``[..., rows, 1]``) and
+    ``col_var`` (``[..., 1, columns]``), otherwise ``variance`` of its own shape.
 
-    Rows and columns of a matrix, and the root mean squares of parameter and update, go over all of it, so
-    that each step sums them over the ranks that share it: two collectives for the whole model, of a few
-    numbers a column. Nothing waits for the device. Gradients are used up.
+    Column sums and RMS values extend over the shards of a parameter. Each step needs two all-reduces for the
+    whole model, of a few numbers per column, and no host sync. The gradients are overwritten.
     """
 
     found_inf: Tensor | None = None
-    """An fp32 scalar on the parameters' device; where it is 1, a step changes nothing."""
+    """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, rule: Rule = RULES["torch"]) -> None:
         self._rule = rule
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is kept of ``parameter`` before the first step."""
+        """The state of ``parameter`` before the first step."""
         state = {"step": torch.zeros((), device=parameter.device)}
         shape = tuple(parameter.shape)
         if len(shape) < 2:
-            # A scalar is on no rank in part.
+            # A scalar cannot be sharded.
             whole = torch.zeros(shape, device=parameter.device)
-            return state | {"variance": zeros_beside(parameter, shape) if shape else whole}
-        state["row_var"] = zeros_beside(parameter, (*shape[:-1], 1))
+            return state | {"variance": zeros_sharded_like(parameter, shape) if shape else whole}
+        state["row_var"] = zeros_sharded_like(parameter, (*shape[:-1], 1))
         columns = (*shape[:-2], 1, shape[-1])
-        if len(shape) == 2:  # whole on every rank: the dim that is cut is the one that it sums over
+        if len(shape) == 2:  # unsharded: it sums over the sharded dim
             state["col_var"] = torch.zeros(columns, device=parameter.device)
         else:
-            state["col_var"] = zeros_beside(parameter, columns)
+            state["col_var"] = zeros_sharded_like(parameter, columns)
         return state
 
     @torch.no_grad()
@@ -88,10 +87,10 @@ class Adafactor(torch.optim.Optimizer):
         allowed = torch.ones((), device=parameters[0].device)
         if self.found_inf is not None:
             allowed = 1 - self.found_inf
-            # A rate of zero leaves everything as it is, but for what is not finite.
+            # The rate is zero then, but zero times a non-finite gradient is NaN.
             for gradient in gradients:
                 gradient.masked_fill_(self.found_inf > 0, 0.0)
-        # One value a parameter, computed for all at once.
+        # One value per parameter, computed for all at once.
         steps = torch.stack([state["step"] for state in states]) + allowed
         for state, count in zip(states, steps.unbind(), strict=True):
             state["step"].copy_(count)
@@ -116,10 +115,10 @@ class Adafactor(torch.optim.Optimizer):
         states: list[dict[str, Tensor]],
         fresh: tuple[Tensor, ...],
     ) -> list[tuple[Tensor, ...]]:
-        """Take the gradients into the moments.
+        """Update the moments with the gradients.
 
         Returns:
-            for each parameter its root mean square; for a matrix also the mean of ``row_var``.
+            the RMS of each parameter; for a matrix also the mean of ``row_var``.
         """
         sums = []
         for parameter, gradient, state, weight in zip(parameters, gradients, states, fresh, strict=True):
@@ -153,7 +152,7 @@ class Adafactor(torch.optim.Optimizer):
         states: list[dict[str, Tensor]],
         sizes: list[tuple[Tensor, ...]],
     ) -> list[Tensor]:
-        """Turn each gradient into its update, not yet clipped; returns the updates' root mean squares."""
+        """Replace each gradient by its update before clipping; return the RMS of the updates."""
         sums = []
         for parameter, gradient, state, size in zip(parameters, gradients, states, sizes, strict=True):
             if parameter.dim() < 2:
@@ -171,7 +170,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _summed(parts: list[Tensor], parameter: Tensor) -> list[Tensor]:
-    """Sum each of ``parts`` over the ranks that share the parameters, all in one collective."""
+    """Sum each of ``parts`` over the ranks that shard the parameters, in one all-reduce."""
     group = shard_group(parameter)
     if group is None:
         return parts

@@ -1,8 +1,8 @@
 """AdamW with both moments in 8 bits (Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization").
 
 Values are divided by the largest magnitude of their block and rounded to the nearest of 256 levels, which lie
-denser near zero. A block never reaches beyond one row of a parameter, and parameters are cut between rows: so
-the moments, the updates and the checkpoints do not depend on the number of ranks.
+denser near zero. A block never spans rows of a parameter, and parameters are sharded between rows. Moments,
+updates and checkpoints are therefore independent of the world size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.optim.block_size import block_size
-from portable.optim.sharded import local, zeros_beside
+from portable.optim.sharded import local, zeros_sharded_like
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-@cache  # on each device: a copy from the host would wait for all that is queued there
+@cache  # a copy from the host in every step would be a host sync
 def levels(signed: bool, device: torch.device) -> Tensor:
-    """The 256 values that a code stands for, fp32, rising, on ``device``.
+    """The 256 values of the codes, fp32 in ascending order on ``device``.
 
-    Seven decades, each with twice as many levels as the one below: for what lies in [-1, 1] when ``signed``,
-    else in [0, 1]. Zero and one are among them.
+    They cover [-1, 1] if ``signed``, else [0, 1], in seven decades with twice as many levels in each next
+    one. Zero and one are among them.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -39,7 +39,7 @@ def levels(signed: bool, device: torch.device) -> Tensor:
 
 
 def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Quantise ``values``, fp32 ``[rows, ...]``, in blocks of ``block`` elements of a row.
+    """Quantize ``values``, fp32 ``[rows, ...]``, in blocks of ``block`` elements of a row.
 
     Returns:
         codes, uint8 of the same shape, and scales, fp32 ``[rows, blocks]``.
@@ -51,34 +51,33 @@ def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]
     shares = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
     codes = torch.bucketize(shares, between, out_int32=True).to(torch.uint8)
     if not signed:
-        # A second moment that is rounded to zero would let its next update explode.
+        # A second moment rounded to zero would make the next update explode.
         codes.clamp_(min=1)
     return codes.view(values.shape), scales
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """What :func:`encode` made ``codes`` and ``scales`` of, to within half a level."""
+    """Invert :func:`encode`, to within half a level."""
     values = levels(signed, codes.device)[codes.int()]
-    if values.numel():  # a rank may hold no row
+    if values.numel():  # a rank's shard may be empty
         values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
     return values
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """Adam with decoupled weight decay; moments in 8 bits, all arithmetic in fp32.
+    """AdamW with 8-bit moments and fp32 arithmetic.
 
-    A parameter keeps ``exp_avg_codes`` and ``exp_avg_sq_codes`` (uint8, of its shape), ``exp_avg_scales`` and
-    ``exp_avg_sq_scales`` (fp32 ``[rows, blocks]``) and ``step``; one that is small, a vector or in ``exact``
-    keeps ``exp_avg`` and ``exp_avg_sq`` as AdamW does.
+    The state of a parameter is ``exp_avg_codes`` and ``exp_avg_sq_codes`` (uint8, of its shape),
+    ``exp_avg_scales`` and ``exp_avg_sq_scales`` (fp32 ``[rows, blocks]``) and ``step``. Small parameters,
+    vectors and those in ``exact`` have AdamW's ``exp_avg`` and ``exp_avg_sq``.
 
     Args:
         groups, lr, betas, eps: as for ``torch.optim.AdamW``.
-        exact: parameters that keep 32-bit moments: embeddings, whose rows see gradients of very different
-            sizes.
+        exact: parameters with 32-bit moments: embeddings, whose rows get gradients of very different sizes.
     """
 
     found_inf: Tensor | None = None
-    """An fp32 scalar on the parameters' device; where it is 1, a step changes nothing."""
+    """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self._exact = {id(parameter) for parameter in exact}
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is kept of ``parameter`` before the first step."""
+        """The state of ``parameter`` before the first step."""
         state = {"step": torch.zeros((), device=parameter.device)}
         block = None if id(parameter) in self._exact else block_size(tuple(parameter.shape))
         for name in ("exp_avg", "exp_avg_sq"):
@@ -102,8 +101,8 @@ class AdamW8bit(torch.optim.Optimizer):
             else:
                 shape = tuple(parameter.shape)
                 blocks = math.prod(shape[1:]) // block
-                state[f"{name}_codes"] = zeros_beside(parameter, shape, torch.uint8)
-                state[f"{name}_scales"] = zeros_beside(parameter, (shape[0], blocks))
+                state[f"{name}_codes"] = zeros_sharded_like(parameter, shape, torch.uint8)
+                state[f"{name}_scales"] = zeros_sharded_like(parameter, (shape[0], blocks))
         return state
 
     @torch.no_grad()
@@ -147,12 +146,12 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _moment(state: dict[str, Tensor], name: str) -> Tensor:
-    """A moment in fp32: itself, or what its codes stand for."""
+    """A moment in fp32, decoded if it is stored in 8 bits."""
     if name in state:
         return state[name]
     return decode(state[f"{name}_codes"], state[f"{name}_scales"], signed=name == "exp_avg")
 
 
 def _bias_correction(beta: float, step: Tensor) -> Tensor:
-    """``1 - beta ** step``, without the cancellation that costs fp32 four digits at beta 0.999."""
+    """``1 - beta ** step``, without the cancellation that loses four digits of fp32 at beta 0.999."""
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)

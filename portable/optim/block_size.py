@@ -1,18 +1,18 @@
-"""Which moments are kept in 8 bits, and in blocks of how many; see :mod:`portable.optim.adamw_8bit`."""
+"""Block sizes of 8-bit moments; see :mod:`portable.optim.adamw_8bit`."""
 
 from __future__ import annotations
 
 import math
 
-MOST_IN_A_BLOCK, FEWEST_IN_A_BLOCK = 256, 32
+MAX_BLOCK, MIN_BLOCK = 256, 32
 SMALLEST = 4096
-"""Parameters with fewer elements keep 32-bit moments, as bitsandbytes and torchao do."""
+"""Parameters with fewer elements have 32-bit moments, as in bitsandbytes and torchao."""
 
 
 def block_size(shape: tuple[int, ...]) -> int | None:
-    """Elements in a block of a parameter, a divisor of its rows; None where its moments stay in 32 bits."""
+    """Elements per block, a divisor of the row size; None for 32-bit moments."""
     if len(shape) < 2 or math.prod(shape) < SMALLEST:
         return None
     row = math.prod(shape[1:])
-    block = next(n for n in range(min(row, MOST_IN_A_BLOCK), 0, -1) if row % n == 0)
-    return block if block >= FEWEST_IN_A_BLOCK else None
+    block = next(n for n in range(min(row, MAX_BLOCK), 0, -1) if row % n == 0)
+    return block if block >= MIN_BLOCK else None

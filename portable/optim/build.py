@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Protocol):
-    """What an engine asks of an optimizer, beyond what torch's all offer."""
+    """The interface that an engine needs, beyond that of torch's optimizers."""
 
     param_groups: list[dict[str, Any]]
     state: Any
     found_inf: Tensor | None
-    """An fp32 scalar on the parameters' device; where it is 1, a step changes nothing."""
+    """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is kept of ``parameter`` before the first step, sharded as it will be."""
+        """The state of ``parameter`` before the first step, sharded."""
 
     def step(self) -> None: ...
 
@@ -40,11 +40,10 @@ _SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)
 
 
 def decaying(model: nn.Module) -> set[str]:
-    """The names of the parameters that weight decay is for: all but those of norms, and biases.
+    """The names of the parameters with weight decay: all except norms and biases.
 
-    What a parameter is, by the rule of the Trainer's ``get_decay_parameter_names``: its name tells, or the
-    class of the module that it lies in. The number of its dims does not: there are tables of biases, and
-    vectors that are weights.
+    As in the Trainer's ``get_decay_parameter_names``, the parameter's name or its module's class decides. The
+    number of dims does not: a bias may be a table and a weight may be a vector.
     """
     names: set[str] = set()
     norms: list[str] = []
@@ -64,12 +63,12 @@ def _spared(name: str) -> bool:
 def parameter_groups(
     parameters: Mapping[str, nn.Parameter], weight_decay: float, decays: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Two groups: what decays, and what does not.
+    """Two groups, with and without weight decay.
 
     Args:
         parameters: by name.
         weight_decay: of the first group.
-        decays: the names of what decays; see :func:`decaying`.
+        decays: the names of the first group; see :func:`decaying`.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     groups = [
@@ -85,16 +84,16 @@ def build_optimizer(
     decays: Collection[str],
     embeddings: Collection[nn.Parameter] = (),
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit:
-    """The optimizer that ``train.optimizer`` names.
+    """Build ``train.optimizer``.
 
-    All of them leave everything as it is when a device-side flag (``found_inf``) says that the gradients are
-    not finite; the fused ones take the whole step in one launch.
+    A step is a no-op if the flag ``found_inf`` on the device is set. The fused optimizers take a step in one
+    kernel launch.
 
     Args:
-        settings: which, and how.
+        settings: the train section.
         parameters: by name.
-        decays: the names of those that weight decay is for; see :func:`decaying`.
-        embeddings: the parameters whose moments stay in 32 bits when those of others are kept in 8.
+        decays: the names of parameters with weight decay; see :func:`decaying`.
+        embeddings: the parameters that keep 32-bit moments in an 8-bit optimizer.
     """
     groups = parameter_groups(parameters, settings.weight_decay, decays)
     beta1, beta2 = settings.betas
@@ -111,7 +110,7 @@ def build_optimizer(
 
 
 def set_rates(optimizer: Any, learning_rate: float, betas: tuple[float, float] | None) -> None:
-    """Set this step's learning rate in all parameter groups, and its betas where the schedule moves them."""
+    """Set this step's learning rate in all parameter groups, and its betas if the schedule changes them."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
         if betas is not None:
@@ -129,7 +128,7 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Two moments that lie as the parameter does, and its steps, counted where it lies."""
+        """Two moments, sharded like the parameter, and the step count on its device."""
         return {
             "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
@@ -138,10 +137,9 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class FusedSGD(torch.optim.Optimizer):
-    """SGD with momentum, as ``torch.optim.SGD(fused=True)``, also on sharded parameters.
+    """SGD with momentum, like ``torch.optim.SGD(fused=True)``, but also for sharded parameters.
 
-    torch's fused kernel has no rule for DTensors. The update is elementwise, so each rank's shard can be
-    taken as a plain tensor.
+    torch's fused kernel does not support DTensors. The update is elementwise, so it works on local shards.
     """
 
     found_inf: Tensor | None = None
@@ -150,7 +148,7 @@ class FusedSGD(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """One moment that lies as the parameter does, where there is momentum at all."""
+        """One moment, sharded like the parameter; none without momentum."""
         moving = any(group["momentum"] for group in self.param_groups)
         return {"momentum_buffer": torch.zeros_like(parameter)} if moving else {}
 

@@ -1,8 +1,8 @@
-"""Learning rates: a pure function of the step.
+"""Learning rate schedules: pure functions of the step.
 
-``cosine``, ``linear`` and ``constant`` are the project's own. The others are DeepSpeed's, by its names and in
-its arithmetic (``deepspeed/runtime/lr_schedules.py``), for any backend: a run that was begun under a
-DeepSpeed JSON goes on anywhere, and one from elsewhere goes on under DeepSpeed.
+``cosine``, ``linear`` and ``constant`` are those of the project. The others have DeepSpeed's names and
+arithmetic (``deepspeed/runtime/lr_schedules.py``) on every backend. A run that started with a DeepSpeed JSON
+can resume on another backend, and vice versa.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 @dataclass(frozen=True, config=_STRICT)
 class Schedule:
-    """What all schedules go by; what else one takes are its own fields, ``train.schedule_params``.
+    """The fields of every schedule. Subclasses add their ``train.schedule_params`` as fields.
 
     Attributes:
         peak: ``train.learning_rate``.
-        minimum: the rate at the end, where a schedule falls to one.
-        warmup_steps: steps until the peak is reached.
+        minimum: the rate at the end of a decaying schedule.
+        warmup_steps: steps until the peak.
         total_steps: length of the run in optimizer steps.
     """
 
@@ -48,39 +48,39 @@ class Schedule:
     total_steps: int
 
     warms_up: ClassVar[bool] = True
-    """Whether ``warmup_steps`` counts."""
+    """Whether the schedule uses ``warmup_steps``."""
 
     def __call__(self, step: int) -> float:
-        """Learning rate of optimizer step ``step``, counted from 0."""
+        """Return the learning rate of optimizer step ``step``, from 0."""
         raise NotImplementedError
 
     def betas(self, step: int) -> tuple[float, float] | None:
-        """Adam's decay rates in that step, where they change with it."""
+        """Return Adam's betas in this step, or None if the schedule does not change them."""
         return None
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Constant(Schedule):
-    """Rises in a straight line from zero, the rate of the first step, and stays.
+    """Linear warmup from zero, the rate of the first step, then constant.
 
-    This and the two after it are transformers' ``get_..._schedule_with_warmup``, step by step.
+    This and the next two equal transformers' ``get_..._schedule_with_warmup`` in every step.
     """
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
-        # The minimum is approached and never quite reached, so that no step is spent at a rate of zero.
+        # Progress stays below 1 during the run, so no step has a rate of zero.
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         return self.minimum + (self.peak - self.minimum) * self._shape(progress)
 
     def _shape(self, progress: float) -> float:
-        """From 1 to 0 as ``progress`` goes from 0 to 1; here it stays."""
+        """The decay from 1 to 0 as ``progress`` goes from 0 to 1; none here."""
         return 1.0
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Linear(Constant):
-    """Then falls in a straight line."""
+    """Linear warmup, then linear decay."""
 
     def _shape(self, progress: float) -> float:
         return 1 - progress
@@ -88,7 +88,7 @@ class Linear(Constant):
 
 @dataclass(frozen=True, config=_STRICT)
 class Cosine(Constant):
-    """Then falls along half a cosine."""
+    """Linear warmup, then half a cosine."""
 
     def _shape(self, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
@@ -96,10 +96,10 @@ class Cosine(Constant):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupLR(Schedule):
-    """Rises from ``warmup_min_lr`` and stays.
+    """Warmup from ``warmup_min_lr``, then constant.
 
-    DeepSpeed sets the first rate, takes a step, and only then begins to count, from 0: so the first two steps
-    have the same rate. It never warms up in fewer than two steps.
+    DeepSpeed starts counting, from 0, after the first step, so the first two steps have the same rate. The
+    warmup takes at least two steps.
     """
 
     warmup_min_lr: Rate = 0.0
@@ -109,7 +109,7 @@ class WarmupLR(Schedule):
         return self.warmup_min_lr + (self.peak - self.warmup_min_lr) * self._share(max(0, step - 1))
 
     def _share(self, counted: int) -> float:
-        """How far the rate has come, from 0 to 1, by DeepSpeed's count of steps."""
+        """The share of the peak, from 0 to 1, by DeepSpeed's count of steps."""
         warmup = max(2, self.warmup_steps)
         return _risen(counted, warmup, self.warmup_type) if counted < warmup else self._after(counted, warmup)
 
@@ -119,7 +119,7 @@ class WarmupLR(Schedule):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupDecayLR(WarmupLR):
-    """Then falls in a straight line, back to ``warmup_min_lr``."""
+    """Warmup, then linear decay to ``warmup_min_lr``."""
 
     def _after(self, counted: int, warmup: int) -> float:
         return max(0.0, (self.total_steps - counted) / max(1.0, self.total_steps - warmup))
@@ -127,7 +127,7 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupCosineLR(Schedule):
-    """Rises from a share of the peak, then falls along half a cosine; its very first step has a rate of 0."""
+    """Warmup from a share of the peak, then half a cosine. The first step has a rate of 0."""
 
     warmup_min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     warmup_type: Literal["log", "linear"] = "log"
@@ -150,7 +150,7 @@ def _risen(counted: int, warmup: int, shape: str) -> float:
 
 @dataclass(frozen=True, config=_STRICT)
 class OneCycle(Schedule):
-    """Up from ``cycle_min_lr`` to the peak and down again, once, then further down; momentum the other way.
+    """One cycle from ``cycle_min_lr`` to the peak and back, then decay. Momentum moves inversely.
 
     L. N. Smith, "A disciplined approach to neural network hyper-parameters", arXiv:1803.09820.
     """
@@ -177,11 +177,11 @@ class OneCycle(Schedule):
         return self.cycle_min_lr / (1 + self.decay_lr_rate * (step - self._length) / self.decay_step_size)
 
     def betas(self, step: int) -> tuple[float, float] | None:
-        """The first decay rate falls while the learning rate rises. The second one is 0.99 throughout."""
+        """The first beta falls while the learning rate rises. The second is always 0.99."""
         if not self.cycle_momentum:
             return None
         low, high = self.cycle_min_mom, self.cycle_max_mom
-        if step == 0:  # before DeepSpeed has counted a step
+        if step == 0:  # DeepSpeed has not counted a step yet
             return low, 0.99
         if step - 1 < self._length:
             return high - (high - low) * self._height(step), 0.99
@@ -199,7 +199,7 @@ class OneCycle(Schedule):
         return self.cycle_first_step_size + self._second
 
     def _height(self, step: int) -> float:
-        """Where in the cycle the rate stands, from 0 to 1 and back."""
+        """The position in the cycle, from 0 to 1 and back."""
         first, length = self.cycle_first_step_size, self._length
         along = 1.0 + step / length - math.floor(1 + step / length)
         rising = along <= first / length
@@ -215,7 +215,7 @@ class OneCycle(Schedule):
 
 @dataclass(frozen=True, config=_STRICT)
 class LRRangeTest(Schedule):
-    """Rises without end from ``train.learning_rate``, to see at which rate the loss gives way."""
+    """Rises indefinitely from ``train.learning_rate``, to find the rate at which the loss diverges."""
 
     lr_range_test_step_size: Annotated[int, Field(gt=0)] = 2000
     lr_range_test_step_rate: float = 1.0
@@ -240,10 +240,10 @@ SCHEDULES: dict[str, type[Schedule]] = dict(
 
 
 def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
-    """The schedule of a run of ``total_steps`` optimizer steps.
+    """Build the schedule of a run of ``total_steps`` optimizer steps.
 
     Raises:
-        ValueError: for ``train.schedule_params`` that it does not take.
+        ValueError: if ``train.schedule_params`` does not fit the schedule.
     """
     values: dict[str, Any] = {
         "peak": settings.learning_rate,
@@ -263,13 +263,13 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
 
 
 def warmup_steps(settings: TrainConfig, total_steps: int) -> int:
-    """How many of ``total_steps`` warm up; of a ratio as many as the Trainer makes of it."""
+    """The number of warmup steps. A ratio is rounded up, as in the Trainer."""
     if settings.warmup_ratio is None:
         return settings.warmup_steps
     return math.ceil(total_steps * settings.warmup_ratio)
 
 
 def own_params(kind: str) -> tuple[str, ...]:
-    """What ``train.schedule_params`` may hold for a schedule."""
+    """The allowed keys of ``train.schedule_params`` for a schedule."""
     common = Schedule.__dataclass_fields__
     return tuple(name for name in SCHEDULES[kind].__dataclass_fields__ if name not in common)

@@ -1,7 +1,7 @@
-"""Sharded tensors, for code that works on a rank's own part of them.
+"""Helpers for code that works on the local shards of parameters.
 
-A sharded parameter is a ``DTensor`` that is cut along dim 0, as FSDP2 cuts it; over a second mesh axis it may
-be replicated. Any other parameter is whole on this rank.
+A sharded parameter is a ``DTensor`` sharded along dim 0, as by FSDP2. It may be replicated over a second mesh
+axis. Any other parameter is unsharded.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of ``tensor``, or ``tensor`` itself where it is whole; shares its memory."""
+    """This rank's shard of ``tensor``, or ``tensor`` itself if it is unsharded. Shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def zeros_beside(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros of the global ``shape``, cut over the ranks as ``parameter`` is.
+def zeros_sharded_like(
+    parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Zeros of the global ``shape``, sharded like ``parameter``.
 
     Args:
-        parameter: tells where.
-        shape: with the same first dim as the parameter.
+        parameter: determines sharding and device.
+        shape: must have the parameter's first dim.
         dtype: of the zeros.
     """
     assert shape[0] == parameter.shape[0]
@@ -37,12 +39,12 @@ def zeros_beside(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype =
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-    # Not DTensor.from_local, which would move what is in host memory to the devices of the mesh.
+    # DTensor.from_local would move tensors in host memory to the devices of the mesh.
     return DTensor(part, spec, requires_grad=False)
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks among which ``parameter`` is cut; None where it is whole on every rank."""
+    """The process group that shards ``parameter``, or None if it is unsharded."""
     if not isinstance(parameter, DTensor):
         return None
     (axis,) = (i for i, placement in enumerate(parameter.placements) if placement.is_shard())

@@ -1,1 +1,1 @@
-"""The output folder: who owns it, and what stands in it."""
+"""The output folder or URL: locking, contents and export."""

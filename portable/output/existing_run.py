@@ -1,4 +1,4 @@
-"""The run that an output folder holds already."""
+"""The existing run in an output folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.config import difference, load_config
-from portable.config.load import MOST_BYTES
+from portable.config.load import MAX_BYTES
 from portable.errors import UserError, one_line
 from portable.paths import exists, storage_errors
 
@@ -22,11 +22,11 @@ FINAL = "final"
 
 @dataclass(frozen=True)
 class ExistingRun:
-    """The run that an output folder holds.
+    """The existing run in an output folder.
 
     Attributes:
-        config: its resolved config; None where there is no run.
-        digest: of the file that holds it, by which :func:`check_unchanged` tells whether it is still there.
+        config: its resolved config; None if there is no run.
+        digest: of the config file, for :func:`check_unchanged`.
     """
 
     config: RunConfig | None
@@ -37,12 +37,12 @@ def existing_run(folder: Place) -> ExistingRun:
     """Read the config of the run in ``folder``.
 
     Raises:
-        UserError: ``folder`` cannot be a run's folder, or its config is damaged.
+        UserError: if ``folder`` cannot be used, or its config is damaged.
     """
     try:
         with storage_errors("output_dir"):
             occupied = folder.exists() and not folder.is_dir()
-    except (OSError, ValueError) as error:  # too long a name, a part of it that is a file, a NUL
+    except (OSError, ValueError) as error:  # the name is too long, contains a NUL, or a parent is a file
         raise UserError(f"output_dir: {one_line(error)}; choose another folder") from error
     if occupied:
         raise UserError(f"output_dir: {folder} is a file; choose another folder")
@@ -52,30 +52,30 @@ def existing_run(folder: Place) -> ExistingRun:
 
 
 def check_unchanged(folder: Place, existing: ExistingRun) -> None:
-    """Raise UserError if another run has begun in ``folder`` since ``existing`` was read.
+    """Raise UserError if another run started in ``folder`` after ``existing`` was read.
 
-    To be called once no other run can begin there.
+    Call it while holding the lock.
     """
     if _digest(folder / CONFIG_FILE) != existing.digest:
         raise UserError(
-            f"output_dir: another run was here while this one started, and changed {folder / CONFIG_FILE}; "
-            "run the same command again"
+            f"output_dir: another run changed {folder / CONFIG_FILE} while this one started; run the same "
+            "command again"
         )
 
 
 def _digest(path: Place) -> str | None:
     with storage_errors("output_dir"):
-        if not exists(path):  # also for a name that cannot exist
+        if not exists(path):  # also for an invalid name
             return None
         with path.open("rb") as file:
-            return hashlib.blake2b(file.read(MOST_BYTES + 1)).hexdigest()
+            return hashlib.blake2b(file.read(MAX_BYTES + 1)).hexdigest()
 
 
 def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> None:
-    """Raise UserError if ``folder`` holds a run that differs from ``config`` in what makes a run."""
+    """Raise UserError if the existing run differs from ``config`` in a setting that defines the run."""
     if existing.config is not None and (changed := difference(existing.config, config)):
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise UserError(
-            f"output_dir: {folder} holds another run ({changed[0]}{more}); "
-            "choose another folder, or remove this one to start over"
+            f"output_dir: {folder} has another run ({changed[0]}{more}); "
+            "choose another folder, or delete this one to start over"
         )

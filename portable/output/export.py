@@ -1,14 +1,13 @@
-"""The model at the end of a run: ``final/``, which replaces what an earlier export wrote, and nothing else.
+"""Export the model to ``final/`` at the end of a run. Replaces only files of an earlier export.
 
-A marker in the folder tells which files an export wrote there, each with its size and its time. A folder that
-holds anything else, or is none, is set aside under another name before the new one takes its place.
+A marker in the folder lists the files of the export with sizes and times. If ``final`` contains anything
+else, or is not a folder, it is moved to another name before the new export replaces it.
 
     .final.new        being written
-    .final.replaced   about to change places with final, or what was there; the old one as long as nobody says
-                      that an export wrote all of it
+    .final.replaced   the previous ``final`` during the exchange, until it is checked and deleted or moved
 
-In an object store the marker of completion tells it, with the objects' versions. What no export wrote is
-moved aside there object by object, because there are no folders that could be renamed.
+In an object store the completion marker lists the objects with their versions. Other objects are moved one by
+one, because a folder cannot be renamed there.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ if TYPE_CHECKING:
 
 MARKER = ".export.json"
 EXPORTED = "exported"
-"""The fact by which an object store's marker of completion is that of an export."""
+"""The key in a completion marker that identifies an export."""
 
 
 def export(checkpoint: Place, folder: Place) -> None:
-    """Write ``checkpoint`` as plain safetensors with config and tokenizer into ``folder``."""
+    """Write ``checkpoint`` as safetensors with config and tokenizer into ``folder``."""
     try:
         with storage_errors("checkpoint.export"):
             check_manifest(checkpoint)
             if isinstance(folder, RemotePath):
-                _keep_foreign(folder)
+                _move_other_objects(folder)
                 facts = {EXPORTED: checkpoint.name}
                 write_safetensors(open_checkpoint(checkpoint), folder, overwrite=True, facts=facts)
                 return
             recover_export(folder)
             new = _new(folder)
             write_safetensors(open_checkpoint(checkpoint), new)
-            told = {"checkpoint": checkpoint.name, "files": _files(new)}
-            write_durably(new / MARKER, json.dumps(told, indent=1) + "\n")
+            marker = {"checkpoint": checkpoint.name, "files": _files(new)}
+            write_durably(new / MARKER, json.dumps(marker, indent=1) + "\n")
             _put(new, folder)
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: {error}") from error
@@ -63,12 +62,12 @@ def export(checkpoint: Place, folder: Place) -> None:
 
 
 def recover_export(folder: Path) -> None:
-    """Clear up, or restore, what an export into ``folder`` left that was killed; the run's lock is held."""
+    """Clean up after a killed export into ``folder``. The caller holds the run's lock."""
     new, replaced = _new(folder), _replaced(folder)
     if not os.path.lexists(folder) and os.path.lexists(replaced):
         replaced.rename(folder)
     _retire(replaced, folder)
-    recover(new)  # what the converter was still writing
+    recover(new)  # the converter's partial files
     _delete(new)
 
 
@@ -81,72 +80,70 @@ def _replaced(folder: Path) -> Path:
 
 
 def _put(new: Path, folder: Path) -> None:
-    """Have ``new`` be ``folder``, so that there is one at every moment where the system can do that."""
+    """Replace ``folder`` by ``new``, atomically if the system supports it."""
     swap(new, folder, _replaced(folder))
     sync_folder(folder.parent)
     _retire(_replaced(folder), folder)
 
 
-def _keep_foreign(folder: RemotePath) -> None:
-    """Move aside what no export has put into ``folder``, and say where it is."""
+def _move_other_objects(folder: RemotePath) -> None:
+    """Move objects that no export wrote to another folder, with a warning."""
     folder.refresh()
-    told = Written.of(folder)
-    if EXPORTED not in told.facts:
-        told = Written({}, {}, frozenset())
-    there = versions(folder)
-    # Of an export that was killed near its end, the names alone are known.
-    reasons = {name: _alien(name, there[name], told.objects) for name in there.keys() - told.names}
-    foreign = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
-    if not foreign:
+    written = Written.of(folder)
+    if EXPORTED not in written.facts:
+        written = Written({}, {}, frozenset())
+    found = versions(folder)
+    # If an export was killed near its end, only the names of its objects are known.
+    reasons = {name: _difference(name, found[name], written.objects) for name in found.keys() - written.names}
+    others = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
+    if not others:
         return
     kept = unused_name(folder.with_name(f"{folder.name}.kept"))
-    for name in foreign:
+    for name in others:
         (folder / name).move_to(kept / name)
-    others = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
-    reason = printable(f"{folder}: {next(iter(foreign.values()))}{others}")
-    print(f"warning: {reason}, so it is kept in {kept}", file=sys.stderr)
+    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+    reason = printable(f"{folder}: {next(iter(others.values()))}{more}")
+    print(f"warning: {reason}; moved to {kept}", file=sys.stderr)
 
 
 def _retire(old: Path, folder: Path) -> None:
-    """Delete what an export wrote; anything else is kept, and it is said where."""
+    """Delete an old export. Move anything else to another name, with a warning."""
     if not os.path.lexists(old):
         return
-    foreign = _foreign(old)
-    if foreign is None:
+    reason = _not_exported(old)
+    if reason is None:
         _delete(old)
         return
     kept = unused_name(folder.with_name(f"{folder.name}.kept"))
     old.rename(kept)
     sync_folder(folder.parent)
-    reason = printable(f"{folder}: {foreign}")
-    print(f"warning: {reason}, so what was there is kept as {kept}", file=sys.stderr)
+    print(f"warning: {printable(f'{folder}: {reason}')}; the old folder is now {kept}", file=sys.stderr)
 
 
-def _foreign(folder: Path) -> str | None:
-    """Why not all of what has this name was written by an export; None where it was."""
+def _not_exported(folder: Path) -> str | None:
+    """Why ``folder`` is not entirely an export; None if it is."""
     if folder.is_symlink() or not folder.is_dir():
-        return "no export made it a link or a file"
+        return "it was a link or a file, not an export"
     try:
-        told = json.loads((folder / MARKER).read_text("utf-8"))["files"]
-        written = {str(name): tuple(values) for name, values in told.items()}
+        listed = json.loads((folder / MARKER).read_text("utf-8"))["files"]
+        written = {str(name): tuple(values) for name, values in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"no {MARKER} tells that an export wrote it"
-    there = _files(folder)
-    for name, values in there.items():
-        if (reason := _alien(name, values, written)) is not None:
+        return f"it had no valid {MARKER}, so it was not an export"
+    for name, values in _files(folder).items():
+        if (reason := _difference(name, values, written)) is not None:
             return reason
     return None
 
 
-def _alien(name: str, version: object, written: Mapping[str, object]) -> str | None:
-    """Why a file is not what an export wrote; None where it is."""
+def _difference(name: str, version: object, written: Mapping[str, object]) -> str | None:
+    """Why a file is not that of the export; None if it is."""
     if written.get(name) == version:
         return None
-    return f"{name} was {'changed' if name in written else 'put there'} by no export"
+    return f"{name} was {'changed after' if name in written else 'not part of'} the export"
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of everything below ``folder`` but folders and the marker; of links, their own."""
+    """Size and time of every file and link below ``folder``, except the marker."""
     found: dict[str, tuple[int, int]] = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():

@@ -1,11 +1,11 @@
-"""One run at a time under a URL, as far as an object store can tell.
+"""A lease for an output URL: one run at a time, as far as an object store allows.
 
-A store locks nothing, and does not notice when a process dies. So whoever writes under a URL leaves an object
-there that says who it is, and writes it anew every :data:`RENEWED` seconds. One that has stood still for
-:data:`STALE` seconds is taken over. No clock of another host is trusted for that: the newcomer watches.
+Object stores have no locks and do not notice when a process dies. So a run writes an object that identifies
+it and renews it every :data:`RENEWED` seconds. A new run takes over a lease that does not change for
+:data:`STALE` seconds. It watches the object itself, so clocks of other hosts do not matter.
 
-What this cannot do: of two that start within the same moment, both may begin; the one whose lease was
-overwritten finds out at its next renewal or save, whichever comes first, and ends there.
+Limit: two runs that start at the same moment may both begin. The one whose lease was overwritten notices at
+its next renewal or save, and ends.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 LEASE_FILE = "lease.json"
 RENEWED = 15.0  # seconds between two renewals
-STALE = 60.0  # seconds without one after which the holder is taken to be gone
-LONG_GONE = 1800.0  # seconds by which no two clocks differ: nobody needs to watch so old a lease
+STALE = 60.0  # seconds without renewal after which the holder counts as dead
+LONG_GONE = 1800.0  # seconds, more than any difference of clocks: an older lease is stale without watching
 
 
 class Lease:
-    """Holds ``place`` for this process, as a context.
+    """Holds the lease of ``place`` within a context.
 
     Raises:
-        UserError: another run holds it.
+        UserError: if another run holds it.
     """
 
     def __init__(self, place: RemotePath) -> None:
@@ -61,23 +61,23 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join(timeout=5.0)  # it may be waiting for a store that is out of reach
-        with suppress(Exception):  # it will be stale soon
+        self._thread.join(timeout=5.0)  # the store may be unreachable
+        with suppress(Exception):  # the lease will expire
             if self._read().get("id") == self._id:
                 self._object.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Make sure, before something is made final, that nobody else has begun to write here.
+        """Check that no other run writes here. Call it before completing a write.
 
         Raises:
-            RunError: somebody has.
+            RunError: if another run took the lease.
         """
         if self._taken_by is None:
             self._look()
         if self._taken_by is not None:
             raise RunError(
-                f"output_dir: another run has begun to write to {self._place} ({self._taken_by}); "
-                "this one leaves it alone from here on"
+                f"output_dir: another run has started to write to {self._place} ({self._taken_by}); this run "
+                "writes nothing more there"
             )
 
     def _look(self) -> None:
@@ -87,19 +87,19 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEWED) and self._taken_by is None:
-            with suppress(Exception):  # out of reach for now: the saves will say so, if it stays so
+            with suppress(Exception):  # unreachable for now: saves raise if that persists
                 self._look()
                 if self._taken_by is None:
                     self._write()
 
     def _wait_for_the_holder(self) -> None:
-        """Return when nobody holds the place (any more)."""
+        """Return when no run holds the lease."""
         holder = self._read()
         if not holder or _is_gone(holder):
             return
         print(
-            f"output_dir: {self._place} was in use by {_shown(holder)}; "
-            f"watching for {STALE:.0f} s whether it still is",
+            f"output_dir: {self._place} was in use by {_shown(holder)}; checking for {STALE:.0f} s whether "
+            "it still is",
             file=sys.stderr,
         )
         deadline = time.monotonic() + STALE
@@ -111,32 +111,32 @@ class Lease:
             if now != holder:
                 raise self._in_use(now)
         print(
-            f"warning: output_dir: {_shown(holder)} no longer renews its lease on {self._place}; taking it "
-            "over",
+            f"warning: output_dir: {_shown(holder)} no longer renews its lease of {self._place}; taking over "
+            "the lease",
             file=sys.stderr,
         )
 
     def _read(self) -> dict[str, Any]:
-        """The lease as it is; empty where there is none."""
+        """Read the lease; empty if there is none."""
         with suppress(FileNotFoundError, ValueError):
             found = json.loads(self._object.read_bytes())
             return found if isinstance(found, dict) else {}
         return {}
 
     def _write(self) -> None:
-        said = {
+        lease = {
             "id": self._id,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "machine": _machine(),
             "renewed": time.time(),
         }
-        self._object.write_bytes(json.dumps(said).encode())
+        self._object.write_bytes(json.dumps(lease).encode())
 
     def _in_use(self, holder: dict[str, Any]) -> UserError:
         return UserError(
             f"output_dir: {self._place} is in use by another run ({_shown(holder)}); "
-            "wait for it, stop it or choose another place"
+            "wait for it, stop it or choose another URL"
         )
 
 
@@ -145,14 +145,14 @@ def _shown(holder: dict[str, Any]) -> str:
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
-    """Whether the holder can be known to be gone without watching."""
+    """Whether the holder is known to be dead without watching."""
     renewed = holder.get("renewed")
     if not isinstance(renewed, int | float) or time.time() - renewed > LONG_GONE:
         return True
     pid, machine = holder.get("pid"), _machine()
     if machine is None or holder.get("machine") != machine or not isinstance(pid, int):
         return False
-    if pid == os.getpid():  # of an earlier run in this process, which could not let go
+    if pid == os.getpid():  # an earlier run in this process could not delete its lease
         return True
     try:
         os.kill(pid, 0)
@@ -164,7 +164,7 @@ def _is_gone(holder: dict[str, Any]) -> bool:
 
 
 def _machine() -> str | None:
-    """What tells this boot of this machine, and the container, whose process numbers are its own."""
+    """Identify the boot of this machine and the container, within which process ids are unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

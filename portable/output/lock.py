@@ -1,4 +1,4 @@
-"""One run at a time in an output folder."""
+"""The lock of an output folder: one run at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for this process; the system lets go when the process ends, however it ends.
+    """Lock ``folder`` within this context. The system releases the lock when the process ends.
 
     Raises:
-        UserError: if another process holds it, or nothing can be written there.
+        UserError: if another process has the lock, or ``folder`` is not writable.
     """
     import fcntl
 
@@ -58,4 +58,4 @@ def _unwritable(folder: Path, error: Exception) -> UserError:
     at = getattr(error, "filename", None)
     where = f"{folder} ({at})" if at is not None and str(at) != str(folder) else str(folder)
     where = where if len(where) <= 200 else f"{where[:197]}..."
-    return UserError(f"output_dir: {where!r} cannot be written to: {reason}; choose another folder")
+    return UserError(f"output_dir: {where!r} is not writable: {reason}; choose another folder")

@@ -1,4 +1,4 @@
-"""A run's output: the folder or URL of ``output_dir``, and where this process writes what goes there."""
+"""The output of a run: ``output_dir``, and the local folder in which this process writes its files."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class Output(ABC):
-    """What differs between an output folder here and one in an object store.
+    """The interface of a local output folder and one in an object store.
 
     Attributes:
-        place: what ``output_dir`` names.
-        work: where this process writes files. All that it writes there ends up at ``place``, under the same
-            names: at once, because it is the same folder, or at :meth:`publish`.
+        place: the path or URL of ``output_dir``.
+        work: the local folder for this process's files. They appear at ``place`` under the same names, at
+            once if it is the same folder, else at :meth:`publish`.
         rank: of this process.
-        agreed: what of ``output_dir`` must be the same on all ranks; nothing where each may see a folder that
-            all share under another name.
+        agreed: the part of ``output_dir`` that must be equal on all ranks. Empty for a local folder: a shared
+            folder may have another path on each rank.
     """
 
     place: Place
@@ -45,54 +45,54 @@ class Output(ABC):
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Find out before any work whether ``place`` can be written to, where that is cheap."""
+        """Check early that ``place`` is writable, if that is cheap."""
 
     @abstractmethod
     def held(self) -> AbstractContextManager[None]:
-        """Keep other runs away from ``place``; on rank 0."""
+        """Lock ``place`` against other runs. Called on rank 0."""
 
     @abstractmethod
     def open(self, shard_bytes: int) -> None:
-        """Make ``work`` ready, with the records of earlier legs; all ranks, when rank 0 holds ``place``.
+        """Prepare ``work`` with the logs of earlier launches. Called on all ranks while rank 0 has the lock.
 
         Args:
-            shard_bytes: about as many bytes this rank will write of a checkpoint.
+            shard_bytes: estimated size of this rank's shards of a checkpoint.
         """
 
     @abstractmethod
     def checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
-        """The run's checkpoints, for this rank to write to."""
+        """The run's checkpoints, writable by this rank."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Have everything at ``place`` that this process has written into ``work``.
+        """Copy this process's new files from ``work`` to ``place``.
 
         Raises:
-            RunError: it cannot be written there.
+            RunError: if it fails.
         """
 
     @abstractmethod
     def publish_soon(self, *, at_once: bool = False) -> None:
-        """Have it there before long; does not wait, and does not mind if it fails this time.
+        """Publish in the background, without raising errors.
 
         Args:
-            at_once: begin now, else when a while has passed since the last time.
+            at_once: start now, rather than some time after the last call.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing more will be written; never raises."""
+        """Publish the last files and clean up. Never raises."""
 
 
 class LocalOutput(Output):
-    """A folder that all ranks see."""
+    """A folder in a file system shared by all ranks."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.place = self.work = folder
         self.rank = rank
 
     def check_writable(self) -> None:
-        """The lock will show."""
+        """A no-op: taking the lock checks it."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -103,7 +103,7 @@ class LocalOutput(Output):
                 yield
             except UserError:
                 if new and not (self.work / CONFIG_FILE).exists():
-                    shutil.rmtree(self.work, ignore_errors=True)  # refused: leave things as they were
+                    shutil.rmtree(self.work, ignore_errors=True)  # the run was refused: leave no empty folder
                 raise
 
     def open(self, shard_bytes: int) -> None:
@@ -123,10 +123,10 @@ class LocalOutput(Output):
 
 
 def open_output(config: RunConfig, rank: int = 0) -> Output:
-    """The output of a run, as ``output_dir`` names it.
+    """Return the output that ``output_dir`` names.
 
     Raises:
-        UserError: it cannot be used.
+        UserError: if it cannot be used.
     """
     place = place_of("output_dir", config.output_dir)
     if isinstance(place, RemotePath):

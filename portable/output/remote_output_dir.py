@@ -1,4 +1,4 @@
-"""An output folder in an object store, with a folder of this machine before it."""
+"""An output folder in an object store, with a local staging folder."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from portable.formatting import human_bytes
 from portable.output.lease import Lease
 from portable.output.output_dir import Output
 from portable.paths import storage_errors
-from portable.temporary_folder import lasting
+from portable.temporary_folder import lasting_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from converters.storage.object_store import RemotePath
 
-PAUSE = 30.0  # seconds at least between two looks at what has been written meanwhile
-SHARE = 20  # sending takes at most one part in so many of the time: files that grow are sent anew as a whole
+PAUSE = 30.0  # minimum seconds between uploads
+SHARE = 20  # uploads take at most 1/20 of the time, because a file that grows is uploaded again as a whole
 
 
 class RemoteOutput(Output):
-    """A URL. Ranks need not see each other's files: each has a folder of its own, and sends what it wrote.
+    """An output URL. Every rank uploads from its own local folder, so ranks need no shared file system.
 
     Args:
         place: the URL.
         rank: of this process.
-        staging: folder of this machine for what is on its way; None: in the system's one for temporary files.
+        staging: the local folder for uploads; None for one in the system's temporary folder.
     """
 
     place: RemotePath
@@ -47,11 +47,11 @@ class RemoteOutput(Output):
         self.place = place
         self.agreed = str(place)
         self.rank = rank
-        base = Path(staging or lasting() / f"portable-{os.getuid()}")
+        base = Path(staging or lasting_folder() / f"portable-{os.getuid()}")
         self._shared = None if staging else base
         digest = hashlib.sha256(str(place).encode()).hexdigest()[:16]
         self._staging = base.absolute() / digest / f"rank-{rank}"
-        # The last names of the URL, by which trackers and pictures call the run.
+        # Trackers and plots name the run by the last parts of the URL.
         self.work = self._staging / "run" / place.parent.name / place.name
         self._shards = self._staging / "shards"
         self._opened = False
@@ -82,30 +82,30 @@ class RemoteOutput(Output):
         try:
             if self._shared is not None:
                 _claim(self._shared)
-            shutil.rmtree(self._staging, ignore_errors=True)  # of a leg that was killed here
+            shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed launch
             self._shards.mkdir(parents=True)
             self._staging.chmod(0o700)
             self.work.mkdir(parents=True)
             free = shutil.disk_usage(self._shards).free
         except OSError as error:
             raise UserError(
-                f"checkpoint.staging_dir: {self._staging} cannot be made ({one_line(error)}); name a folder "
-                "of this machine that can be written to"
+                f"checkpoint.staging_dir: {self._staging} cannot be created ({one_line(error)}); choose a "
+                "writable local folder"
             ) from error
         self._opened = True
-        self.place.refresh()  # another leg may have come in between
+        self.place.refresh()  # another launch may have written since
         needed = shard_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if needed > free:
             raise UserError(
-                f"checkpoint.staging_dir: {self._shards} has {human_bytes(free)} left, and this machine's "
-                f"shards of a checkpoint take about {human_bytes(needed)} on their way to {self.place}; "
-                "name a folder with more room"
+                f"checkpoint.staging_dir: {self._shards} has {human_bytes(free)} free, but this machine's "
+                f"shards of a checkpoint need about {human_bytes(needed)} before the upload to {self.place}; "
+                "choose a folder with more space"
             )
         if self.rank == 0:
             self._fetch_records()
 
     def _fetch_records(self) -> None:
-        """Get the files that legs of a run add to."""
+        """Download the log files, to which every launch of the run appends."""
         with storage_errors("output_dir"):
             for entry in self.place.iterdir():
                 if entry.suffix == ".jsonl" and entry.is_file():
@@ -130,7 +130,7 @@ class RemoteOutput(Output):
             began = time.monotonic()
             try:
                 self._check_held()
-                # Hidden files are on their way to another name.
+                # Hidden files are temporary and will be renamed.
                 files = {n: path for n, path in files_in(self.work).items() if not path.name.startswith(".")}
                 states = {name: _state(path) for name, path in files.items()}
                 new = {name: state for name, state in states.items() if self._sent.get(name) != state}
@@ -167,13 +167,13 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 def _claim(folder: Path) -> None:
-    """Have a folder of a known name, where anybody may make one, for this user alone.
+    """Create a folder for this user only, at a path that other users can guess.
 
     Raises:
-        OSError: somebody else made it.
+        OSError: if another user created it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise OSError(f"{folder} is a link, or another user's")
+        raise OSError(f"{folder} is a link or belongs to another user")
     folder.chmod(0o700)

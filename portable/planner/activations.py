@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.build import LayerKinds, layer_kinds, replace_tensors, shortened, transformer_layers
 from portable.model.chunked_loss import chunked_head
+from portable.model.layers import LayerKinds, layer_kinds, shortened, transformer_layers
 from portable.model.loss import token_loss
-from portable.model.transformers_patches import no_look_at_values
+from portable.model.parameters import replace_tensors
+from portable.model.transformers_patches import no_value_checks
 from portable.planner.passes import Activations, Peak
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _passes(
         if request.compiled:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             _keep_logits(small, logits)
-        with no_look_at_values():
+        with no_value_checks():
             if request.compute == "autocast":
                 if request.on_gpu:
                     stack.enter_context(_CudaAutocast(dtype))

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from portable.errors import UserError, one_line
-from portable.model.build import embeddings, state_tensors, transformer_layers
+from portable.model.layers import transformer_layers
+from portable.model.parameters import embeddings, state_tensors
 from portable.optim.build import decaying
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight

@@ -1,1 +1,1 @@
-"""Processes: started, bound to their parent, kept in agreement, watched."""
+"""Rank processes: launch, rendezvous, collectives, consistency checks and watchdog."""

@@ -1,4 +1,4 @@
-"""Small agreements between ranks, made over the host's process group (gloo)."""
+"""Small collectives on host data, over the gloo process group."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from portable.errors import RUN_ERROR, USER_ERROR, ToldElsewhereError, UserError, one_line
+from portable.errors import RUN_ERROR, USER_ERROR, ReportedElsewhereError, UserError, one_line
 from portable.terminal import native_stdout_closed
 
 T = TypeVar("T")
-_WORD = "portable/why-a-rank-ended"
+_ERROR_KEY = "portable/error-of-a-rank"
 
-# One tensor for the life of the process. Gloo's threads let go of a collective's tensors a moment after it is
-# over. Were theirs the last reference they would need Python's lock, which the main thread holds while it
-# ends the process group and waits for those threads: neither would ever go on.
+# Never freed. Gloo's threads release a collective's tensors shortly after it ends. Releasing the last
+# reference needs the GIL, which the main thread holds while it destroys the process group and joins those
+# threads: a deadlock.
 _FLAG = torch.zeros((), dtype=torch.int32)
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether ``flag`` is set on any rank; all ranks call it, and none returns before all have."""
+    """Whether ``flag`` is set on any rank. A collective call and a barrier."""
     if not dist.is_initialized():
         return flag
     _FLAG.fill_(int(flag))
@@ -32,7 +32,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def gather_text(text: str) -> list[str]:
-    """What every rank gave, in the order of ranks; all ranks call it."""
+    """Gather ``text`` of all ranks in rank order. A collective call."""
     if not dist.is_initialized():
         return [text]
     texts: list[str] = [""] * dist.get_world_size()
@@ -41,11 +41,11 @@ def gather_text(text: str) -> list[str]:
 
 
 def all_or_none(outcome: T | UserError) -> T:
-    """Return ``outcome``, unless a rank passes a UserError; all ranks call it with what they have.
+    """Return ``outcome`` unless any rank passes a UserError. A collective call.
 
     Raises:
-        UserError: on the first rank with an error, that error.
-        ToldElsewhereError: on the others.
+        UserError: on the lowest rank with an error.
+        ReportedElsewhereError: on the other ranks.
     """
     error = outcome if isinstance(outcome, UserError) else None
     refusals = gather_text("" if error is None else one_line(error))
@@ -53,42 +53,41 @@ def all_or_none(outcome: T | UserError) -> T:
     if error is not None and (not dist.is_initialized() or dist.get_rank() == first):
         raise error
     if first is not None or isinstance(outcome, UserError):
-        raise ToldElsewhereError(refusals[first or 0], USER_ERROR)
+        raise ReportedElsewhereError(refusals[first or 0], USER_ERROR)
     return outcome
 
 
-def leave_word(error: Exception) -> None:
-    """Let the ranks that will wait for this one in vain know why it ends, and give them the time to see.
+def publish_error(error: Exception) -> None:
+    """Publish this rank's error so that its peers report the cause instead of a timeout.
 
-    To be called on a rank that raises what other ranks may not: their next collective fails when this process
-    ends, and they ask :func:`word_left` what it was.
+    Call it if other ranks may not raise the same error. Their next collective fails when this process exits,
+    and they read the cause with :func:`peer_error`.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     code = USER_ERROR if isinstance(error, UserError) else RUN_ERROR
-    with suppress(Exception):  # the store may be gone with the rank that kept it
+    with suppress(Exception):  # the rank that hosts the store may be dead
         store = dist.distributed_c10d._get_default_store()
-        if not store.check([_WORD]):
-            store.set(_WORD, json.dumps({"code": code, "message": one_line(error)}))
+        if not store.check([_ERROR_KEY]):
+            store.set(_ERROR_KEY, json.dumps({"code": code, "message": one_line(error)}))
 
 
-def word_left() -> ToldElsewhereError | None:
-    """What another rank has said before it ended, if one has."""
+def peer_error() -> ReportedElsewhereError | None:
+    """Return the error that another rank has published, or None."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     with suppress(Exception):
         store = dist.distributed_c10d._get_default_store()
-        if store.check([_WORD]):
-            word = json.loads(store.get(_WORD))
-            return ToldElsewhereError(word["message"], word["code"])
+        if store.check([_ERROR_KEY]):
+            published = json.loads(store.get(_ERROR_KEY))
+            return ReportedElsewhereError(published["message"], published["code"])
     return None
 
 
 def background_group() -> dist.ProcessGroup | None:
-    """A group of all ranks for threads that talk to each other while the loop does; None without ranks.
+    """Create a process group for background threads; None in a single process. A collective call.
 
-    All ranks call it, before any thread needs it. Ranks write at their own pace, and one that dies is noticed
-    at once: so its members wait for long.
+    Its timeout is long because ranks write checkpoints at different speeds. A dead rank is detected anyway.
     """
     if not dist.is_initialized():
         return None

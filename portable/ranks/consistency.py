@@ -1,4 +1,4 @@
-"""Refuse ranks that were started with different settings, before one waits for a collective of another."""
+"""Check that all ranks have the same settings, before a mismatch causes a deadlock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
 
-# Hosts may keep their files in different places; the data itself is compared.
+# Paths may differ between hosts. The data itself is compared.
 _LOCAL = (
     "output_dir",
     "data.source",
@@ -32,12 +32,12 @@ _LOCAL = (
 
 
 def agree(backend: Backend, facts: Mapping[str, Any]) -> None:
-    """Compare ``facts``, plain JSON values by name, over all ranks; all ranks call it.
+    """Compare ``facts``, JSON values by name, over all ranks. A collective call.
 
-    Ranks exchange a digest, and the facts themselves only if digests differ.
+    Ranks exchange digests first, and the facts only if the digests differ.
 
     Raises:
-        UserError: on every rank alike, with the first fact in which a rank differs from rank 0.
+        UserError: on every rank, with the first fact in which a rank differs from rank 0.
     """
     text = json.dumps(facts)
     if len(set(backend.gather(hashlib.blake2b(text.encode()).hexdigest()))) == 1:
@@ -54,7 +54,7 @@ def agree(backend: Backend, facts: Mapping[str, Any]) -> None:
 
 
 def settings_and_versions(config: RunConfig) -> dict[str, Any]:
-    """Every setting that must be the same on all ranks, and the versions of the libraries."""
+    """The settings that must be equal on all ranks, and the versions of the libraries."""
     facts = {
         key: keys.plain(config.get(key)) for key in keys.settings(RunConfig) if not key.startswith(_LOCAL)
     }

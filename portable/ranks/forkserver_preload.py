@@ -1,7 +1,8 @@
-"""Imported first of all by the server that forks data workers: it ends with its rank, and they with it.
+"""Preloaded by the fork server of data workers: the server dies with its rank, and the workers with the
+server.
 
-Python alone would leave them for ever where a rank is killed: the server waits until nobody holds its pipe,
-and its workers hold it, while they wait for the server to end.
+Otherwise they would outlive a killed rank. The server waits until its pipe is closed, but its workers keep
+the pipe open and wait for the server.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _SERVER = os.getpid()
 
 
 class _Fork:
-    """Who forks; a worker's own children are its own affair."""
+    """The process that forks. Children of a worker are not affected."""
 
     parent = _SERVER
 

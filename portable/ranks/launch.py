@@ -1,4 +1,4 @@
-"""Starting local ranks, and making sure that none outlives its launcher."""
+"""Launch local ranks. No rank outlives its launcher."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ from typing import TYPE_CHECKING, Any
 from portable.errors import (
     RUN_ERROR,
     USER_ERROR,
+    ReportedElsewhereError,
     RunError,
     StoppedError,
-    ToldElsewhereError,
     UserError,
     one_line,
 )
 from portable.formatting import human_count
 from portable.ranks import watchdog
 from portable.ranks.oom_kills import killed_since, oom_kills
-from portable.ranks.parent_death import die_with_parent, spawned_bound
-from portable.temporary_folder import scratch_folder, started_below
+from portable.ranks.parent_death import die_with_parent, spawned_die_with_us
+from portable.temporary_folder import scratch_folder, temporary_files_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 STOP_REQUESTED = "stop-requested"
 _scratch: Path | None = None
-"""Where this process, a rank that :func:`launch` started, leaves word for the launcher."""
+"""The folder for reports to the launcher, in a rank that :func:`launch` started."""
 _failed_at: float | None = None
-"""When this rank began to fail."""
-POLL = 0.1  # seconds between two looks at the ranks
-REPORTING = 15.0  # seconds that a rank which failed for no known reason waits for the others' reports
+"""The time of this rank's failure."""
+POLL = 0.1  # seconds between checks of the ranks
+REPORTING = 15.0  # seconds that a rank with an unexpected error waits for the reports of other ranks
 
 
 def joined() -> bool:
-    """Whether a launcher (torchrun, accelerate launch, srun, our own) has started this process as a rank."""
+    """Whether a launcher (torchrun, accelerate launch, srun, ours) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def command(world_size: int, **options: object) -> str:
-    """A ``portable-train`` command with ``options`` on as many ranks, for a person to type.
+    """Return a ``portable-train`` command with ``options`` for ``world_size`` ranks, for the user.
 
-    Where the ranks are on several nodes, only their launcher can start them.
+    Ranks on several nodes need their own launcher.
     """
-    told = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
     if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
-        return f"<the launcher of these {world_size} ranks> -m portable.cli {told}"
-    return f"portable-train {told}" + (f" --nproc {world_size}" if world_size > 1 else "")
+        return f"<the launcher of these {world_size} ranks> -m portable.cli {flags}"
+    return f"portable-train {flags}" + (f" --nproc {world_size}" if world_size > 1 else "")
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The first rank that failed, and how."""
+    """The first failed rank and its error."""
 
     rank: int
     exit_code: int
     message: str | None
-    """One line for a person, where the rank could still write one."""
+    """One line, if the rank could write a report."""
     hang: bool = False
-    """Whether the message is of all ranks, on which nothing moved."""
+    """Whether all ranks hang. The message then describes all of them."""
     traceback: str = ""
-    """Of what is a bug of ours. Those of ranks that failed in its wake are never shown."""
+    """The traceback of a bug. Those of later failures are not shown."""
 
 
 def launch(
@@ -84,27 +84,26 @@ def launch(
     """Run ``function(*arguments)`` in ``ranks`` local processes under torch's elastic agent.
 
     Args:
-        function: picklable; returns the exit code of its rank. ``UserError`` and ``RunError`` that it raises
-            are reported once, whichever ranks raised them.
+        function: picklable; returns the exit code of its rank. If several ranks raise ``UserError`` or
+            ``RunError``, one of them is reported.
         arguments: picklable.
-        ranks: how many.
-        memory_advice: what to change where host memory runs out, for the message on a rank that the system
-            killed.
-        saved: looks for the checkpoint that a run which is stopped now can go on from.
+        ranks: number of ranks.
+        memory_advice: remedy for the message if a rank is killed for host memory.
+        saved: returns the checkpoint from which a stopped run can resume.
 
     Returns:
         the exit code, which is the same on all ranks.
 
     Raises:
-        UserError, RunError: what the first failing rank raised, or which one died and how.
+        UserError, RunError: the error of the first failed rank, or how a rank died.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from portable.ranks import rendezvous  # only here: it brings torch
+    from portable.ranks import rendezvous  # imported here because it loads torch
 
-    if sys.stderr.isatty():  # each loads the libraries anew, which takes seconds
+    if sys.stderr.isatty():  # every rank loads the libraries, which takes seconds
         print(f"waiting for {human_count(ranks, 'rank')} to load", file=sys.stderr, flush=True)
     with scratch_folder("portable-launch") as folder:
         scratch = str(folder)
@@ -121,22 +120,22 @@ def launch(
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
         )
-        if sys.platform == "linux":  # gloo would listen where the machine's name leads
+        if sys.platform == "linux":  # by default gloo listens on the interface of the host name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-        # The agent would answer a signal by ending the ranks within 30 seconds. Off the main thread it leaves
-        # signals alone, and we pass them on: the ranks finish their step, save, and the agent sees them end.
-        for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):  # what failed, we say ourselves
-            logging.getLogger(chatty).setLevel(logging.CRITICAL)
+        # On a signal the agent would kill the ranks within 30 seconds. Outside the main thread it ignores
+        # signals. We forward them, so that the ranks finish their step, save and exit.
+        for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # we report failures ourselves
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         kills_before = oom_kills()
         agent = ThreadPoolExecutor(1)
-        with spawned_bound(), started_below(folder), _signals_passed_on(folder) as requests:
+        with spawned_die_with_us(), temporary_files_in(folder), _forwarded_signals(folder) as requests:
             running = agent.submit(
                 elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid()
             )
             try:
                 while not wait([running], timeout=1).done:
-                    _end_ranks_that_do_not_answer(Path(scratch))
+                    _kill_silent_ranks(Path(scratch))
                 codes = running.result()
             except ChildFailedError as error:
                 rank, failure = error.get_first_failure()
@@ -144,36 +143,36 @@ def launch(
                     raise _stopped(requests, saved()) from None
                 first = _first_failure(Path(scratch), rank, failure.exitcode)
                 sys.stderr.write(first.traceback)
-                for_memory = killed_since(kills_before, oom_kills())
-                raise _as_exception(first, for_memory, memory_advice) from None
+                out_of_memory = killed_since(kills_before, oom_kills())
+                raise _as_exception(first, out_of_memory, memory_advice) from None
         return max(int(code) for code in codes.values())
 
 
 def _stopped(requests: list[int], saved: object | None) -> StoppedError:
-    """What to tell of a run that signals ended in the middle of a step, or before the first."""
+    """The error of a run that signals ended within a step, or before the first step."""
     message = "stopped by a signal before the first step"
     if len(requests) > 1:
-        message = "stopped at once by a second signal, without another save"
+        message = "stopped by a second signal without saving"
     if saved is None:
-        message += "; there is no checkpoint yet, so the same command begins anew"
+        message += "; there is no checkpoint yet, so the same command starts over"
     else:
-        message += f"; the same command goes on from {saved}"
+        message += f"; the same command resumes from {saved}"
     return StoppedError(message, requests[0])
 
 
 @contextmanager
-def _signals_passed_on(scratch: Path) -> Iterator[list[int]]:
-    """Pass signals on to the ranks; yields a list of those that have come."""
+def _forwarded_signals(scratch: Path) -> Iterator[list[int]]:
+    """Forward signals to the ranks; yield the list of received signals."""
     requests: list[int] = []
 
-    def pass_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         requests.append(number)
-        (scratch / STOP_REQUESTED).touch()  # for ranks that are still to come
+        (scratch / STOP_REQUESTED).touch()  # for ranks that have not started yet
         for pid in _processes(scratch).values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield requests
     finally:
@@ -183,7 +182,7 @@ def _signals_passed_on(scratch: Path) -> Iterator[list[int]]:
 
 def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch: str, launcher: int) -> int:
     die_with_parent(launcher)
-    # A terminal's Ctrl-C reaches every process; the launcher alone answers it, and tells the ranks.
+    # Ctrl-C in a terminal signals every process. Only the launcher handles it, and forwards it to the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     global _scratch
     _scratch = Path(scratch)
@@ -192,33 +191,33 @@ def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch
         os.kill(os.getpid(), signal.SIGTERM)
     try:
         return function(*arguments)
-    except ToldElsewhereError as error:
-        time.sleep(5 * POLL)  # the rank that tells shall end first
+    except ReportedElsewhereError as error:
+        time.sleep(5 * POLL)  # let the reporting rank exit first
         os._exit(error.exit_code)
     except (UserError, RunError) as error:
         code = USER_ERROR if isinstance(error, UserError) else RUN_ERROR
         _report(Path(scratch), code, one_line(error))
-        # Not sys.exit: other threads (a loader, a collective that waits for this rank) must not hold us up.
+        # Not sys.exit, which would wait for other threads (a loader, a collective that waits for this rank).
         sys.stdout.flush()
         os._exit(code)
     except Exception as error:
         message = f"{type(error).__name__}: {one_line(error)} (traceback above)"
         _report(Path(scratch), RUN_ERROR, message, traceback=traceback.format_exc())
-        # Where another rank failed or was killed, this one failed in its wake: the agent ends all as soon as
-        # it sees one end, and the other shall have had its say.
+        # This error may be a consequence of another rank's failure. The agent kills all ranks once one exits,
+        # so let the other rank report first.
         _wait_for_reports(Path(scratch))
         time.sleep(5 * POLL)
         os._exit(RUN_ERROR)
 
 
 def failing() -> None:
-    """Note that this rank fails, now: what ends is ended in order first, and only then is there a report."""
+    """Record the time of this rank's failure. Its report follows after the cleanup."""
     global _failed_at
     _failed_at = _failed_at or time.time()
 
 
 def _wait_for_reports(scratch: Path) -> None:
-    """Wait until each rank has left word or is gone, for a while at most."""
+    """Wait until every rank has reported or exited, for up to :data:`REPORTING` seconds."""
     end = time.monotonic() + REPORTING
     while time.monotonic() < end:
         silent = [
@@ -238,7 +237,7 @@ def _exists(pid: int) -> bool:
 
 
 def report_hang(message: str) -> None:
-    """Leave word on where this rank stands, for the launcher, or for a person where another launcher is."""
+    """Report where this rank hangs to the launcher, or print it under another launcher."""
     if _scratch is None:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
@@ -247,15 +246,15 @@ def report_hang(message: str) -> None:
 
 def _report(scratch: Path, code: int, message: str, *, hang: bool = False, traceback: str = "") -> None:
     rank = int(os.environ["RANK"])
-    about = {"rank": rank, "code": code, "message": message, "hang": hang, "traceback": traceback}
-    text = json.dumps({**about, "time": _failed_at or time.time()})
+    report = {"rank": rank, "code": code, "message": message, "hang": hang, "traceback": traceback}
+    text = json.dumps({**report, "time": _failed_at or time.time()})
     partial = scratch / f"rank{rank}.partial"
     partial.write_text(text, "utf-8")
     partial.rename(scratch / f"rank{rank}.json")
 
 
-def _end_ranks_that_do_not_answer(scratch: Path) -> None:
-    """Kill the ranks that left no word some time after another reported a hang: they may be stopped."""
+def _kill_silent_ranks(scratch: Path) -> None:
+    """Kill ranks that have not reported some time after another rank reported a hang."""
     reports = [json.loads(path.read_text("utf-8")) for path in scratch.glob("rank*.json")]
     if any(report["hang"] and time.time() - report["time"] > 2 * watchdog.GRACE for report in reports):
         for rank, pid in _processes(scratch).items():
@@ -265,27 +264,27 @@ def _end_ranks_that_do_not_answer(scratch: Path) -> None:
 
 
 def _processes(scratch: Path) -> dict[int, int]:
-    """The process of each rank, by rank."""
+    """Process ids by rank."""
     names = [path.name.split(".") for path in scratch.glob("rank*.pid")]
     return {int(rank.removeprefix("rank")): int(pid) for rank, pid, _ in names}
 
 
 def _first_failure(scratch: Path, rank: int, exit_code: int) -> RankFailure:
-    """Prefer what a rank wrote itself: once one has failed, others fail in its wake."""
+    """Return the first failure, preferably from the ranks' own reports. Later failures are consequences."""
     reports = [json.loads(path.read_text("utf-8")) for path in scratch.glob("rank*.json")]
     if hung := sorted((report for report in reports if report["hang"]), key=lambda report: report["rank"]):
         silent = sorted(_processes(scratch).keys() - {report["rank"] for report in hung})
-        told = [report["message"] for report in hung] + [f"rank {rank} did not answer" for rank in silent]
-        return RankFailure(hung[0]["rank"], RUN_ERROR, "; ".join(told), hang=True)
-    # A rank that a signal killed writes nothing, and is the cause of what others then report.
+        lines = [report["message"] for report in hung] + [f"rank {rank} did not respond" for rank in silent]
+        return RankFailure(hung[0]["rank"], RUN_ERROR, "; ".join(lines), hang=True)
+    # A killed rank writes no report and is the cause of the errors that other ranks report.
     if exit_code < 0 or not reports:
         return RankFailure(rank, exit_code, None)
-    # A refusal of input is the cause even if another rank, waiting for the refuser, failed a moment earlier.
+    # A user error is the cause even if a waiting rank failed slightly earlier.
     first = min(reports, key=lambda report: (report["code"] != USER_ERROR, report["time"]))
     return RankFailure(first["rank"], first["code"], first["message"], traceback=first["traceback"])
 
 
-def _as_exception(failure: RankFailure, for_memory: bool | None, memory_advice: str) -> Exception:
+def _as_exception(failure: RankFailure, out_of_memory: bool | None, memory_advice: str) -> Exception:
     if failure.message is not None:
         if failure.exit_code == USER_ERROR:
             return UserError(failure.message)
@@ -293,25 +292,25 @@ def _as_exception(failure: RankFailure, for_memory: bool | None, memory_advice: 
             return RunError(failure.message)
         return RunError(f"rank {failure.rank} failed first: {failure.message}")
     if failure.exit_code >= 0:
-        return RunError(f"rank {failure.rank} failed first: it ended with exit code {failure.exit_code}")
+        return RunError(f"rank {failure.rank} failed first: it exited with code {failure.exit_code}")
     name = signal.Signals(-failure.exit_code).name
-    cause = _why_killed(for_memory, memory_advice) if name == "SIGKILL" else ""
+    cause = _why_killed(out_of_memory, memory_advice) if name == "SIGKILL" else ""
     return RunError(f"rank {failure.rank} failed first: it was killed by {name}{cause}")
 
 
-def _why_killed(for_memory: bool | None, advice: str) -> str:
-    """What a SIGKILL most likely means.
+def _why_killed(out_of_memory: bool | None, advice: str) -> str:
+    """The most likely cause of a SIGKILL.
 
     Args:
-        for_memory: whether the kernel's counters of kills for memory rose meanwhile; None: there are none.
-        advice: what to change where host memory runs out.
+        out_of_memory: whether the kernel's counters of OOM kills increased; None without counters.
+        advice: the remedy if host memory ran out.
     """
     advice = f"; {advice}" if advice else ""
-    if for_memory:
-        return f", by the kernel, which ran out of host memory{advice}"
-    if for_memory is None:
-        return f", most likely by the kernel for want of host memory{advice}"
+    if out_of_memory:
+        return f" by the kernel, which ran out of host memory{advice}"
+    if out_of_memory is None:
+        return f", most likely by the kernel because host memory ran out{advice}"
     return (
-        ", though the kernel counts no kill for memory since the start: by a person, or by what guards "
-        f"memory or time here (a batch system, systemd-oomd). If it was for memory{advice}"
+        ", but not by the kernel's OOM killer: by a user, or by a limit on memory or time (a batch system, "
+        f"systemd-oomd). If it was for memory{advice}"
     )

@@ -1,4 +1,4 @@
-"""Whether the kernel has killed processes for memory: its own counters, read before and after."""
+"""Detect OOM kills by reading the kernel's counters before and after."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from contextlib import suppress
 from pathlib import Path
 
 Counters = dict[str, int]
-"""Kills for memory since boot, by the file that counts them."""
+"""OOM kills since boot, by the path of the counter."""
 
 
 def oom_kills(root: Path = Path("/")) -> Counters:
-    """Read every counter that this process can see; none where the system keeps none.
+    """Read every visible counter; empty if the system has none.
 
-    The machine's is in ``/proc/vmstat``, those of the memory cgroup of this process and of the ones around it
-    (a container, a batch job) in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1).
+    The machine's counter is in ``/proc/vmstat``. Those of this process's memory cgroup and its parents (a
+    container, a batch job) are in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1).
 
     Args:
-        root: where ``proc`` and ``sys`` are found.
+        root: the folder that contains ``proc`` and ``sys``.
     """
     counters: Counters = {}
     for path in (root / "proc/vmstat", *_cgroup_files(root)):
@@ -38,14 +38,14 @@ def _cgroup_files(root: Path) -> list[Path]:
         base, file = ("memory", "memory.oom_control") if controllers else ("", "memory.events")
         group = root / "sys/fs/cgroup" / base / name.lstrip("/")
         top = root / "sys/fs/cgroup" / base
-        # A limit may stand at any level above; inside a container the path may be the host's.
+        # Any parent may have a limit. Inside a container the path may be that of the host.
         levels = [level for level in (group, *group.parents) if level.is_relative_to(top)]
         files += [level / file for level in levels]
     return files
 
 
 def killed_since(before: Counters, after: Counters) -> bool | None:
-    """Whether the kernel has killed a process for memory between the readings; None where nothing counts."""
+    """Whether there was an OOM kill between the readings; None without counters."""
     if not before:
         return None
     return any(after.get(path, count) > count for path, count in before.items())

@@ -1,4 +1,4 @@
-"""Processes that end with their parent, however it ends. Imports nothing that takes time."""
+"""Kill processes when their parent dies. Imports only fast modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
-# What a spawned process does first of all. In seconds of imports its parent may be killed.
+# Code that a spawned process runs first: the parent may be killed while the process imports its modules.
 _FIRST = (
     "import ctypes, os; ctypes.CDLL(None).prctl({option}, {signal}, 0, 0, 0); "
     "os.getppid() == {parent} or os._exit(1); "
@@ -24,10 +24,10 @@ _FIRST = (
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the system kill this process when its parent ends, however it ends.
+    """Make the system kill this process when its parent dies.
 
     Args:
-        parent: the parent's process id as it was known before; if it is already gone, this ends at once.
+        parent: the expected process id of the parent. If it is already dead, this process exits at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -44,8 +44,8 @@ def _watch_parent(parent: int) -> None:
 
 
 @contextmanager
-def spawned_bound() -> Iterator[None]:
-    """Bind what ``multiprocessing`` spawns meanwhile to this process, before it imports anything."""
+def spawned_die_with_us() -> Iterator[None]:
+    """Make processes that ``multiprocessing`` spawns die with this one, even during their imports."""
     if sys.platform != "linux":
         yield
         return
@@ -54,7 +54,7 @@ def spawned_bound() -> Iterator[None]:
 
     def command_line(**arguments: object) -> list[str]:
         line: list[str] = original(**arguments)
-        if "-c" in line:  # a frozen program has none
+        if "-c" in line:  # absent in a frozen program
             at = line.index("-c") + 1
             line[at] = first + line[at]
         return line

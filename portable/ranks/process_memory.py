@@ -1,4 +1,4 @@
-"""What this process takes of its host."""
+"""Host memory of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def host_memory() -> tuple[int, int]:
-    """Resident bytes of this process now and at the peak."""
+    """Return the current and the peak resident memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     statm = Path("/proc/self/statm")

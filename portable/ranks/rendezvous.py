@@ -1,7 +1,7 @@
-"""How local ranks find each other: a store of their launcher's that listens on the loopback interface alone.
+"""A rendezvous for local ranks: a store of the launcher that listens on the loopback interface only.
 
-Torch's own rendezvous opens stores on every interface, to which anybody in the network could write; and its
-state is a pickle.
+torch's rendezvous opens stores on every interface, to which anyone on the network can write, and pickles its
+state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """Of one launcher with ranks on its own machine, which use its store, too."""
+    """The rendezvous of one launcher with ranks on the same machine. The ranks use its store."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -59,7 +59,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """There is one round only."""
+        """A no-op: there is only one round."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -72,7 +72,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def register() -> str:
-    """Make it known to torch; returns its name there."""
+    """Register it with torch and return its name."""
 
     def create(parameters: RendezvousParameters) -> Any:
         return LoopbackRendezvous(parameters.run_id)

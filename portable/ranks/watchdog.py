@@ -1,7 +1,7 @@
-"""Nothing waits for ever: a rank on which nothing moves says where it stands, and ends.
+"""A watchdog against deadlocks: a rank without progress reports its stack and exits.
 
-When one rank stops, the others wait for it in their next collective, and a person sees only that the log has
-gone quiet. Each rank therefore watches itself, from a thread that needs nothing but Python's lock.
+If one rank hangs, the others wait for it in their next collective and the log stops without a message. So
+each rank watches itself, in a thread that only needs the GIL.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COMPILING = 4.0  # how much longer the first batch may take, for which programs are compiled
-GRACE = 3.0  # seconds between a rank's report and its end, in which the other ranks report as well
-STOPPED = 30.0  # seconds between two looks of the thread that only a stopped process lets pass
+COMPILING = 4.0  # factor on the time limit of the first batch, which includes compilation
+GRACE = 3.0  # seconds between a rank's report and its exit, so that other ranks can report, too
+SUSPENDED = 30.0  # a longer gap between checks, in seconds, means that the process was suspended
 EXIT_CODE = 1
 _OURS = Path(__file__).parents[2]
 
 
 class Watchdog:
-    """Watches that batches follow each other, as a context around the training.
+    """Exits the process if no batch arrives for a while, within a context.
 
     Args:
         rank: of this process.
-        seconds: without a new batch after which the rank is given up. None: for ever.
-        folder: where the stacks of all threads go, as ``rank-<r>.txt``; made when it is needed.
-        report: is told one line on where the rank stood.
-        record: writes what the device's collectives did last into a folder, where there is a record of it.
+        seconds: the time limit without a new batch; None for no limit.
+        folder: for the stacks of all threads in ``rank-<r>.txt``. Created when needed.
+        report: called with one line that describes where the rank hangs.
+        record: writes the flight record of the device's collectives into a folder, if there is one.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Watchdog:
         record: Callable[[Path], None] = lambda _: None,
     ) -> None:
         self._rank = rank
-        self._seconds = seconds
+        self._seconds = float("inf") if seconds is None else seconds
         self._folder = folder
         self._report = report
         self._record = record
@@ -63,7 +63,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self._seconds is not None:
+        if self._seconds < float("inf"):
             self._thread.start()
         return self
 
@@ -71,7 +71,7 @@ class Watchdog:
         self._ended.set()
 
     def over(self, batches: Iterable[T]) -> Generator[T, None, None]:
-        """``batches`` as they are, watched until the last has been asked for."""
+        """Yield ``batches``, and watch until the last one has been processed."""
         iterator = iter(batches)
         try:
             self._move(COMPILING)
@@ -85,30 +85,29 @@ class Watchdog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not watch what takes its time, such as writing a large checkpoint to a slow disk."""
+        """Suspend the time limit within this context, for slow work such as saving a large checkpoint."""
         limit, self._limit = self._limit, float("inf")
         try:
             yield
         finally:
             self._moved, self._limit = time.monotonic(), limit
 
-    def _move(self, patience: float) -> None:
+    def _move(self, factor: float) -> None:
         self._moved = time.monotonic()
-        self._limit = patience * (self._seconds or float("inf"))
+        self._limit = factor * self._seconds
 
     def _watch(self) -> None:
-        assert self._seconds is not None
-        looked = time.monotonic()
+        checked = time.monotonic()
         while not self._ended.wait(min(1.0, self._seconds / 4)):
-            before, looked = looked, time.monotonic()
-            if looked - before > STOPPED:  # the whole process stood still, as after Ctrl-Z
-                self._moved = looked
-            elif looked - self._moved > self._limit:
-                self._give_up(looked - self._moved)
+            before, checked = checked, time.monotonic()
+            if checked - before > SUSPENDED:  # as after Ctrl-Z: restart the timer
+                self._moved = checked
+            elif checked - self._moved > self._limit:
+                self._exit(checked - self._moved)
 
-    def _give_up(self, quiet: float) -> None:
+    def _exit(self, idle: float) -> None:
         where = innermost(sys._current_frames().get(self._main))
-        line = f"nothing has moved for {quiet:.0f} s; rank {self._rank} was in {where}"
+        line = f"no progress for {idle:.0f} s; rank {self._rank} was in {where}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"rank-{self._rank}.txt"
@@ -125,14 +124,14 @@ class Watchdog:
 
 
 def innermost(frame: FrameType | None) -> str:
-    """Where a thread stands: ``function (file:line), called from function (file:line)`` of this project."""
+    """Describe a stack: ``function (file:line), called from function (file:line)`` of this project."""
     if frame is None:
         return "no Python code"
     stack = traceback.extract_stack(frame)
     own = [entry for entry in stack if Path(entry.filename).is_relative_to(_OURS)]
     last = stack[-1]
-    told = f"{last.name} ({Path(last.filename).name}:{last.lineno})"
+    where = f"{last.name} ({Path(last.filename).name}:{last.lineno})"
     if own and own[-1] is not last:
         path = Path(own[-1].filename).relative_to(_OURS)
-        told += f", called from {own[-1].name} ({path}:{own[-1].lineno})"
-    return told
+        where += f", called from {own[-1].name} ({path}:{own[-1].lineno})"
+    return where

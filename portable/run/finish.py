@@ -9,8 +9,8 @@ import torch
 from portable.data import IGNORED
 from portable.errors import one_line
 from portable.formatting import table
+from portable.model.build import positions
 from portable.model.shape_hints import shape_hints
-from portable.model.special_tokens import positions
 from portable.output.existing_run import FINAL
 from portable.output.export import export
 from portable.reporting.html_report import REPORT_FILE, write_report

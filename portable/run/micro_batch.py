@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from portable.batch_plan import plan_batches
 from portable.checkpoint.find import checkpoints_of
-from portable.checkpoint.store import TrainerState
+from portable.checkpoint.trainer_state import TrainerState
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.model.build import build_model

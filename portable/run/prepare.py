@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from portable.batch_plan import flops_per_token, parameter_count, total_steps
+from portable.batch_plan import total_steps
 from portable.data import build_data
 from portable.data.classes import SINGLE
 from portable.model import build as models
-from portable.model.special_tokens import (
-    SpecialTokens,
+from portable.model.flops import flops_per_token, parameter_count
+from portable.model.labels import (
     adopt_labels,
-    classifies_at_end_token,
-    classifies_at_the_end,
+    classifies_end_token,
+    classifies_last_position,
     known_classes,
     problem_of,
 )
+from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule
 from portable.registry import backend_package
 from portable.run import micro_batch
@@ -101,7 +102,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         label_shift=special_tokens.label_shift,
         known_classes=known_classes(model_config, config.model),
         problem=problem,
-        pad_left=classifies_at_the_end(model_config),
+        pad_left=classifies_last_position(model_config),
         progress=True,  # only the rank that builds the cache shows it
         **tokenizer_hints(config, model_config),
     )
@@ -200,6 +201,5 @@ def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[s
         "model_tokenizer": config.model.name_or_path,
         "trust_remote_code": config.model.trust_remote_code,
         "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
-        "ends_texts": config.model.task == "sequence-classification"
-        and classifies_at_end_token(model_config),
+        "ends_texts": config.model.task == "sequence-classification" and classifies_end_token(model_config),
     }

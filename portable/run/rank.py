@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from portable.checkpoint.find import checkpoints_of, resume_source
 from portable.durable import own_path
-from portable.errors import RunError, ToldElsewhereError, UserError
+from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
 from portable.loop import evaluate
 from portable.output.output_dir import open_output
 from portable.ranks import launch
-from portable.ranks.collectives import all_or_none, leave_word, word_left
+from portable.ranks.collectives import all_or_none, peer_error, publish_error
 from portable.ranks.consistency import agree, settings_and_versions
 from portable.registry import create_backend
 from portable.run import micro_batch
@@ -81,19 +81,19 @@ def run_rank(
         if replay is not None:
             return replay_step(prepared, replay)
         return train_run(prepared, output, profile=profile)
-    except ToldElsewhereError:
+    except ReportedElsewhereError:
         raise
     except (UserError, RunError) as error:
-        leave_word(error)
+        publish_error(error)
         raise
     except Exception as error:
         launch.failing()
         if isinstance(error, OSError) and (refused := _cannot_write(error, output)) is not None:
-            leave_word(refused)
+            publish_error(refused)
             raise refused from error
         full = isinstance(error, DeviceMemoryError) or backend.ran_out_of_memory(error)
         if not full or not isinstance(prepared, Prepared):
-            if (elsewhere := word_left()) is not None:
+            if (elsewhere := peer_error()) is not None:
                 raise elsewhere from None
             raise
         step = error.step if isinstance(error, DeviceMemoryError) else None

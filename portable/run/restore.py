@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
-from portable.checkpoint.adopt_external import Takeover, refuse_resume_step, take_over
-from portable.checkpoint.external import open_foreign
-from portable.checkpoint.store import TrainerState
+from portable.checkpoint.adopt_external import AdoptedCheckpoint, adopt_checkpoint, refuse_resume_step
+from portable.checkpoint.external import open_external
+from portable.checkpoint.trainer_state import TrainerState
 from portable.config import difference
 from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.loop import Progress
@@ -39,7 +39,7 @@ class Restored:
     engine: Engine
     progress: Progress
     source: Place | None = None
-    external: Takeover | None = None
+    external: AdoptedCheckpoint | None = None
 
 
 def restore(
@@ -90,15 +90,15 @@ def _set_aside(
         print(f"warning: {why}; set aside as {aside}, going on from {instead}", file=sys.stderr)
 
 
-def _external(prepared: Prepared, source: Place) -> Takeover | None:
+def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     """What ``source`` holds for this run, if another program wrote it."""
     backend, config = prepared.backend, prepared.config
     taken, error = None, None
     given = place_of("checkpoint.resume", config.checkpoint.resume)
     try:
-        foreign = open_foreign(source, [name for name, _ in prepared.model.named_parameters()])
+        foreign = open_external(source, [name for name, _ in prepared.model.named_parameters()])
         if foreign is not None:
-            taken = take_over(foreign, config, prepared.model, prepared.schedule)
+            taken = adopt_checkpoint(foreign, config, prepared.model, prepared.schedule)
         elif source == given:  # otherwise the run has come further by itself
             refuse_resume_step(config)
     except UserError as found:
@@ -113,7 +113,7 @@ def _external(prepared: Prepared, source: Place) -> Takeover | None:
     return taken
 
 
-def load(engine: Engine, source: Place, external: Takeover | None, prepared: Prepared) -> Progress:
+def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prepared: Prepared) -> Progress:
     """Fill ``engine`` from a checkpoint.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.checkpoint.store import TrainerState
+from portable.checkpoint.trainer_state import TrainerState
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,8 @@ from benchmarks import chaos
 from benchmarks.chaos import KEEP, Chaos, Launch, Outcome, Run
 from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.small_disk import small_disk
-from portable.checkpoint.store import STATE_FILE, CheckpointFolder
+from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.trainer_state import STATE_FILE
 from tests.runs import configured
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.gpu import in_process_of_its_own, main, step_table
 from benchmarks.gpu_work import CONTESTANTS, FULL, ROWS, SMALL, write_texts
-from portable.batch_plan import parameter_count
 from portable.config import load_config
 from portable.model.build import build_model, model_config
+from portable.model.flops import parameter_count
 
 if TYPE_CHECKING:
     from pathlib import Path

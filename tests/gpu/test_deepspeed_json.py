@@ -319,7 +319,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"zero_optimization": {"stage": 4}}, {}, ["zero_optimization.stage", "4"]),
     ({"zero_optimization": {"stage": "auto"}}, {}, ["zero_optimization.stage is", "set strategy to zero1"]),
     ({}, {"strategy": "no_shard"}, ["zero_optimization.stage is", "strategy is", "no_shard"]),
-    ({}, {"strategy": "full_shard"}, ["deepspeed.config has no use", "full_shard"]),
+    ({}, {"strategy": "full_shard"}, ["deepspeed.config has no effect", "full_shard"]),
     ({"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {}}}, {}, ["cpu_offload"]),
     ({"zero_optimization": {"stage": 2, "cpu_offload": 3}}, {}, ["zero_optimization.cpu_offload", "bool"]),
     ({"bf16": {"enabled": True}}, {}, ["bf16.enabled", "precision is", "fp32"]),

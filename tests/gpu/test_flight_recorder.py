@@ -44,7 +44,7 @@ def test_a_hang_dumps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             report=told.append,
             record=backend.diagnostics.dump_collectives,
         )
-        watchdog._give_up(1.0)
+        watchdog._exit(1.0)
     assert ended == [1, 1]
     assert len(told) == 2
     assert (tmp_path / "cuda" / "nccl_trace_rank_1").read_bytes() == b"a pickle"

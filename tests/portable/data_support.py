@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from portable.config import DataConfig
 from portable.data.cache import TokenCache, TokenWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from portable.data.documents import TextSplit
 
+class Settings(DataConfig):
+    """The ``data`` section with small defaults and without the schema's bounds."""
 
-@dataclass(frozen=True)
-class Settings:
-    """The ``data`` section, without the schema."""
-
-    source: str | tuple[str, ...] | None = None
-    config_name: str | None = None
-    split: str | None = "train"
-    max_samples: int | None = None
-    text_field: str = "text"
-    target_field: str = "target"
-    label_field: str = "label"
-    text_pair_field: str | None = None
-    source_prefix: str = ""
-    target_seq_len: int | None = None
-    text_split: TextSplit = "file"
-    source_language: str | None = None
-    target_language: str | None = None
+    source: Any = None
     tokenizer: str | None = None
+    max_samples: int | None = None
     vocab_size: int | None = 300
     seq_len: int = 16
-    packing: bool = True
     eval_fraction: float = 0.1
-    cache_dir: Path | str | None = None
+    cache_dir: Any = None
+
+
+def replace(settings: Settings, **values: Any) -> Settings:
+    """A copy with other values."""
+    return settings.model_copy(update=values)
 
 
 def texts(count: int) -> list[str]:

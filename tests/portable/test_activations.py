@@ -14,10 +14,11 @@ from benchmarks.allocator import allocations
 from portable.config import load_config
 from portable.model import build as models
 from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.build import layer_kinds
 from portable.model.chunked_loss import chunked_head
+from portable.model.layers import every_parameter_gets_gradient, layer_kinds
 from portable.model.loss import token_loss
-from portable.model.transformers_patches import no_look_at_values
+from portable.model.parameters import replace_tensors
+from portable.model.transformers_patches import no_value_checks
 from portable.planner import activations as planner
 from portable.planner.activations import DTYPES, activations, fake_batch
 from portable.planner.passes import Compute, Request
@@ -94,7 +95,7 @@ def measured(model: nn.Module, request: Request) -> int:
     real = copy.deepcopy(model)
     computed = DTYPES[request.precision]
     dtype = computed if request.compute == "cast" else torch.float32
-    models.replace_tensors(
+    replace_tensors(
         real,
         lambda _, p: nn.Parameter(0.02 * torch.randn(p.shape).to(dtype)),
         lambda _, b: torch.zeros(b.shape, dtype=b.dtype),
@@ -106,7 +107,7 @@ def measured(model: nn.Module, request: Request) -> int:
 
     def passes() -> None:
         cast = request.compute == "autocast"
-        with torch.autocast("cpu", computed) if cast else nullcontext(), no_look_at_values():
+        with torch.autocast("cpu", computed) if cast else nullcontext(), no_value_checks():
             loss = token_loss(real, batch, head)
         loss.backward()
 
@@ -188,7 +189,7 @@ def test_autocast_on_a_gpu_normalises_in_fp32() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_of_a_usual_model_counts(family: str) -> None:
-    assert models.every_parameter_counts(built(config_of(family, "fp32", "none")))
+    assert every_parameter_gets_gradient(built(config_of(family, "fp32", "none")))
 
 
 OPT = {
@@ -214,4 +215,4 @@ NOT_ALL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", NOT_ALL)
 def test_or_it_is_known_that_some_may_not(case: str) -> None:
-    assert not models.every_parameter_counts(built(config_of("llama", "fp32", "none", **NOT_ALL[case])))
+    assert not every_parameter_gets_gradient(built(config_of("llama", "fp32", "none", **NOT_ALL[case])))

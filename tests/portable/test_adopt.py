@@ -25,7 +25,8 @@ from portable.data import LAST_LABEL, KnownClasses
 from portable.data.classes import number_classes
 from portable.errors import UserError
 from portable.model.build import build_model, model_config
-from portable.model.special_tokens import SpecialTokens, known_classes
+from portable.model.labels import known_classes
+from portable.model.special_tokens import SpecialTokens
 from portable.run.batches import train_loader
 from portable.run.rank import run_rank
 from portable.run.save import write_model_files
@@ -328,9 +329,9 @@ def test_other_classes_are_refused_with_both_lists(
 
 
 def test_a_label_that_is_no_class_and_a_single_one_are_refused() -> None:
-    with pytest.raises(UserError, match=r"label -1, which is none of the 2 classes"):
+    with pytest.raises(UserError, match=r"label -1, which is not one of the 2 classes"):
         number_classes([-1, 0, 1], ["a", "b"])
-    with pytest.raises(UserError, match="nothing to tell apart"):
+    with pytest.raises(UserError, match="all records have the same label"):
         number_classes(["a"])
 
 
@@ -405,23 +406,23 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(
 @pytest.mark.parametrize(
     ("labels", "given", "told"),
     [
-        ([0.5, 1.5], {"num_labels": 2}, r"1 numbers a text, and model\.config has 2 outputs"),
-        ([0.5, 1.5], {"problem_type": SINGLE}, "the labels are numbers with a fraction, and a model whose"),
+        ([0.5, 1.5], {"num_labels": 2}, r"1 numbers per text, but model\.config has 2 outputs"),
+        ([0.5, 1.5], {"problem_type": SINGLE}, "the labels are numbers with a fraction, but problem_type"),
         (
             ["a", "b"],
             {"num_labels": 1},
-            "the labels are one class a text, and a model whose problem_type is",
+            "the labels are one class per text, but problem_type",
         ),
-        ([0, 1], {"problem_type": MULTI}, "multi_label_classification learns a list of classes a text"),
+        ([0, 1], {"problem_type": MULTI}, "multi_label_classification needs a list of classes per text"),
         ([["a"], ["b"]], {"problem_type": SINGLE}, "the labels are lists of classes"),
-        ([[0, 1], [1, 1]], {}, "a list names a class twice; .* a boolean"),
-        ([[0.5], [0.5, 1.0]], {}, "some lists of numbers are longer than others"),
+        ([[0, 1], [1, 1]], {}, "a list has a class twice; .* a boolean"),
+        ([[0.5], [0.5, 1.0]], {}, "the lists of numbers have different lengths"),
         ([["a"], "b"], {}, "some labels are lists and some are not"),
         ([0.5, "b"], {}, "some labels are numbers and some are strings"),
-        ([[0.5, 1.5], [0.0, 0.0]], {}, "some numbers are not from 0 to 1"),
+        ([[0.5, 1.5], [0.0, 0.0]], {}, "some scores of classes are not from 0 to 1"),
         ([[], []], {}, "no record has a class"),
-        ([1, 2], {"problem_type": REGRESSION, "num_labels": 2}, "one number a text"),
-        ([float("nan"), 1.0], {}, "'label' is nan, neither a class"),
+        ([1, 2], {"problem_type": REGRESSION, "num_labels": 2}, "one number per text"),
+        ([float("nan"), 1.0], {}, "'label' is nan, not a class"),
         ([0, 1], {"problem_type": "ranking"}, "problem_type is 'ranking'; it may be"),
     ],
 )
@@ -542,7 +543,7 @@ def test_a_text_ends_where_its_classifier_looks(kind: str, tmp_path: Path) -> No
     assert again("a b")["input_ids"] == [*bare, again.eos_token_id]
     word_tokenizer("", **WORDS, pad_token="<pad>").save_pretrained(tmp_path / "bare")
     endless = given.replaced({"data.tokenizer": str(tmp_path / "bare")})
-    with pytest.raises(UserError, match=r"data\.tokenizer: it puts no eos_token behind a text"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: it adds no eos_token to a text"):
         opened(endless).__enter__()
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.checkpoint.store import CheckpointFolder, TrainerState
+from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.trainer_state import TrainerState
 from portable.cli import main
 from portable.config import load_config
 from portable.errors import RunError, UserError

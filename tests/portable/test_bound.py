@@ -24,9 +24,9 @@ from pathlib import Path
 if __name__ != "__main__":  # in the child, which imports this first
     Path(sys.argv[1]).write_text(str(os.getpid()))
     time.sleep(60)
-from portable.ranks.parent_death import spawned_bound
+from portable.ranks.parent_death import spawned_die_with_us
 if __name__ == "__main__":
-    with spawned_bound():
+    with spawned_die_with_us():
         multiprocessing.get_context("spawn").Process(target=print).start()
     time.sleep(60)
 """

@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from portable.config import load_config
 from portable.errors import UserError
-from portable.model.build import build_model, materialize, model_config
+from portable.model.build import build_model, model_config
 from portable.model.chunked_loss import chunked_head
 from portable.model.initialize import Blueprint
 from portable.model.loss import token_loss
+from portable.model.parameters import materialize
 from tests.gpu.test_fsdp import FOUR
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured

@@ -11,7 +11,7 @@ from portable.config import RunConfig, keys, load_config, parse_args
 from portable.errors import UserError
 from portable.planner.cli import main as plan
 
-PLACES = {key for key, setting in keys.settings(RunConfig).items() if setting.names_place}
+PLACES = {key for key, setting in keys.settings(RunConfig).items() if setting.may_be_path}
 NO_PLACES = {
     "compile_backend",
     "data.config_name",

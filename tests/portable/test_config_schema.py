@@ -355,5 +355,5 @@ def test_how_often_is_said_in_epochs_or_in_steps(epochs: str, steps: str) -> Non
     config = load_config(None, {epochs: 0.5})
     assert (config.get(epochs), config.get(steps)) == (0.5, None)
     assert load_config(config.model_dump(by_alias=True)) == config
-    with pytest.raises(UserError, match=f"{epochs} 0.5 and {steps} 10 both say how often"):
+    with pytest.raises(UserError, match=f"{epochs} 0.5 and {steps} 10 are both set"):
         load_config(None, {epochs: 0.5, steps: 10})

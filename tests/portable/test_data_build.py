@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +20,7 @@ from portable.data import (
 from portable.data.library import HubDataset
 from portable.data.tasks import Classification, MaskedLM, Seq2Seq
 from portable.errors import UserError
-from tests.portable.data_support import Settings, corpus, texts, write_jsonl
+from tests.portable.data_support import Settings, corpus, replace, texts, write_jsonl
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,7 +76,7 @@ def test_a_dry_run_writes_nothing(settings: Settings, tmp_path: Path) -> None:
     sizes = inspect_data(settings)
     assert snapshot(tmp_path) == before
     assert (sizes.tokens, sizes.train_samples, sizes.cached, sizes.vocab_size) == (None, None, None, 300)
-    assert "unknown until tokenized" in str(sizes)
+    assert "known after tokenizing" in str(sizes)
     data = build_data(settings)
     before = snapshot(tmp_path)
     assert inspect_data(settings) == data.sizes
@@ -201,7 +200,7 @@ def test_translation_targets_are_in_their_language(kind: str, settings: Settings
 def test_a_tokenizer_of_one_language_is_told_none(settings: Settings, tmp_path: Path) -> None:
     rows = ({"text": text, "target": text} for text in texts(9))
     given = replace(settings, source=str(write_jsonl(tmp_path / "p.jsonl", rows)), target_language="de")
-    with pytest.raises(UserError, match=r"data\.target_language: 'de' is for a tokenizer of many languages"):
+    with pytest.raises(UserError, match=r"data\.target_language: 'de' is for a multilingual tokenizer"):
         build_data(given, task="seq2seq-lm")
 
 

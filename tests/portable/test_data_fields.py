@@ -129,7 +129,7 @@ def test_a_pair_that_has_no_room_is_refused(tmp_path: Path) -> None:
         cache_dir=tmp_path / "cache",
     )
     for look in (build_data, inspect_data):
-        with pytest.raises(UserError, match=r"data.seq_len: 4 tokens hold no pair"):
+        with pytest.raises(UserError, match=r"data.seq_len: 4 tokens are too few for a pair"):
             look(settings, task="sequence-classification")
 
 
@@ -227,7 +227,10 @@ def test_a_field_with_a_dot_in_its_name_comes_first(tmp_path: Path) -> None:
             "translation.em",
             "no field 'translation.em'; the fields are translation.en, translation.de; did you ",
         ),
-        ("translation", "'translation' is of type dict, not a string; name a field in it, as translation.en"),
+        (
+            "translation",
+            "'translation' is of type dict, not a string; choose a field in it, such as translation.en",
+        ),
         ("translation.en.x", "no field 'translation.en.x'"),
     ],
 )
@@ -247,7 +250,7 @@ def test_a_field_that_is_not_there(tmp_path: Path, field: str, words: str) -> No
     ],
 )
 def test_what_a_task_does_not_use_is_refused(key: str, value: Any, task: str) -> None:
-    with pytest.raises(UserError, match=f"^{key} is for model.task .* this is {task}; remove it"):
+    with pytest.raises(UserError, match=f"^{key} is for model.task .* not {task}; remove it"):
         load_config(None, {key: value, "model.task": task, "data.source": "a.jsonl"})
 
 

@@ -127,10 +127,10 @@ def test_sizes_that_do_not_divide(samples: PackedCausal) -> None:
             TrainLoader(samples, seed=0, **sizes)  # type: ignore[arg-type]
         return str(caught.value)
 
-    assert "train.global_batch_size: 10 does not divide among 4 ranks" in refused(
+    assert "train.global_batch_size: 10 is not divisible by 4 ranks" in refused(
         global_batch_size=10, micro_batch_size=1, world_size=4
     )
-    assert "train.micro_batch_size: 3 does not divide the 4 samples of a rank" in refused(
+    assert "train.micro_batch_size: 3 does not divide the 4 samples per rank" in refused(
         global_batch_size=8, micro_batch_size=3, world_size=2
     )
 

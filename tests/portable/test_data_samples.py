@@ -132,7 +132,7 @@ def test_a_sorted_source_is_no_biased_evaluation_set() -> None:
 def masked(cache: TokenCache, *, packed: bool, seed: int = 0, length: int = 16) -> MaskedLM:
     count = cache.total_tokens // length if packed else cache.documents
     part = Part(0, count)
-    return MaskedLM(cache, part, length, VOCABULARY, suffix=(END,), seed=seed, packed=packed)
+    return MaskedLM(cache, part, length, VOCABULARY, mask=MASK, suffix=(END,), seed=seed, packed=packed)
 
 
 @pytest.mark.parametrize("packed", [True, False])

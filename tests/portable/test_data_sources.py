@@ -255,8 +255,8 @@ def test_bad_targets_and_labels(tmp_path: Path) -> None:
         )
     )
     assert "data.target_field: " in refusal(path, fields=Fields(target="target"))
-    assert "'label' is of type dict, neither a class" in refusal(path, fields=Fields(label="label"))
-    assert "'several' is null, neither a class" in refusal(path, fields=Fields(label="several"))
+    assert "'label' is of type dict, not a class" in refusal(path, fields=Fields(label="label"))
+    assert "'several' is null, not a class" in refusal(path, fields=Fields(label="several"))
     assert "did you mean 'label.a'?" in refusal(path, fields=Fields(label="labels"))
     (tmp_path / "a.txt").write_text("a")
     assert "data.label_field: " in refusal(str(tmp_path / "a.txt"), fields=Fields(label="label"))
@@ -278,7 +278,7 @@ def test_settings_that_make_no_sense(tmp_path: Path) -> None:
 
 def test_an_empty_source_fails_its_check(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": " "}])
-    with pytest.raises(UserError, match="has no text in it"):
+    with pytest.raises(UserError, match="contains no text"):
         open_source(str(path)).check()
 
 

@@ -18,7 +18,8 @@ from converters import check_manifest, open_checkpoint, write_dcp, write_safeten
 from converters.manifest import MANIFEST
 from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
-from portable.checkpoint.store import CheckpointFolder, TrainerState
+from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.durable import own_path
 from portable.errors import RunError, UserError
 from portable.run.rank import run_rank
@@ -101,7 +102,7 @@ def test_all_is_synced_before_the_name(
     assert {*manifest["files"], MANIFEST} == {path.relative_to(final).as_posix() for path in files}
     for path in [*files, *(path for path in final.rglob("*") if path.is_dir()), final]:
         then = str(partial / path.relative_to(final))
-        if path.name == checkpointing.STATE_FILE:  # written under another name, then replaced
+        if path.name == STATE_FILE:  # written under another name, then replaced
             then = next(name for log in logs for name in log["synced"] if path.name in name)
         last = max(moment for log in logs for moment in log["synced"].get(then, [0]))
         # A folder's own time also tells of its new name; that of its files is what was written last.
@@ -300,12 +301,10 @@ def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     mine.write_text("kept")
     checkpoints = CheckpointFolder(tmp_path)
     checkpoints.remove_partial()
-    assert (
-        "step-000001: holds no trainer_state.json, so it counts as no checkpoint" in capsys.readouterr().err
-    )
+    assert "step-000001: has no trainer_state.json, so it is not a checkpoint" in capsys.readouterr().err
     save(checkpoints, 1)
     assert (tmp_path / "step-000001.kept" / "mine.txt").read_text() == "kept"
-    assert "kept as" in capsys.readouterr().err
+    assert "moved to" in capsys.readouterr().err
     assert [step for step, _ in checkpoints.complete()] == [1]
 
 

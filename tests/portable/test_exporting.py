@@ -52,7 +52,7 @@ def test_it_keeps_what_a_person_put_there(
     (final / "README.md").write_text("mine")
     export(checkpoint, final)
     assert (tmp_path / "final.kept" / "README.md").read_text() == "mine"
-    assert "README.md was put there by no export" in capsys.readouterr().err
+    assert "README.md was not part of the export" in capsys.readouterr().err
     (final / "config.json").write_text("{}")
     export(checkpoint, final)
     assert (tmp_path / "final.kept-2" / "config.json").read_text() == "{}"
@@ -167,13 +167,13 @@ def test_in_a_store_it_keeps_what_a_person_put_there(
     s3.put("run/final/old/thesis.txt", b"mine")  # there before any export
     export(checkpoint, final)
     assert s3.tree("run/final.kept") == {"old/thesis.txt": b"mine"}
-    assert "old/thesis.txt was put there by no export" in capsys.readouterr().err
+    assert "old/thesis.txt was not part of the export" in capsys.readouterr().err
     s3.put("run/final/README.md", b"mine")
     s3.put("run/final/config.json", b"{}")
     export(checkpoint, final)
     assert s3.tree("run/final.kept-2") == {"README.md": b"mine", "config.json": b"{}"}
     told = capsys.readouterr().err
-    assert "README.md was put there by no export (and 1 more)" in told and "final.kept-2" in told
+    assert "README.md was not part of the export (and 1 more)" in told and "final.kept-2" in told
     # Nor is a conversion an export, although it marks what it has written.
     write_safetensors(open_checkpoint(checkpoint), final, overwrite=True, dtype="bfloat16")
     halved = s3.get("run/final/model.safetensors")
@@ -205,7 +205,7 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     capsys.readouterr()
     export(checkpoint, RemotePath.of(s3.url("run/final")))
     assert s3.tree("run/final.kept-2") == {"README.md": b"mine"}
-    assert "README.md was put there by no export, so it is kept in" in capsys.readouterr().err
+    assert "README.md was not part of the export; moved to" in capsys.readouterr().err
     assert {**s3.tree("run/final"), COMPLETE: b""} == {**whole, COMPLETE: b""}
 
 

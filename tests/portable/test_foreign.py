@@ -1,4 +1,4 @@
-"""A run begins at a checkpoint that another program's own code wrote (`make_foreign.py`).
+"""A run begins at a checkpoint that another program's own code wrote (`make_external.py`).
 
 The oracle is plain torch: the model of transformers and `torch.optim.AdamW`, filled with what the writing run
 held in memory, on the same batches.
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from converters import open_checkpoint
-from portable.checkpoint.external import open_foreign, written_by_us
+from portable.checkpoint.external import is_own_checkpoint, open_external
 from portable.cli import main
 from portable.data import TrainLoader
 from portable.errors import UserError
@@ -33,7 +33,7 @@ from portable.run.restore import restore
 from portable.run.settle import settle
 from tests.converters.compare import assert_same
 from tests.converters.making import once
-from tests.portable.make_foreign import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
+from tests.portable.make_external import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     pytest.importorskip("deepspeed")
 
     def fill(out: Path) -> None:
-        command = ["python", "-m", "tests.portable.make_foreign", str(out)]
+        command = ["python", "-m", "tests.portable.make_external", str(out)]
         making = [zygote.start(*command, DS_ACCELERATOR="cpu", USE_TORCH_XLA="0")]
         if WITH_XLA:
             making.append(zygote.start(*command, "xla", PJRT_DEVICE="CPU", USE_TORCH_XLA="1"))
@@ -96,7 +96,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
             _, errors = process.communicate()
             assert process.returncode == 0, errors[-4000:]
 
-    return once("make_foreign", tmp_path_factory, fill)
+    return once("make_external", tmp_path_factory, fill)
 
 
 def begun(path: Path, corpus: Path, folder: Path, **settings: Any) -> dict[str, Any]:
@@ -336,11 +336,11 @@ def test_a_run_begins_and_goes_on_by_itself(
     for words in (
         f"resuming at step 3 from {trainer}",
         "written by the Hugging Face Trainer",
-        "by global_step of trainer_state.json, as the optimizer counts",
-        "step 3 x train.global_batch_size 4; the order of the data is this run's own",
+        "global_step of trainer_state.json and the optimizer",
+        "step 3 x train.global_batch_size 4; the data order is this run's own",
         "in the next step, by this run's schedule (cosine, peak 0.002)",
-        "the checkpoint's own stood at 0.002 and is not taken",
-        "the order of the data, random number generators, loss scales",
+        "the checkpoint's rate of 0.002 is not used",
+        "data order, random number generators, loss scales",
     ):
         assert words in said
         assert words in planned or words.startswith("resuming")
@@ -364,7 +364,7 @@ def test_what_is_told_where_the_person_decides(
     assert main(command(trainer, corpus, tmp_path / "run", train__weight_decay=0.3, **told)) == 0
     said = capsys.readouterr().err
     assert "resuming at step 0" in said
-    assert "checkpoint.resume_step; the checkpoint says 3 (global_step of trainer_state.json)" in said
+    assert "checkpoint.resume_step; the checkpoint has 3 (global_step of trainer_state.json)" in said
     assert "7: checkpoint.resume_samples" in said
     assert "train.weight_decay: 0.1 there, 0.3 here" in said
     state = json.loads((tmp_path / "run/checkpoints/step-000001/trainer_state.json").read_text())
@@ -380,7 +380,7 @@ def test_resume_info(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "trainer": ["checkpoint-3", "exp_avg, exp_avg_sq, step of 20 parameters, F32; 3 steps", "base_lrs"],
         "trainer-zero2": ["DeepSpeed ZeRO-2, 2 ranks", "global_steps in the shards", "global_samples"],
         "torchtitan": ["torchtitan, 2 ranks", "3 (train_state.step in the shards)"],
-        "trainer-model-only": ["none: the weights can be where a run starts"],
+        "trainer-model-only": ["none: a run can start from the weights"],
     }
     for name, expected in words.items():
         assert main(["--resume-info", str(foreign / name)]) == 0
@@ -396,7 +396,7 @@ def test_the_model_names_what_the_optimizer_numbers(
     path = trainer / f"checkpoint-{STEPS}" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "new"}))
     names = [name for name, _ in llama().named_parameters()]
-    opened = open_foreign(trainer, names)
+    opened = open_external(trainer, names)
     assert opened is not None and opened.optimizer is not None
     held = torch.load(foreign / "trainer.ref.pt", weights_only=False)["optim"]
     for name, values in opened.optimizer.state.items():
@@ -450,11 +450,11 @@ REFUSED: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("model only", lose_state, {}, ["no optimizer state", "set model.name_or_path to"]),
     ("cut", cut, {}, ["optimizer.pt", "truncated"]),
     ("flipped", flip, {}, ["optimizer.pt", "checksum"]),
-    ("two steps", set_back, {}, ["is of step 2 (global_step", "counted 3", "set checkpoint.resume_step"]),
-    ("no weight", lack_a_weight, {}, ["holds no model.norm.weight", "model.name_or_path"]),
-    ("deeper", nothing, llama_of(num_hidden_layers=3), ["holds no model.layers.2", "and 6 more"]),
+    ("two steps", set_back, {}, ["is at step 2 (global_step", "taken 3", "set checkpoint.resume_step"]),
+    ("no weight", lack_a_weight, {}, ["has no model.norm.weight", "model.name_or_path"]),
+    ("deeper", nothing, llama_of(num_hidden_layers=3), ["has no model.layers.2", "and 6 more"]),
     ("flatter", nothing, llama_of(num_hidden_layers=1), ["model.layers.1", "the model does not have"]),
-    ("wider", nothing, llama_of(intermediate_size=96), ["in the shape [80, 48], the model in [96, 48]"]),
+    ("wider", nothing, llama_of(intermediate_size=96), ["of shape [80, 48], the model of [96, 48]"]),
     ("untied", nothing, llama_of(tie_word_embeddings=False), ["lm_head.weight"]),
     ("optimizer", nothing, {"train__optimizer": "adafactor"}, ["exp_avg_sq", "set train.optimizer to adamw"]),
     ("finished", nothing, {"train__steps": 3}, ["ends after step 3", "train.steps", "resume_step to 0"]),
@@ -490,7 +490,10 @@ def test_settings_that_are_mere_defaults(
     given = begun(trainer, corpus, tmp_path / "run")
     del given["train.learning_rate"]
     line = refusal(capsys, flags(given))
-    assert "was trained with train.betas [0.8, 0.95], train.learning_rate 0.002, and this run's are" in line
+    assert (
+        "was trained with train.betas [0.8, 0.95], train.learning_rate 0.002, and this run has other defaults"
+        in line
+    )
     assert "set train.betas and train.learning_rate" in line
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -518,13 +521,13 @@ def test_a_checkpoint_that_says_no_step(
         "train__stop_after": 5,
     }
     line = refusal(capsys, command(path, corpus, tmp_path / "run", **chosen))
-    assert "does not say how many steps were taken; set checkpoint.resume_step" in line
+    assert "has no step count; set checkpoint.resume_step" in line
     assert not (tmp_path / "run").exists()
     asked = {"checkpoint__resume_step": 4}
     assert main(command(path, corpus, tmp_path / "run", **chosen, **asked)) == 0
     said = capsys.readouterr().err
-    assert "warning: " in said and "holds 20 of 20 weights in BF16 only" in said
-    assert "optimizer's state in BF16 only" in said
+    assert "warning: " in said and "has 20 of 20 weights only in BF16" in said
+    assert "has the optimizer state only in BF16" in said
     assert "momentum_buffer of 20 parameters" in said
     assert "resuming at step 4" in said
     # A checkpoint of this program says where it stands.
@@ -577,16 +580,16 @@ def test_our_own_are_never_mistaken(trainer: Path, corpus: Path, tmp_path: Path)
     config = configured(folder, corpus, train__steps=1, train__warmup_steps=0, checkpoint__export=False)
     assert run_rank("cpu", config) == 0
     ours = folder / "checkpoints" / "step-000001"
-    assert open_foreign(folder) is None and open_foreign(ours) is None
+    assert open_external(folder) is None and open_external(ours) is None
     theirs = (trainer / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
     state = json.loads((ours / "trainer_state.json").read_text())
     for damaged in ("", "{", json.dumps(state)[:-9], json.dumps({**state, "global_step": 3})):
         (ours / "trainer_state.json").write_text(damaged)
-        assert written_by_us(ours) and open_foreign(ours) is None
+        assert is_own_checkpoint(ours) and open_external(ours) is None
     (ours / "trainer_state.json").unlink()
-    assert open_foreign(ours) is None
+    assert open_external(ours) is None
     resumed = configured(tmp_path / "next", corpus, checkpoint__resume=str(ours))
     with pytest.raises(UserError, match=r"trainer_state.json: missing"):
         run_rank("cpu", resumed)
     (trainer / f"checkpoint-{STEPS}" / "trainer_state.json").write_text(theirs)
-    assert open_foreign(trainer) is not None
+    assert open_external(trainer) is not None

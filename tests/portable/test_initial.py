@@ -11,6 +11,7 @@ import torch
 from portable.config import load_config
 from portable.model import build as models
 from portable.model.initialize import Blueprint
+from portable.model.parameters import state_tensors
 from tests.architectures import TASKS, pairs
 from tests.tiny_models import tiny_config
 
@@ -58,7 +59,7 @@ def drawn(ours: Blueprint, **parts: int) -> dict[str, torch.Tensor]:
 def reference(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     kind: Any = type(model)
     torch.manual_seed(3)
-    return {n: t.detach() for n, t in models.state_tensors(kind._from_config(model.config)).items()}
+    return {n: t.detach() for n, t in state_tensors(kind._from_config(model.config)).items()}
 
 
 def unlike(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:

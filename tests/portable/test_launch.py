@@ -290,7 +290,7 @@ def test_all_end_within_a_set_time_under_torchrun(how: str, halted: dict[str, Ha
     assert run.process.returncode != 0
     assert not any(alive(pid) for pid in run.workers.values())
     if how == "stopped":
-        assert "error: nothing has moved for " in errors
+        assert "error: no progress for " in errors
         # In the step, or in what ranks ask one another around it.
         assert "portable/loop.py" in (run.folder / "hang" / "rank-0.txt").read_text()
 
@@ -300,9 +300,9 @@ def test_one_rank_that_stops_ends_all_and_it_is_said_which(halted: dict[str, Hal
     errors = run.errors()
     assert run.process.returncode == 1
     told = next(line for line in errors.splitlines() if line.startswith("error: "))
-    assert "nothing has moved for " in told
+    assert "no progress for " in told
     assert "rank 0 was in " in told
-    assert "rank 1 did not answer" in told
+    assert "rank 1 did not respond" in told
     assert "portable/loop.py" in (run.folder / "hang" / "rank-0.txt").read_text()
 
 
@@ -448,7 +448,7 @@ def notes(tmp_path: Path) -> Path:
     [
         ("refuses", "UserError: data.source: nothing there"),
         ("breaks", "RunError: rank 1 failed first: ValueError: a bug of ours (traceback above)"),
-        ("exits", "RunError: rank 1 failed first: it ended with exit code 9"),
+        ("exits", "RunError: rank 1 failed first: it exited with code 9"),
         ("slow to end", "RunError: rank 0 failed first: the disk is full"),
     ],
 )
@@ -463,19 +463,19 @@ def test_the_first_rank_that_fails_is_reported(how: str, said: str, notes: Path,
 def test_a_second_signal_acts_at_once(notes: Path, zygote: Zygote) -> None:
     told, _ = reported(zygote, notes, "asked twice")
     assert told == (
-        "StoppedError: stopped at once by a second signal, without another save; there is no checkpoint yet, "
-        "so the same command begins anew"
+        "StoppedError: stopped by a second signal without saving; there is no checkpoint yet, "
+        "so the same command starts over"
     )
 
 
 @pytest.mark.parametrize(
     ("counted", "words"),
     [
-        ((0, 1), "killed by SIGKILL, by the kernel, which ran out of host memory; set this lower"),
-        ((3, 3), "though the kernel counts no kill for memory since the start"),
+        ((0, 1), "killed by SIGKILL by the kernel, which ran out of host memory; set this lower"),
+        ((3, 3), "but not by the kernel's OOM killer"),
         (
             (None, None),
-            "killed by SIGKILL, most likely by the kernel for want of host memory; set this lower",
+            "killed by SIGKILL, most likely by the kernel because host memory ran out; set this lower",
         ),
     ],
     ids=["counted", "not counted", "no counter"],
@@ -506,7 +506,7 @@ def test_a_signal_before_the_ranks_are_up_is_not_lost(notes: Path, zygote: Zygot
 
 @pytest.mark.parametrize("requests", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
 def test_what_a_stopped_run_goes_on_from_is_there(requests: list[int]) -> None:
-    assert "goes on from runs/a/step-000004" in str(_stopped(requests, "runs/a/step-000004"))
+    assert "resumes from runs/a/step-000004" in str(_stopped(requests, "runs/a/step-000004"))
     assert "there is no checkpoint yet" in str(_stopped(requests, None))
     assert _stopped(requests, None).exit_code == 128 + requests[0]
 

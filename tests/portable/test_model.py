@@ -13,6 +13,8 @@ from portable.config.sections import ModelConfig
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.initialize import Blueprint
+from portable.model.layers import transformer_layers
+from portable.model.parameters import materialize, state_tensors
 from portable.model.pretrained import pretrained_weights
 from portable.registry import create_backend
 from portable.run.prepare import prepare
@@ -75,7 +77,7 @@ def full_weights(folder: Path, corpus: Path, strategy: str) -> dict[str, torch.T
     backend.start()
     try:
         engine = restore(prepare(settle(config, backend.name), backend), None).engine
-        tensors = models.state_tensors(engine.model)
+        tensors = state_tensors(engine.model)
         return {
             name: getattr(t, "full_tensor", lambda t=t: t)().detach().clone() for name, t in tensors.items()
         }
@@ -100,7 +102,7 @@ def test_a_pretrained_model_of_another_shape_is_refused(tmp_path: Path) -> None:
         return models.build_model(models.model_config(settings), settings)
 
     small = build(32)
-    models.materialize(small, torch.device("cpu"))
+    materialize(small, torch.device("cpu"))
     small.save_pretrained(tmp_path)
     settings = load_config({"model": {"name_or_path": str(tmp_path)}}).model
     with pytest.raises(UserError, match=r"has shape .* in the checkpoint"):
@@ -156,7 +158,7 @@ def test_a_published_config_is_taken_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["numm_beams", "hidden", "_from_model_config"])
 def test_a_key_that_nobody_knows_is_refused(key: str) -> None:
-    with pytest.raises(UserError, match=rf"^model\.config\.{key}: not a setting of T5Config"):
+    with pytest.raises(UserError, match=rf"^model\.config\.{key}: T5Config has no such setting"):
         models.model_config(settings_of("t5", **{key: 4}))
 
 
@@ -194,7 +196,7 @@ def test_a_default_padding_id_beyond_a_small_vocabulary(model_type: str, task: s
     given = load_config(
         {"model": {"config": {**config, "pad_token_id": 96}, "task": task}, "data": data}
     ).model
-    with pytest.raises(UserError, match="no model can be built of it"):
+    with pytest.raises(UserError, match="building the model failed"):
         models.build_model(models.model_config(given), given)
 
 
@@ -207,7 +209,7 @@ def test_lists_within_a_list_are_no_layers() -> None:
         }
     ).model
     model = models.build_model(models.model_config(settings), settings)
-    layers = models.transformer_layers(model)
+    layers = transformer_layers(model)
     assert {type(layer).__name__ for _, layer in layers} == {"FunnelLayer"}
     assert layers[0][0] == "funnel.encoder.blocks.0.0"
 
@@ -215,8 +217,8 @@ def test_lists_within_a_list_are_no_layers() -> None:
 @pytest.mark.parametrize(
     ("model_type", "task", "told"),
     [
-        ("qwen2_audio", "seq2seq-lm", "model.task: seq2seq-lm needs an encoder and a decoder"),
-        ("gpt2", "seq2seq-lm", "model.task: seq2seq-lm needs an encoder and a decoder"),
+        ("qwen2_audio", "seq2seq-lm", "model.task: seq2seq-lm needs an encoder-decoder model"),
+        ("gpt2", "seq2seq-lm", "model.task: seq2seq-lm needs an encoder-decoder model"),
         ("musicgen", "causal-lm", "model.config: Multiple valid text configs"),
         ("gemma4_assistant", "causal-lm", "model.config: gemma4_assistant: Class validation error"),
     ],

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from portable.checkpoint.store import TrainerState
+from portable.checkpoint.trainer_state import TrainerState
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines

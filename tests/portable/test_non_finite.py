@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from portable.checkpoint.store import TrainerState
+from portable.checkpoint.trainer_state import TrainerState
 from portable.data import locate
 from portable.errors import RunError
 from portable.model import build as models
-from portable.optim.non_finite import MOST_IN_A_ROW, NEW_ACCOUNT, Health, entered
+from portable.optim.non_finite import MAX_STREAK, NEW_COUNTERS, Health, count_update
 from portable.registry import create_backend
 from portable.reporting.events import read_events
 from portable.reporting.metrics import read_metrics
@@ -218,11 +218,9 @@ def test_skip(run: Run, tmp_path: Path) -> None:
 def test_too_many_in_a_row_end_the_run(run: Run, tmp_path: Path) -> None:
     _, err = run(tmp_path, "loss", always=True, train__on_non_finite="skip", train__steps=30)
     error = err.splitlines()[-1]
-    assert error.startswith(
-        "error: step 1 (samples 0 to 7): the loss is not finite, and no step of the 9 after"
-    )
+    assert error.startswith("error: step 1 (samples 0 to 7): the loss is not finite, nor in the next 9 steps")
     newest = max(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
-    assert newest < MOST_IN_A_ROW
+    assert newest < MAX_STREAK
 
 
 @on("full_shard", "zero2, offload")
@@ -235,12 +233,12 @@ def test_a_replay_in_which_all_is_finite_says_so(run: Run, tmp_path: Path) -> No
 
 def test_the_account() -> None:
     """Streaks, told by the values that went in."""
-    account = torch.tensor(NEW_ACCOUNT)
+    account = torch.tensor(NEW_COUNTERS)
     losses = [1.0, torch.nan, 1.0, torch.inf, 1.0, 1.0, 1.0, 1.0]
     bad = [False, True, False, True, True, True, False, True]
     seen = []
     for loss, wrong in zip(losses, bad, strict=True):
-        account, left_out = entered(account, bad=torch.tensor(wrong), loss=torch.tensor(loss), limit=3)
+        account, left_out = count_update(account, bad=torch.tensor(wrong), loss=torch.tensor(loss), limit=3)
         seen.append(bool(left_out))
     assert seen == [False, True, False, True, True, True, True, True]  # nothing is updated after the third
     assert Health.of(account.tolist(), 3) == Health(6, 3, bad_loss=True, halted=3)

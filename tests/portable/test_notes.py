@@ -19,7 +19,7 @@ from tests.runs import flags, tiny
 if TYPE_CHECKING:
     from pathlib import Path
 
-TOLD = ("note:", "warning:", "hint:", "newly initialised", "in the checkpoint and not used")
+TOLD = ("note:", "warning:", "hint:", "newly initialized", "in the checkpoint but not used")
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from portable.batch_plan import flops_per_token, parameter_count, plan_batches, total_steps
+from portable.batch_plan import plan_batches, total_steps
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
+from portable.model.flops import flops_per_token, parameter_count
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -34,7 +35,9 @@ def test_the_default_micro_batch_follows_the_world(
 def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
     with pytest.raises(UserError, match=r"8 sequences cannot be divided among 3 ranks; set it to 6 or 9"):
         plan_batches(batches(), world_size=3, rank=0)
-    with pytest.raises(UserError, match=r"micro-batches of 4 do not divide; use 2 or another divisor of 2"):
+    with pytest.raises(
+        UserError, match=r"4 does not divide the 2 sequences .*; use 2 or another divisor of 2"
+    ):
         plan_batches(batches(micro_batch_size=4), world_size=4, rank=0)
 
 

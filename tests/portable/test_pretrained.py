@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
+from portable.model.parameters import state_tensors
 from portable.model.pretrained import PretrainedWeights, pretrained_weights
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def test_weights_are_those_of_from_pretrained(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, config = ARCHITECTURES[model_type]
-    theirs = models.state_tensors(saved(tmp_path, model_type, task, config))
+    theirs = state_tensors(saved(tmp_path, model_type, task, config))
     settings = chosen(task, name_or_path=str(tmp_path))
     model = built(settings)
 
@@ -91,7 +92,7 @@ def test_weights_are_those_of_from_pretrained(
 
 
 def test_slices_of_stacked_experts_are_slices_of_the_whole(tmp_path: Path) -> None:
-    theirs = models.state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
+    theirs = state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
     settings = chosen("causal-lm", name_or_path=str(tmp_path))
     found = pretrained_weights(settings, built(settings)).found
     name = "model.layers.1.mlp.experts.gate_up_proj"
@@ -102,7 +103,7 @@ def test_slices_of_stacked_experts_are_slices_of_the_whole(tmp_path: Path) -> No
 def test_a_table_that_cannot_be_read_leaves_the_work_to_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = models.state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
+    theirs = state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
     settings = chosen("causal-lm", name_or_path=str(tmp_path))
     model = built(settings)
     monkeypatch.setattr("portable.model.pretrained._translated", lambda *_: None)
@@ -134,8 +135,8 @@ def test_what_the_checkpoint_has_for_nothing_is_told(tmp_path: Path) -> None:
     )
     settings = chosen("sequence-classification", name_or_path=str(tmp_path))
     assert pretrained_weights(settings, built(settings)).notes() == [
-        "newly initialised: score.weight",
-        "in the checkpoint and not used: lm_head.weight, model.layers.*.new (2)",
+        "newly initialized: score.weight",
+        "in the checkpoint but not used: lm_head.weight, model.layers.*.new (2)",
     ]
 
 
@@ -143,7 +144,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None
     saved(tmp_path, "llama", "causal-lm", SMALL)
     save_file({"something.else": torch.ones(3)}, tmp_path / "model.safetensors", {"format": "pt"})
     settings = chosen("causal-lm", name_or_path=str(tmp_path))
-    with pytest.raises(UserError, match="none of its 1 tensors belongs to a LlamaForCausalLM"):
+    with pytest.raises(UserError, match="none of the checkpoint's 1 tensors belongs to a LlamaForCausalLM"):
         pretrained_weights(settings, built(settings))
 
 
@@ -152,7 +153,7 @@ def test_a_tied_pair_that_differs_in_the_file_is_refused(tmp_path: Path) -> None
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     settings = chosen("causal-lm", name_or_path=str(tmp_path))
-    with pytest.raises(UserError, match=r"lm_head\.weight differ in the checkpoint, and its config ties"):
+    with pytest.raises(UserError, match=r"lm_head\.weight differ in the checkpoint, but its config ties"):
         pretrained_weights(settings, built(settings))
 
 
@@ -206,7 +207,7 @@ def test_what_cannot_be_dequantised_here_is_refused(description: dict[str, Any],
     saved(tmp_path, "llama", "causal-lm", SMALL)
     rewritten(tmp_path, lambda tensors: tensors.update({PROJECTION: tensors[PROJECTION].to(torch.int8)}))
     settings = described(tmp_path, description)
-    with pytest.raises(UserError, match=rf"quantised \({description['quant_method']}\)") as refused:
+    with pytest.raises(UserError, match=rf"quantized \({description['quant_method']}\)") as refused:
         pretrained_weights(settings, built(settings))
     assert "\n" not in str(refused.value)
 
@@ -216,7 +217,7 @@ def test_numbers_of_another_kind_are_never_copied(kind: torch.dtype, tmp_path: P
     saved(tmp_path, "llama", "causal-lm", SMALL)
     rewritten(tmp_path, lambda tensors: tensors.update({PROJECTION: tensors[PROJECTION].to(kind)}))
     settings = described(tmp_path, None)
-    with pytest.raises(UserError, match=r"up_proj\.weight is stored as .*give the model in float32"):
+    with pytest.raises(UserError, match=r"up_proj\.weight is stored as .*use a checkpoint in float32"):
         pretrained_weights(settings, built(settings))
 
 

@@ -313,8 +313,8 @@ BAD_PLACES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("no writing", {"output_dir": "https://host/run"}, ["output_dir: https://host/run", "use s3://"]),
     ("no protocol", {"output_dir": "nosuch://host/run"}, ["output_dir: nosuch://host/run", "no protocol"]),
     ("no source", {"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),
-    ("a model", {"model.name_or_path": "s3://bucket/model"}, ["model.name_or_path", "cannot be a URL"]),
-    ("a tokenizer", {"data.tokenizer": "s3://bucket/model"}, ["data.tokenizer", "cannot be a URL"]),
+    ("a model", {"model.name_or_path": "s3://bucket/model"}, ["model.name_or_path", "not a URL"]),
+    ("a tokenizer", {"data.tokenizer": "s3://bucket/model"}, ["data.tokenizer", "not a URL"]),
     ("staging", {"checkpoint.staging_dir": "/dev/null/x"}, ["checkpoint.staging_dir: /dev/null/x"]),
 ]
 
@@ -363,7 +363,7 @@ def test_staging_needs_room(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr("portable.output.remote_output_dir.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* has 97.7 KiB left, .* take about 650"):
+    with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* has 97.7 KiB free, .* need about 650"):
         leg(s3.url("run"), corpus)
     assert not s3.names("run/")
 
@@ -395,9 +395,9 @@ def test_a_lease_that_nobody_renews_is_taken_over(
         patched.setattr(Lease, "_renew", lambda _: None)
         first = Lease(place).__enter__()
     with Lease(place) as second:
-        assert "taking it over" in capsys.readouterr().err
+        assert "taking over the lease" in capsys.readouterr().err
         second.check()
-        with pytest.raises(RunError, match="another run has begun to write"):
+        with pytest.raises(RunError, match="another run has started to write"):
             first.check()
         first.__exit__(None, None, None)
         second.check()  # whoever lost the lease does not remove it
@@ -409,7 +409,7 @@ def test_a_staging_folder_that_somebody_else_made_is_refused(
     trap: str, s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name in the system's folder for temporary files is known to all who may write there."""
-    monkeypatch.setattr("portable.output.remote_output_dir.lasting", lambda: tmp_path)
+    monkeypatch.setattr("portable.output.remote_output_dir.lasting_folder", lambda: tmp_path)
     base = tmp_path / f"portable-{os.getuid()}"
     if trap == "a link":
         (tmp_path / "theirs").mkdir()
@@ -419,7 +419,7 @@ def test_a_staging_folder_that_somebody_else_made_is_refused(
     else:
         base.mkdir()
         os.chown(base, 12345, 12345)
-    with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* is a link, or another user's"):
+    with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* is a link or belongs to another user"):
         run_rank("cpu", configured(s3.url("run"), corpus))
     assert not list(base.iterdir())
 
@@ -440,8 +440,8 @@ def test_what_is_no_checkpoint_is_kept(
     assert "mine.txt" not in s3.tree("run/checkpoints/step-000001")
     assert s3.names("run/checkpoints/step-000001/_COMPLETE")
     told = capfd.readouterr().err
-    assert "step-000001: held no trainer_state.json" in told and "step-000001.kept" in told
-    assert "step-000007: holds no trainer_state.json, so it counts as no checkpoint" in told
+    assert "step-000001: had no trainer_state.json" in told and "step-000001.kept" in told
+    assert "step-000007: has no trainer_state.json, so it is not a checkpoint" in told
 
 
 def test_half_of_an_unmarked_checkpoint_goes_with_the_next_leg(s3: ObjectStore) -> None:

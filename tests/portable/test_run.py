@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.formats.dcp.checksums import CHECKSUMS
 from converters.manifest import MANIFEST
-from portable.checkpoint.store import CheckpointFolder, TrainerState
+from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.trainer_state import TrainerState
 from portable.config import load_config
 from portable.errors import DamagedError, RunError, UserError
 from portable.output.lock import locked
@@ -446,7 +447,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path, corpus: Pat
     (checkpoint / "trainer_state.json").write_text("{")
     with pytest.raises(UserError, match=r"trainer_state.json: (damaged|has 1 bytes)"):
         leg(folder, corpus)
-    with pytest.raises(UserError, match=r"final holds no optimizer state .* model.name_or_path to"):
+    with pytest.raises(UserError, match=r"final has no optimizer state; .* model.name_or_path to"):
         leg(tmp_path / "other", corpus, checkpoint__resume=str(finished / "final"))
     with pytest.raises(UserError, match=r"another run \(train.learning_rate"):
         leg(tmp_path / "third", corpus, checkpoint__resume=str(finished), train__learning_rate=1e-3)
@@ -568,7 +569,7 @@ def test_a_checkpoint_of_an_older_version_is_gone_on_from_with_a_warning(
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     (checkpoint / "trainer_state.json").write_text(json.dumps({**state, "format_version": 1}))
     assert leg(folder, corpus) == 0
-    assert "an older version of this program wrote it, without a manifest" in capsys.readouterr().err
+    assert "written by an older version of this program, without a manifest" in capsys.readouterr().err
     assert weights(folder) == weights(finished)
 
 

@@ -90,10 +90,10 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
             {"schedule": "OneCycle", "schedule_params": {"cycle_min_lr": -1}},
             "train.schedule_params.cycle_min_lr: .*greater",
         ),
-        ({"schedule": "LRRangeTest", "warmup_steps": 5}, "train.warmup_steps 5 has no use"),
+        ({"schedule": "LRRangeTest", "warmup_steps": 5}, "train.warmup_steps 5 has no effect"),
         (
             {"schedule": "OneCycle", "schedule_params": {"cycle_min_lr": 0}, "optimizer": "sgd"},
-            "cycle_momentum moves train.betas",
+            "cycle_momentum changes train.betas",
         ),
         ({"schedule": "warmuplr"}, "did you mean WarmupLR"),
     ],
@@ -125,5 +125,7 @@ def test_one_length_of_the_warm_up() -> None:
     # As the Trainer has it.
     config = load_config(None, {"train.warmup_ratio": 0.1, "train.warmup_steps": 0})
     assert build_schedule(config.train, 200).warmup_steps == 20
-    with pytest.raises(UserError, match=r"train.warmup_ratio 0.1 has no use with train.schedule LRRangeTest"):
+    with pytest.raises(
+        UserError, match=r"train.warmup_ratio 0.1 has no effect with train.schedule LRRangeTest"
+    ):
         load_config(None, {"train.warmup_ratio": 0.1, "train.schedule": "LRRangeTest"})

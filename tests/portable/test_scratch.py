@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from portable import temporary_folder
-from portable.temporary_folder import lasting, scratch_folder, started_below
+from portable.temporary_folder import lasting_folder, scratch_folder, temporary_files_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,23 +76,23 @@ def test_a_folder_of_another_user_stays(temporary: Path, monkeypatch: pytest.Mon
 
 CHILD = """
 import os, signal, tempfile
-from portable.temporary_folder import lasting
-print(tempfile.mkdtemp(), lasting(), os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
+from portable.temporary_folder import lasting_folder
+print(tempfile.mkdtemp(), lasting_folder(), os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_what_others_make_goes_with_the_launcher(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders that libraries of a killed rank had made are within the one that the launcher removes."""
-    monkeypatch.setattr(temporary_folder, "_MOST_OF_SOCKET", 1000)
+    monkeypatch.setattr(temporary_folder, "_MAX_SOCKET_PATH", 1000)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     before = dict(os.environ)
     with scratch_folder("kind") as folder:
-        with started_below(folder):
+        with temporary_files_in(folder):
             child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)
         made, kept, cache = child.stdout.split()
         assert made.startswith(f"{folder}/")
-        assert kept == str(temporary) == str(lasting())
+        assert kept == str(temporary) == str(lasting_folder())
         assert cache.startswith(f"{temporary}/torchinductor_")
     assert dict(os.environ) == before
     assert [*temporary.iterdir()] == []
@@ -102,5 +102,5 @@ def test_paths_of_sockets_stay_short(temporary: Path) -> None:
     folder = temporary / ("x" * 80)
     folder.mkdir()
     before = dict(os.environ)
-    with started_below(folder):
+    with temporary_files_in(folder):
         assert dict(os.environ) == before

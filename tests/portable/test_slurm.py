@@ -74,5 +74,5 @@ def test_the_first_host(nodes: str, first: str) -> None:
 
 @pytest.mark.parametrize("damage", [{"SLURM_STEP_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "7"}])
 def test_unreadable_variables_are_refused(damage: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="srun: its variables do not tell this task its rank"):
+    with pytest.raises(UserError, match="srun: its variables do not define this task's rank"):
         rank_variables({**STEP, **damage})

@@ -41,6 +41,6 @@ def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
     assert ended.returncode == 1
     first, line = ended.stdout.splitlines()
     assert first == "standing still"
-    assert re.match(r"nothing has moved for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:7\)", line)
+    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:7\)", line)
     stacks = (tmp_path / "hang" / "rank-3.txt").read_text()
     assert "line 7 in a_step_that_never_ends" in stacks

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import plain
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, OptimizerStateError
 from converters.names.canonical import Path, Roles, is_number, plain_name
 from converters.names.index_keys import candidates_of, fit_in_order
 from converters.tensors.tensor import Tensor
@@ -78,9 +78,7 @@ def _by_index(
         why = (
             "fits the model's parameters in several ways" if places else "does not fit the model's parameters"
         )
-        raise CheckpointError(
-            f"{where}: the optimizer's state is keyed by index and {why}; convert without --optimizer"
-        )
+        raise OptimizerStateError(f"{where}: the optimizer's state is keyed by index and {why}")
     return {keys[group][at]: name for name, (group, at) in places.items()}
 
 

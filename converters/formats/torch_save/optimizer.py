@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, OptimizerStateError
 from converters.names.canonical import plain_name
 from converters.names.index_keys import candidates_of, fit_in_order
 from converters.tensors.tensor import Box, Tensor
@@ -116,9 +116,9 @@ def _names(
             for key, name in zip(group, names or [], strict=True)
         }
     if order is None:
-        raise CheckpointError(
+        raise OptimizerStateError(
             f"{where}: its state is keyed by index, and the order of the parameters is not recorded "
-            "(safetensors files sort them by name); convert without --optimizer"
+            "(safetensors files sort them by name)"
         )
     shapes = {key: _shape(values) for key, values in state.items()}
     wanted = [[shapes.get(key) for key in group] for group in keys]
@@ -127,7 +127,7 @@ def _names(
         why = (
             "fits the model's parameters in several ways" if places else "does not fit the model's parameters"
         )
-        raise CheckpointError(f"{where}: its state is keyed by index and {why}; convert without --optimizer")
+        raise OptimizerStateError(f"{where}: its state is keyed by index and {why}")
     return {keys[group][at]: name for name, (group, at) in places.items()}
 
 

@@ -18,7 +18,7 @@ from converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from converters.companions import find_companions, trainer_metadata
 from converters.containers.shard_index import read_index
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
 from converters.names.canonical import model_container, plain_names
@@ -123,7 +123,7 @@ def _open(source: Source) -> Checkpoint:
 
     def optimizer(aliases: Aliases) -> OptimizerState | None:
         if len(optimizers) > 1:
-            raise CheckpointError(f"{where}: holds {len(optimizers)} optimizers; convert without --optimizer")
+            raise OptimizerStateError(f"{where}: holds {len(optimizers)} optimizers")
         if optimizers:
             return read_optimizer(optimizers[0], tensors, in_order(tensors, aliases), where=where)
         if source.path.is_file():
@@ -168,7 +168,7 @@ def optimizer_beside(
     if not found:
         return None
     if len(found) > 1 or "optimizer_1.bin" in entries:
-        raise CheckpointError(f"{folder.path}: holds several optimizers; convert without --optimizer")
+        raise OptimizerStateError(f"{folder.path}: holds several optimizers")
     file = folder.file(found[0])
     return read_optimizer(load(file), tensors, order(), where=str(file.path))
 

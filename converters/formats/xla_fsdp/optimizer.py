@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats.xla_fsdp.shards import Layout, join, whole
 from converters.names.index_keys import fit_in_order
 
@@ -100,13 +100,11 @@ def _parts(where: str, saved: Any) -> tuple[dict[int, dict[Any, Any]], list[dict
     state = saved.get("state") if isinstance(saved, dict) else None
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     if not isinstance(state, dict) or not isinstance(groups, list):
-        raise CheckpointError(
-            f"{where}: its optimizer has no state and param_groups; convert without --optimizer"
-        )
+        raise OptimizerStateError(f"{where}: its optimizer has no state and param_groups")
     if not all(type(key) is int and isinstance(values, dict) for key, values in state.items()) or not all(
         isinstance(group, dict) for group in groups
     ):
-        raise CheckpointError(f"{where}: its optimizer is not keyed by index; convert without --optimizer")
+        raise OptimizerStateError(f"{where}: its optimizer is not keyed by index")
     return state, groups
 
 
@@ -143,9 +141,7 @@ def _keys(
         if fits and all(fit == fits[0] for fit in fits):
             return fits[0]
     why = "fits the shards in several ways" if found else "does not fit the shards"
-    raise CheckpointError(
-        f"{where}: the optimizer's state is keyed by index and {why}; convert without --optimizer"
-    )
+    raise OptimizerStateError(f"{where}: the optimizer's state is keyed by index and {why}")
 
 
 def _decayed(
@@ -176,16 +172,14 @@ def _cut(what: Any, value: Any, shard: Shape, where: str) -> bool:
     """Whether one state is sharded like its parameter; a step count is the same on every rank."""
     if isinstance(value, StoredTensor) and value.shape and what != "step":
         if value.shape != shard:
-            raise CheckpointError(
+            raise OptimizerStateError(
                 f"{where}: the optimizer's {what!r} of {list(value.shape)} is not sharded like its "
-                f"parameter, {list(shard)}; convert without --optimizer"
+                f"parameter, {list(shard)}"
             )
         return True
     if value is None or isinstance(value, (int, float, StoredTensor)):
         return False
-    raise CheckpointError(
-        f"{where}: the optimizer's {what!r} is neither tensor nor number; convert without --optimizer"
-    )
+    raise OptimizerStateError(f"{where}: the optimizer's {what!r} is neither tensor nor number")
 
 
 def _same(parts: Sequence[tuple[str, Any]], what: str) -> None:

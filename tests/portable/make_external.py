@@ -1,6 +1,6 @@
 """Write training checkpoints of a tiny Llama with other programs' own code, beside the values they must hold.
 
-Run as `python -m tests.portable.make_foreign OUT [xla]`. Ranks are forked from one process that has imported
+Run as `python -m tests.portable.make_external OUT [xla]`. Ranks are forked from one process that has imported
 everything once; XLA needs a process of its own. Beside each checkpoint lies `<name>.ref.pt`: `{"model": ...,
 "optim": {name: {...}}}` with full tensors, taken from the live run.
 

@@ -1,0 +1,88 @@
+"""Class names and ids, problem type and token position of sequence classifiers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from portable.data import KnownClasses
+from portable.data.classes import PROBLEMS, SINGLE
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from portable.config import ModelConfig
+    from portable.data import Classes
+    from portable.data.classes import Problem
+
+
+def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClasses | None:
+    """Return the classes of a pretrained head or of ``model.config``, or None if neither has any.
+
+    The outputs of a regression count as classes.
+    """
+    if settings.task != "sequence-classification":
+        return None
+    names = _class_names(config)
+    if settings.name_or_path is None:
+        known = any(key in (settings.config or {}) for key in ("num_labels", "id2label", "label2id"))
+    elif settings.init == "scratch":
+        known = False
+    else:
+        built = getattr(config, "architectures", None)
+        named = any(not name.startswith("LABEL_") for name in names)
+        known = any(n.endswith("ForSequenceClassification") for n in built) if built else named
+    return KnownClasses(settings.key, tuple(names)) if known else None
+
+
+def problem_of(config: PretrainedConfig, settings: ModelConfig) -> Problem | None:
+    """Return the config's ``problem_type``, or None if the labels decide it.
+
+    Raises:
+        UserError: if transformers does not have this problem type.
+    """
+    kind = getattr(config, "problem_type", None)
+    if settings.task != "sequence-classification" or kind is None:
+        return None
+    if kind not in PROBLEMS:
+        raise UserError(f"{settings.key}: problem_type is {kind!r}; it may be {', '.join(PROBLEMS)}")
+    problem: Problem = kind
+    return problem
+
+
+def _class_names(config: PretrainedConfig) -> list[str]:
+    """Class names in the order of their ids."""
+    count = int(config.num_labels or 0)
+    by_id = {int(index): str(name) for index, name in (config.id2label or {}).items()}
+    names = [by_id.get(index, f"LABEL_{index}") for index in range(count)]
+    if all(name == f"LABEL_{index}" for index, name in enumerate(names)):
+        by_name = {int(index): str(name) for name, index in (config.label2id or {}).items()}
+        names = [by_name.get(index, name) for index, name in enumerate(names)]
+    return names
+
+
+def classifies_last_position(config: PretrainedConfig) -> bool:
+    """Whether the classifier reads the last position, even if it is padding. Padding must then come first."""
+    return getattr(config, "summary_type", None) == "last"
+
+
+def classifies_end_token(config: PretrainedConfig) -> bool:
+    """Whether the classifier reads the end token, as in BART and T5, and fails without one."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        kind: Any = AutoModelForSequenceClassification._model_mapping[type(config)]
+    except KeyError:  # code from the hub, or not a classifier
+        return False
+    return "eos_token_id" in inspect.unwrap(kind.forward).__code__.co_names
+
+
+def adopt_labels(config: PretrainedConfig, classes: Classes | None) -> None:
+    """Store the class names and the problem type in ``config``; a no-op if ``classes`` is None."""
+    if classes is None:
+        return
+    config.id2label = dict(enumerate(classes.names))
+    config.label2id = {name: index for index, name in enumerate(classes.names)}
+    if classes.problem != SINGLE or getattr(config, "problem_type", None) is not None:
+        config.problem_type = classes.problem

@@ -1,0 +1,144 @@
+"""The transformer layers of a model, and forward passes on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from portable.model.transformers_patches import no_value_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from transformers import PreTrainedModel
+
+
+def layers_without_hooks(model: nn.Module) -> set[str]:
+    """Names of layers whose forward hooks never run.
+
+    Either their parent calls ``forward`` directly, which a pass on the meta device detects. Or, as in
+    Reformer, an autograd function calls the layer and computes its gradients itself.
+    """
+    kinds = list(layer_kinds(model).values())
+    silent = set(range(len(kinds)))
+    reversible = {name for name, layer in transformer_layers(model) if hasattr(layer, "backward_pass")}
+
+    def watch(trial: nn.Module) -> None:
+        for number, (_, layer) in enumerate(transformer_layers(trial)):
+            layer.register_forward_pre_hook(lambda *_, number=number: silent.discard(number))
+
+    try:
+        trial_forward(one_layer_per_kind(model), watch)
+    except Exception:
+        return reversible
+    return reversible | {name for number in silent for name in kinds[number]}
+
+
+def every_parameter_gets_gradient(model: nn.Module) -> bool:
+    """Whether every trainable parameter of ``model``, on the meta device, gets a gradient in each pass.
+
+    False if this is unknown: when control flow depends on tensor values, which the meta device does not have.
+    """
+    settings = cast("PreTrainedModel", model).config.to_dict()
+    if any(value for key, value in settings.items() if key.endswith("layerdrop")):
+        return False
+    tried: list[nn.Module] = []
+    try:
+        small = one_layer_per_kind(model).to(torch.bfloat16)  # the only dtype that every kernel supports
+        output = trial_forward(small, tried.append, gradients=True)
+        output.logits.sum().backward()
+    except Exception:
+        return False
+    return all(p.grad is not None for p in tried[0].parameters() if p.requires_grad)
+
+
+def trial_forward(
+    model: nn.Module, prepare: Callable[[nn.Module], None] = lambda _: None, *, gradients: bool = False
+) -> Any:
+    """Run a copy of ``model`` on two tokens on the meta device and return its output.
+
+    Args:
+        model: on the meta device, with buffers anywhere.
+        prepare: called with the copy before its forward pass.
+        gradients: whether a backward pass may follow.
+    """
+    trial: Any = copy.deepcopy(model)
+    trial.to("meta").eval()
+    prepare(trial)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens}
+    if trial.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    with torch.set_grad_enabled(gradients), no_value_checks():
+        return trial(**inputs)
+
+
+def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost repeated layers by name: the units of sharding, recomputation and initialization."""
+    classes = {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
+    # Only members of a list: some models also declare their embeddings, whose weights the head may share.
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    members = [(f"{name}.{child}", m) for name, entries in lists for child, m in entries.named_children()]
+    found = [(name, m) for name, m in members if type(m).__name__ in classes]
+    if not found and lists:
+        name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+        found = list(_members(name, largest))
+    names = {name for name, _ in found}
+    return [(name, m) for name, m in found if not any(name.startswith(f"{n}.") for n in names)]
+
+
+def _members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The entries of a module list, including nested lists. A list itself is never called."""
+    for child, module in entries.named_children():
+        if type(module) is nn.ModuleList:
+            yield from _members(f"{name}.{child}", module)
+        else:
+            yield f"{name}.{child}", module
+
+
+LayerKinds = dict[tuple[Any, ...], list[str]]
+"""Layer names by kind. Layers of one kind have the same parent, class, shapes and plain attributes."""
+
+
+def layer_kinds(model: nn.Module) -> LayerKinds:
+    """Group the names of the layers by kind."""
+    kinds: LayerKinds = defaultdict(list)
+    for name, layer in transformer_layers(model):
+        parent, _, _ = name.rpartition(".")
+        shapes = tuple((key, tuple(p.shape)) for key, p in layer.named_parameters())
+        plain = [
+            (key, value)
+            for module in layer.modules()
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and "layer_idx" not in key and "idx" not in key
+        ]
+        kinds[(parent, type(layer), shapes, tuple(plain))].append(name)
+    return dict(kinds)
+
+
+def one_layer_per_kind(model: nn.Module) -> Any:
+    """A copy of ``model`` with only the first layer of each kind."""
+    return shortened(model, {names[0] for names in layer_kinds(model).values()})
+
+
+def shortened(model: nn.Module, kept: Collection[str]) -> Any:
+    """A copy of ``model`` with only the layers in ``kept``, renumbered."""
+    memo: dict[int, Any] = {}
+    lists: dict[str, list[str]] = defaultdict(list)
+    for name, layer in transformer_layers(model):
+        parent, _, child = name.rpartition(".")
+        lists[parent].append(child)
+        if name not in kept:
+            memo[id(layer)] = None
+    small = copy.deepcopy(model, memo)
+    for parent, children in lists.items():
+        holder = small.get_submodule(parent)
+        remaining = [m for child in children if (m := holder._modules[child]) is not None]
+        holder._modules.clear()
+        for i, layer in enumerate(remaining):
+            holder.add_module(str(i), layer)
+    return small

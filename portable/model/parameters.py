@@ -1,0 +1,87 @@
+"""The parameters and buffers of a model: names, ties, lookup tables, replacement and allocation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+
+def materialize(model: nn.Module, device: torch.device, *, parameters: torch.device | None = None) -> None:
+    """Allocate ``model`` on ``device``: parameters uninitialized, buffers copied. Tied weights stay tied.
+
+    Args:
+        model: on the meta device.
+        device: where the model computes.
+        parameters: where parameters are stored between uses, if not on ``device``.
+    """
+
+    def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
+        where = parameters or device
+        return nn.Parameter(torch.empty_like(meta, device=where), requires_grad=meta.requires_grad)
+
+    replace_tensors(model, parameter, lambda _, buffer: buffer.to(device))
+
+
+def replace_tensors(
+    model: nn.Module,
+    parameter: Callable[[str, nn.Parameter], nn.Parameter],
+    buffer: Callable[[str, torch.Tensor], torch.Tensor],
+) -> None:
+    """Replace the model's parameters and buffers. Tied weights stay tied.
+
+    Args:
+        parameter: takes a parameter's first name and the parameter, returns the replacement. Called once for
+            tied parameters.
+        buffer: the same for buffers.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        dotted = f"{prefix}." if prefix else ""
+        for name, old in module._parameters.items():
+            if old is None:
+                continue
+            if id(old) not in replaced:
+                replaced[id(old)] = parameter(dotted + name, old)
+            module._parameters[name] = replaced[id(old)]
+        for name, value in module._buffers.items():
+            if value is not None:
+                module._buffers[name] = buffer(dotted + name, value)
+
+
+def embeddings(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of all ``nn.Embedding`` modules. One of them may also be the output head's weight."""
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    return [parameter for table in tables for parameter in table.parameters(recurse=False)]
+
+
+def token_embedding(model: PreTrainedModel) -> nn.Parameter | None:
+    """The token embedding, float ``[vocabulary, hidden]``, or None if the model has none."""
+    try:
+        table = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:
+        return None
+    return table if isinstance(table, nn.Parameter) else None
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """Map the first name of each parameter to its other names."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {first: others for first, *others in names.values()}
+
+
+def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters (each once) and persistent buffers by name: what a checkpoint stores of the model."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    persistent = model.state_dict(keep_vars=True).keys()
+    tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    return tensors
