@@ -223,7 +223,7 @@ def test_each_key_at_the_top(text: str, key: str, value: Any, tmp_path: Path) ->
         ),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: none.json",
-            [":3: deepspeed_config_file", "none.json is no file"],
+            [":3: deepspeed_config_file", "none.json does not exist"],
         ),
         (
             f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {__file__},\n"
@@ -289,7 +289,7 @@ def test_beside_a_config_and_flags(tmp_path: Path) -> None:
     assert parsed(tmp_path, GUIDE, *both, "--precision", "fp32").config.precision == "fp32"
     config.write_text("precision: fp32\n")
     with pytest.raises(
-        UserError, match=r"accelerate.yaml:18: mixed_precision gives precision 'bf16', and .*:1"
+        UserError, match=r"accelerate.yaml:18: mixed_precision sets precision to 'bf16', but .*:1"
     ):
         parsed(tmp_path, GUIDE, *both)
 

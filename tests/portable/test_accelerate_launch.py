@@ -125,7 +125,7 @@ def test_deepspeed(
     [
         (
             launched("--use_fsdp", "--fsdp_activation_checkpointing_offload", "true"),
-            "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD: 'true' has no counterpart: what is kept",
+            "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD: 'true' has no counterpart: stored activations",
         ),
         (launched("--use_fsdp") | {"FSDP_NEW_THING": "1"}, "FSDP_NEW_THING: not a key of Accelerate's"),
         (
@@ -171,7 +171,7 @@ def test_it_must_agree_with_the_config(tmp_path: Path, monkeypatch: pytest.Monke
     assert config_of(monkeypatch, launched("--use_fsdp"), *config).strategy == "shard_grad_op"
     environment = launched("--mixed_precision", "bf16")
     with pytest.raises(
-        UserError, match=r"ACCELERATE_MIXED_PRECISION gives precision 'bf16', and .*run.yaml:2"
+        UserError, match=r"ACCELERATE_MIXED_PRECISION sets precision to 'bf16', but .*run.yaml:2"
     ):
         config_of(monkeypatch, environment, *config)
     assert config_of(monkeypatch, environment, "--precision", "fp32").precision == "fp32"  # a flag wins
