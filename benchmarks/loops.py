@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from portable.loop import Cadence, Events, train
 from portable.model.initialize import Blueprint
 from portable.model.tensors import to_torch
-from portable.optim.build import decaying, parameter_groups
+from portable.optim.optimizers import decaying, parameter_groups
 from portable.output.output_dir import LocalOutput
 from portable.run.batches import train_loader
 from portable.run.restore import restore

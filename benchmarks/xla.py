@@ -30,7 +30,7 @@ from torch.nn import functional
 from benchmarks.machine import command_line, describe_machine
 from portable.config import load_config
 from portable.loop import train_step
-from portable.optim.build import decaying, parameter_groups
+from portable.optim.optimizers import decaying, parameter_groups
 from portable.registry import create_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import Prepared, prepare

@@ -14,7 +14,7 @@ import torch
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from portable.optim import adafactor
-from portable.optim.build import decaying, parameter_groups
+from portable.optim.optimizers import decaying, parameter_groups
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

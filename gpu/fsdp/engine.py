@@ -15,7 +15,7 @@ from gpu.common import torch_private
 from gpu.common.compiling import CapturedMemory
 from gpu.common.generation import continue_text
 from gpu.common.loss_scale import LossScale
-from gpu.fsdp.loss_scaler import DeviceScaler
+from gpu.fsdp.device_loss_scale import DeviceScaler
 from gpu.fsdp.offload import HostCopies
 from gpu.fsdp.saving import Saver
 from gpu.fsdp.sharding import shard
@@ -26,8 +26,8 @@ from portable.model.loss import Objective
 from portable.model.parameters import embeddings, state_tensors
 from portable.model.tensors import fill
 from portable.model.transformers_patches import no_value_checks
-from portable.optim.build import build_optimizer, decaying, set_rates
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
+from portable.optim.optimizers import build_optimizer, decaying, set_rates
 from portable.optim.sharded import local
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.model.chunked_loss import ChunkedHead
     from portable.model.tensors import ReadableTensor
-    from portable.optim.build import Optimizer
+    from portable.optim.optimizers import Optimizer
 
 
 def check(config: RunConfig, device_type: str) -> None:

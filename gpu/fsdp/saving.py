@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from gpu.common.saving import WriteHandle, staged
+from gpu.common.staging import WriteHandle, staged
 from portable.checkpoint.background import in_background
 from portable.checkpoint.checksumming_writer import ChecksummingWriter
 from portable.ranks.collectives import background_group

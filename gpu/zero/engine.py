@@ -20,8 +20,8 @@ from gpu.zero import config as deepspeed_json
 from gpu.zero import nvme, private_api
 from gpu.zero import optimizer as zero_optimizer
 from gpu.zero import runtime as zero_runtime
+from gpu.zero.deepspeed_loss_scale import DeepSpeedScaler
 from gpu.zero.footprint import footprint
-from gpu.zero.loss_scaler import DeepSpeedScaler
 from gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from gpu.zero.saving import ZeroSaver
 from gpu.zero.settings import ModelSizes, settings_for
@@ -32,8 +32,8 @@ from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.loss import Objective
 from portable.model.parameters import materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
-from portable.optim.build import set_rates
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
+from portable.optim.optimizers import set_rates
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.terminal import native_stdout_closed

@@ -84,7 +84,7 @@ class _Zero:
 
     @cached_property
     def _groups(self) -> list[list[Weight]]:
-        """The optimizer's groups of parameters; see :func:`portable.optim.build.parameter_groups`."""
+        """The optimizer's groups of parameters; see :func:`portable.optim.optimizers.parameter_groups`."""
         decaying = [w for w in self._trained if w.decays]
         others = [w for w in self._trained if not w.decays]
         return [group for group in (decaying, others) if group]

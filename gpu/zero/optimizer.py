@@ -8,7 +8,7 @@ import torch
 
 from gpu.zero import private_api
 from portable.errors import UserError, one_line, require
-from portable.optim.build import build_optimizer, decaying, parameter_groups
+from portable.optim.optimizers import build_optimizer, decaying, parameter_groups
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gpu.common.saving import WriteHandle, staged
+from gpu.common.staging import WriteHandle, staged
 from gpu.zero import private_api
 from portable.checkpoint.background import in_background
 from portable.ranks.collectives import background_group

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from converters import CheckpointError
 from converters.console import say
 from portable.batch_plan import total_steps
-from portable.checkpoint.adopt_external import adopt_checkpoint
 from portable.checkpoint.external import open_external
 from portable.checkpoint.find import checkpoint_of, checkpoints_of, resume_source
+from portable.checkpoint.resume_external import adopt_checkpoint
 from portable.commands.resume_info import describe
 from portable.config import dump_yaml
 from portable.data import inspect_data

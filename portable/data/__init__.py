@@ -1,7 +1,7 @@
 """Data: sources, tokenizer, token cache, data sets, sample order and loaders."""
 
-from portable.data.build import TASKS, Data, DataSizes, build_data, inspect_data
 from portable.data.classes import Classes, KnownClasses
+from portable.data.dataset import TASKS, Data, DataSizes, build_data, inspect_data
 from portable.data.loader import BatchIterator, EvalLoader, TrainLoader
 from portable.data.order import Permutation, locate, permutation
 from portable.data.samples import IGNORED, Batch, Samples

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from portable.errors import UserError, one_line
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, state_tensors
-from portable.optim.build import decaying
+from portable.optim.optimizers import decaying
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.passes import Activations, Peak

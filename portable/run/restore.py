@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
-from portable.checkpoint.adopt_external import AdoptedCheckpoint, adopt_checkpoint, refuse_resume_step
 from portable.checkpoint.external import open_external
+from portable.checkpoint.resume_external import AdoptedCheckpoint, adopt_checkpoint, refuse_resume_step
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import difference
 from portable.errors import DamagedError, RunError, UserError, one_line

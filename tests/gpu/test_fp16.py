@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu.common.loss_scale import STATE, LossScale
-from gpu.fsdp.loss_scaler import DeviceScaler
+from gpu.fsdp.device_loss_scale import DeviceScaler
 from portable.config import load_config
 from portable.errors import RunError
 from portable.optim.sharded import local

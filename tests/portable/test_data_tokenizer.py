@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from portable.data.build import build_data, inspect_data
+from portable.data.dataset import build_data, inspect_data
 from portable.data.sources import Fields, StandardLibrary, open_source
 from portable.data.tokenize import Frame, frame, tokenize
 from portable.data.tokenizer import (

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from converters import open_checkpoint
 from portable.model.build import AUTO_CLASSES
-from portable.optim.build import decaying, parameter_groups
+from portable.optim.optimizers import decaying, parameter_groups
 from portable.run.rank import run_rank
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import assert_close, our_losses

@@ -17,8 +17,8 @@ from converters.storage.bytes import FileSpan, Slice
 from converters.tensors.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
-    from converters.formats.deepspeed.files import ModelFile
-    from converters.formats.deepspeed.layout import EqualSlices, Flat, Piece
+    from converters.formats.deepspeed.flat_layout import EqualSlices, Flat, Piece
+    from converters.formats.deepspeed.rank_files import ModelFile
     from converters.storage.bytes import Source
 
 # Sampled from each rank: about this many parameters, and elements of each.

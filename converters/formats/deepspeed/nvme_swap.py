@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
-from converters.formats.deepspeed.layout import Piece
+from converters.formats.deepspeed.flat_layout import Piece
 from converters.tensors.dtypes import itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from converters.formats.deepspeed.layout import WholeParameters
+    from converters.formats.deepspeed.flat_layout import WholeParameters
     from converters.storage.folder import Folder
 
 FOLDER = "offloaded_tensors"

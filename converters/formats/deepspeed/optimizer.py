@@ -9,8 +9,8 @@ from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
-from converters.formats.deepspeed.files import OptimFile, check_same, flat
-from converters.formats.deepspeed.layout import Layout, WholeParameters, check_distinct, join, piece_of
+from converters.formats.deepspeed.flat_layout import Layout, WholeParameters, check_distinct, join, piece_of
+from converters.formats.deepspeed.rank_files import OptimFile, check_same, flat
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:

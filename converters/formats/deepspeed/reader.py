@@ -19,19 +19,7 @@ from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
 from converters.formats.deepspeed.crosscheck import check_against_module
-from converters.formats.deepspeed.files import (
-    Names,
-    OptimFile,
-    check_ranks,
-    check_same,
-    config_of,
-    find_names,
-    flat,
-    fragment,
-    read_model,
-    read_optim,
-)
-from converters.formats.deepspeed.layout import (
+from converters.formats.deepspeed.flat_layout import (
     EqualSlices,
     Flat,
     Layout,
@@ -43,6 +31,18 @@ from converters.formats.deepspeed.layout import (
 )
 from converters.formats.deepspeed.nvme_swap import SwapFiles
 from converters.formats.deepspeed.optimizer import build_optimizer, optimizer_steps
+from converters.formats.deepspeed.rank_files import (
+    Names,
+    OptimFile,
+    check_ranks,
+    check_same,
+    config_of,
+    find_names,
+    flat,
+    fragment,
+    read_model,
+    read_optim,
+)
 from converters.formats.deepspeed.unsharded import open_unsharded
 from converters.names.canonical import plain_names
 from converters.storage.bytes import Memory

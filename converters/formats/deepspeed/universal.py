@@ -20,7 +20,9 @@ from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
 from converters.formats.deepspeed.crosscheck import rounds_to
-from converters.formats.deepspeed.files import (
+from converters.formats.deepspeed.flat_layout import WholeParameters, join, piece_of
+from converters.formats.deepspeed.optimizer import number
+from converters.formats.deepspeed.rank_files import (
     PREFIXES,
     STANDINS,
     Shapes,
@@ -30,8 +32,6 @@ from converters.formats.deepspeed.files import (
     flat,
     read_model,
 )
-from converters.formats.deepspeed.layout import WholeParameters, join, piece_of
-from converters.formats.deepspeed.optimizer import number
 from converters.formats.deepspeed.reader import stored_tensor
 from converters.names.canonical import plain_names
 from converters.storage.folder import Folder

@@ -18,9 +18,9 @@ from converters.companions import find_companions
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.crosscheck import rounds_to
-from converters.formats.deepspeed.files import ModelFile, OptimFile, flat, read_model
-from converters.formats.deepspeed.layout import EqualSlices, join, piece_of
+from converters.formats.deepspeed.flat_layout import EqualSlices, join, piece_of
 from converters.formats.deepspeed.optimizer import build_optimizer
+from converters.formats.deepspeed.rank_files import ModelFile, OptimFile, flat, read_model
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
 from converters.names.canonical import plain_names
 from converters.names.index_keys import fit_in_order

@@ -19,7 +19,7 @@ from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
 from portable.config.problems import shown
 from portable.errors import DamagedError, UserError
 from portable.model.parameters import embeddings, state_tensors, tied_names
-from portable.optim.build import build_optimizer, decaying
+from portable.optim.optimizers import build_optimizer, decaying
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from converters.containers.torchzip import StoredTensor
-    from converters.formats.deepspeed.files import Shapes
+    from converters.formats.deepspeed.rank_files import Shapes
     from converters.storage.bytes import Source, Touched
 
 
