@@ -7,13 +7,11 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from converters.storage.object_store import RemotePath
 from converters.writers.replace_folder import recover
 from portable.checkpoint.store import CheckpointFolder
 from portable.errors import UserError
 from portable.output.existing_run import CONFIG_FILE, FINAL
 from portable.output.lock import locked
-from portable.paths import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from portable.checkpoint.store import Checkpoints
-    from portable.config import RunConfig
     from portable.paths import Place
 
 
@@ -120,17 +117,3 @@ class LocalOutput(Output):
 
     def close(self) -> None:
         pass
-
-
-def open_output(config: RunConfig, rank: int = 0) -> Output:
-    """Return the output that ``output_dir`` names.
-
-    Raises:
-        UserError: if it cannot be used.
-    """
-    place = place_of("output_dir", config.output_dir)
-    if isinstance(place, RemotePath):
-        from portable.output.remote_output_dir import RemoteOutput
-
-        return RemoteOutput(place, rank, config.checkpoint.staging_dir)
-    return LocalOutput(place, rank)

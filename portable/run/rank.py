@@ -13,7 +13,7 @@ from portable.durable import own_path
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
 from portable.loop import evaluate
-from portable.output.output_dir import open_output
+from portable.output.open_output import open_output
 from portable.ranks import launch
 from portable.ranks.collectives import all_or_none, peer_error, publish_error
 from portable.ranks.consistency import agree, settings_and_versions

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checkpoint.external import own_state
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
-from portable.output.output_dir import open_output
+from portable.output.open_output import open_output
 from portable.paths import place_of, storage_errors
 from portable.registry import backend_package
 from portable.reporting.metrics import check_trackers

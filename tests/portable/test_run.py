@@ -22,7 +22,7 @@ from portable.checkpoint.trainer_state import TrainerState
 from portable.config import load_config
 from portable.errors import DamagedError, RunError, UserError
 from portable.output.lock import locked
-from portable.output.output_dir import open_output
+from portable.output.open_output import open_output
 from portable.reporting.html_report import write_report
 from portable.reporting.loss_plot import plot_loss
 from portable.reporting.metrics import read_metrics

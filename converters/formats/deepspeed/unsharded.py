@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from converters.companions import find_companions
 from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.deepspeed.crosscheck import rounds_to
 from converters.formats.deepspeed.flat_layout import EqualSlices, join, piece_of
 from converters.formats.deepspeed.optimizer import build_optimizer
@@ -111,7 +111,7 @@ def _masters(saved: Any, stored: dict[str, StoredTensor], order: list[str], mode
     if isinstance(run, list):
         return _runs(run, stored, order, model.where)
     if not is_optimizer(saved):
-        raise CheckpointError(f"{model.where}: its optimizer is not supported; convert without --optimizer")
+        raise OptimizerStateError(f"{model.where}: its optimizer is not supported")
     return _Masters({}, [])
 
 
