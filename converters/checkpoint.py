@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import blame
-from converters.names.ties import resolve_ties
+from converters.names.tied_weights import resolve_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import CheckpointError
 from converters.formats import Format, Source, detect, formats
 from converters.names.canonical import is_number
-from converters.storage.completion import INCOMPLETE, is_unfinished
+from converters.storage.completion_markers import INCOMPLETE, is_unfinished
 from converters.storage.guarded import real_path
 from converters.storage.object_store import RemotePath
 from converters.storage.path_or_url import place

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gpu import devices, memory_trial
+from gpu import device_specs as devices
+from gpu import memory_trial
 from gpu.common import torch_private
 from gpu.common.machine import Machine, transport
 from gpu.strategies import engine_module

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from gpu.common import torch_private
 from gpu.strategies import engine_module
-from portable.planner.device_catalog import KEPT_FOR_COLLECTIVES, SHARE_NOT_SEARCHED
+from portable.planner.device_lookup import KEPT_FOR_COLLECTIVES, SHARE_NOT_SEARCHED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

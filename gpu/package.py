@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.config import RunConfig
-    from portable.planner.device_catalog import Device
+    from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
 
 _RANKS_PER_CORE = 4
@@ -131,7 +131,7 @@ class CpuPackage(TorchPackage):
             )
 
     def default_precision(self) -> str | None:
-        from gpu.devices import cpu_multiplies_bf16
+        from gpu.device_specs import cpu_multiplies_bf16
 
         return "bf16" if cpu_multiplies_bf16() else "fp32"
 
@@ -172,7 +172,7 @@ class CudaPackage(TorchPackage):
         yield from ()
 
     def devices(self) -> tuple[Device, ...]:
-        from gpu.devices import accelerators
+        from gpu.device_specs import accelerators
 
         return tuple(accelerators())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portable.checkpoint.find import checkpoints_of
+from portable.checkpoint.resume_source import checkpoints_of
 from portable.errors import RunError
 from portable.paths import place_of
 from portable.reporting.metrics import read_metrics

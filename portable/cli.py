@@ -47,8 +47,9 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 def run(invocation: Invocation) -> int:
     """Launch local ranks, or be a rank of another launcher."""
     with loading():
-        from portable.checkpoint.find import checkpoints_of
-        from portable.commands.dry_run import describe_checkpoint, dry_run
+        from portable.checkpoint.resume_source import checkpoints_of
+        from portable.commands.dry_run import dry_run
+        from portable.commands.resume_info import describe_checkpoint
         from portable.ranks import launch
         from portable.registry import backend_package, resolve_backend
         from portable.run.rank import run_rank

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +11,7 @@ import torch
 
 from portable.errors import RunError
 from portable.model.loss import count_valid
-from portable.terminal import at_a_terminal
+from portable.ranks.stop_signals import stop_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -24,8 +21,6 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Batch, Engine
     from portable.batch_plan import BatchPlan
     from portable.optim.schedule import Schedule
-
-_STOPPING = b"\nstopping after this step and saving a checkpoint; again to stop now without saving\n"
 
 
 @dataclass(frozen=True)
@@ -214,32 +209,6 @@ def evaluate(backend: Backend, engine: Engine, batches: Iterable[Batch]) -> floa
         losses.append(backend.sum(engine.evaluate(backend.place(batch))))
     *sums, tokens = backend.read([*losses, backend.total(valid)])
     return math.fsum(sums) / max(tokens, 1)
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Turn SIGTERM and SIGINT into a request to stop after the step. A second signal has its usual effect."""
-    received = False
-
-    def request(number: int, _: object) -> None:
-        nonlocal received
-        received = True
-        signal.signal(number, previous[signal.Signals(number)])
-        if at_a_terminal():
-            os.write(2, _STOPPING)  # print is not safe in a signal handler
-
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    try:
-        ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        previous = {number: signal.signal(number, request) for number in ours}
-    except ValueError:  # only the main thread can set signal handlers
-        yield lambda: False
-        return
-    try:
-        yield lambda: received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _due(step: int, every: int) -> bool:

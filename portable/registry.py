@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend
     from portable.config import RunConfig
     from portable.config.rules import ConflictError
-    from portable.planner.device_catalog import Device
+    from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
 
 BACKENDS: dict[str, tuple[str, str]] = {

@@ -80,7 +80,7 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/portable/test_launch.py",),
     ),
     "a tied weight is written twice": Mutant(
-        "converters/names/ties.py",
+        "converters/names/tied_weights.py",
         "if owner in stored and alias != owner}",
         "if owner in stored and alias == owner}",
         ("tests/converters/test_deepspeed.py", "tests/converters/test_dcp.py", "tests/portable/test_run.py"),

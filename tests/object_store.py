@@ -44,7 +44,7 @@ def scale_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from converters.storage import object_store as remote
     from converters.storage import range_reader as remote_file
-    from converters.storage import store_errors as remote_errors
+    from converters.storage import retries as remote_errors
     from converters.tensors import casting
     from converters.writers import conversion as writing
     from converters.writers import remote_draft as remote_output

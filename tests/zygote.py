@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "portable.commands.dry_run",
-    "portable.checkpoint.matching",
+    "portable.checkpoint.match_to_model",
     "tensorboard.plugins.hparams.api",
     "torch.utils.tensorboard",
 )

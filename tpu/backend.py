@@ -16,7 +16,8 @@ from portable.errors import require
 from portable.paths import default_cache_dir
 from portable.ranks.collectives import any_rank, gather_text
 from portable.ranks.process_memory import host_memory
-from tpu import devices, graphs, runtime
+from tpu import device_specs as devices
+from tpu import graphs, runtime
 from tpu.engine import XlaEngine
 from tpu.graphs import Graphs
 from tpu.layout import Layout

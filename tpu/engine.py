@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from portable.checkpoint.matching import stored_state
+from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require
 from portable.model.layers import transformer_layers
 from portable.model.loss import Objective

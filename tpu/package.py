@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.config import RunConfig
-    from portable.planner.device_catalog import Device
+    from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -32,7 +32,7 @@ class XlaPackage:
     runs_cuda = False
 
     def is_here(self) -> bool:
-        from tpu.devices import uses_tpu
+        from tpu.device_specs import uses_tpu
 
         return uses_tpu()
 
@@ -124,7 +124,7 @@ class XlaPackage:
         return footprint
 
     def devices(self) -> tuple[Device, ...]:
-        from tpu.devices import accelerators
+        from tpu.device_specs import accelerators
 
         return tuple(accelerators())
 

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError, one_line
-from tpu import devices
+from tpu import device_specs as devices
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,7 +29,7 @@ Writing: an object appears whole or not at all; folders need not be made.
     path.abort_uploads()                     abort uploads that a killed process left open
 
 A folder of several objects (a step, a converted model) is made whole by the markers of
-`converters.storage.completion`:
+`converters.storage.completion_markers`:
     token = begin(folder)                    one process, before anything is written
     ...                                      every host writes its own objects; then a barrier
     complete(folder, token)                  the same process, last
@@ -55,7 +55,8 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from converters.storage.store_errors import RemoteError, redact, timeout, with_retries
+from converters.storage.retries import timeout, with_retries
+from converters.storage.store_errors import RemoteError, redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

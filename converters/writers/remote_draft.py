@@ -1,7 +1,8 @@
 """An output folder in an object store, which cannot rename folders.
 
 Files are written as multipart uploads, which are invisible. When all are done, the folder is marked as begun
-(`converters.storage.completion`), its old objects are deleted and the uploads completed; the small files, the
+(`converters.storage.completion_markers`), its old objects are deleted and the uploads completed; the small
+files, the
 comparison of `--verify` and the completion marker follow. A conversion that fails while uploading leaves
 OUT unchanged. A killed one leaves uploads, which the next run to the same OUT aborts, or, near the end, a
 folder marked as incomplete, which is never read.
@@ -17,7 +18,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, printable
-from converters.storage.completion import COMPLETE, INCOMPLETE, begin, complete, facts_of, is_unfinished
+from converters.storage.completion_markers import (
+    COMPLETE,
+    INCOMPLETE,
+    begin,
+    complete,
+    facts_of,
+    is_unfinished,
+)
 from converters.storage.object_store import RemotePath
 from converters.storage.output_file import FLUSH_BYTES
 

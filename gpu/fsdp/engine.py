@@ -19,7 +19,7 @@ from gpu.fsdp.device_loss_scale import DeviceScaler
 from gpu.fsdp.offload import HostCopies
 from gpu.fsdp.saving import Saver
 from gpu.fsdp.sharding import shard
-from portable.checkpoint.matching import stored_state
+from portable.checkpoint.match_to_model import stored_state
 from portable.errors import unsupported
 from portable.model.chunked_loss import chunked_head
 from portable.model.loss import Objective

@@ -26,7 +26,7 @@ from gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from gpu.zero.saving import ZeroSaver
 from gpu.zero.settings import ModelSizes, settings_for
 from portable.batch_plan import plan_batches
-from portable.checkpoint.matching import stored_state
+from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.loss import Objective

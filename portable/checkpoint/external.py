@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from converters import CheckpointError, open_checkpoint, read_pickled
 from converters import Tensor as StoredTensor
 from converters.formats.torchtitan import as_transformers_llama, is_torchtitan_llama
-from portable.checkpoint.find import checkpoint_of
+from portable.checkpoint.resume_source import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError
 from portable.paths import exists, storage_errors

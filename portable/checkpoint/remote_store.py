@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from converters import manifest_entries
 from converters.manifest import MANIFEST
-from converters.storage.completion import begin, complete, is_complete, is_unfinished, remove_tree
+from converters.storage.completion_markers import begin, complete, is_complete, is_unfinished, remove_tree
 from converters.storage.object_store import RemotePath
 from portable.checkpoint.store import NO_CHECKPOINT, Checkpoints, unused_name
 from portable.checkpoint.trainer_state import STATE_FILE, step_of
@@ -37,7 +37,7 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
     """``<url>/checkpoints``.
 
     Each rank writes into a local folder and uploads from there in the background. Object stores cannot
-    rename, so a marker completes a checkpoint; see :mod:`converters.storage.completion`.
+    rename, so a marker completes a checkpoint; see :mod:`converters.storage.completion_markers`.
 
     Args:
         staging: this rank's local folder for shards; None for read-only access.

@@ -1,4 +1,4 @@
-"""Answers that take no training: what a run would do, and what a checkpoint holds."""
+"""``--dry-run``: the resolved config, and what the run would do."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters import CheckpointError
 from converters.console import say
 from portable.batch_plan import total_steps
 from portable.checkpoint.external import open_external
-from portable.checkpoint.find import checkpoint_of, checkpoints_of, resume_source
 from portable.checkpoint.resume_external import adopt_checkpoint
-from portable.commands.resume_info import describe
+from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.config import dump_yaml
 from portable.data import inspect_data
-from portable.errors import UserError
 from portable.formatting import human_bytes, human_count, table
 from portable.model import build as models
 from portable.model.flops import parameter_count
@@ -24,7 +21,6 @@ from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
 from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule
-from portable.paths import exists, place_of, storage_errors
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
 from portable.run.finish import ranks_in_words
@@ -143,19 +139,3 @@ def _foreign_rows(
     if steps is not None:
         taken.check_length(steps)
     return [*taken.rows, *(("warning", warning) for warning in taken.warnings)]
-
-
-def describe_checkpoint(path: str, backend_name: str) -> int:
-    """Print what a checkpoint (or the newest of a run) holds, whoever wrote it, and what can take it on."""
-    with storage_errors("--resume-info"):
-        place = place_of("--resume-info", path)
-        if not exists(place):
-            raise UserError(f"--resume-info: {place} is missing; give the folder of a run or of a checkpoint")
-        if (foreign := open_external(place)) is not None:
-            try:
-                say(table(foreign.rows()))
-            except CheckpointError as error:
-                raise UserError(f"--resume-info: {error}") from error
-            return 0
-        say(describe(checkpoint_of(place), backend_name))
-    return 0

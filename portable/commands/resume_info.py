@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, get_args
 
+from converters import CheckpointError
+from converters.console import say
 from converters.storage.object_store import RemotePath
 from portable.batch_plan import plan_batches
+from portable.checkpoint.external import open_external
+from portable.checkpoint.resume_source import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.config import load_config
-from portable.config.schema import Strategy
+from portable.config.run_config import Strategy
 from portable.errors import DamagedError, UserError, one_line
 from portable.formatting import human_bytes, human_count, table
 from portable.output.existing_run import CONFIG_FILE, existing_run
+from portable.paths import exists, place_of, storage_errors
 from portable.registry import backend_package, resolve_backend
 
 if TYPE_CHECKING:
@@ -111,3 +116,19 @@ def _world_sizes(config: RunConfig) -> list[int]:
             continue
         fitting.append(ranks)
     return fitting
+
+
+def describe_checkpoint(path: str, backend_name: str) -> int:
+    """Print what a checkpoint (or the newest of a run) holds, whoever wrote it, and what can take it on."""
+    with storage_errors("--resume-info"):
+        place = place_of("--resume-info", path)
+        if not exists(place):
+            raise UserError(f"--resume-info: {place} is missing; give the folder of a run or of a checkpoint")
+        if (foreign := open_external(place)) is not None:
+            try:
+                say(table(foreign.rows()))
+            except CheckpointError as error:
+                raise UserError(f"--resume-info: {error}") from error
+            return 0
+        say(describe(checkpoint_of(place), backend_name))
+    return 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from portable.config.arguments import Invocation, parse_args
 from portable.config.dump import dump_yaml
-from portable.config.identity import difference
 from portable.config.load import load_config
-from portable.config.schema import RunConfig
+from portable.config.run_config import RunConfig
+from portable.config.same_run import difference
 from portable.config.sections import (
     CheckpointConfig,
     DataConfig,

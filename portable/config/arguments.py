@@ -15,7 +15,7 @@ from portable.config import flags, help_text
 from portable.config.accelerate_yaml import read_environment
 from portable.config.flags import Option
 from portable.config.load import assemble, read_accelerate_config
-from portable.config.schema import RunConfig
+from portable.config.run_config import RunConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

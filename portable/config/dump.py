@@ -10,7 +10,7 @@ from portable.config import keys
 from portable.config.yaml_text import core_resolvers
 
 if TYPE_CHECKING:
-    from portable.config.schema import RunConfig
+    from portable.config.run_config import RunConfig
 
 
 class _Dumper(yaml.SafeDumper):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from converters.storage.object_store import RemotePath
 from portable.config import accelerate_yaml, flags, keys, yaml_text
 from portable.config.problems import Origin, build, shown, unknown_key
-from portable.config.schema import RunConfig
+from portable.config.run_config import RunConfig
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 from portable.config import keys
 from portable.config.help_text import default_text
-from portable.config.schema import RunConfig
+from portable.config.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ from portable.registry import BACKENDS, backend_package
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portable.config.schema import RunConfig
+    from portable.config.run_config import RunConfig
     from portable.config.sections import TrainConfig
 
 ZERO = ("zero1", "zero2", "zero3")

@@ -13,7 +13,7 @@ from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
 from portable.errors import UserError, one_line
-from portable.planner import device_catalog as devices
+from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster
 from portable.planner.plan import Planner, Target
 from portable.planner.tables import as_json, as_text

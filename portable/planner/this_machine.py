@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portable.formatting import human_bytes
-from portable.planner import device_catalog as devices
+from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import MetaModel
 from portable.planner.plan import Planner, Target

@@ -280,7 +280,7 @@ def page(runs: Sequence[Run]) -> str:
     }
     # Inside a script element only "</" and "<!" could end the data; JSON may write "<" as an escape.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    template = Path(__file__).with_name("html_report.html").read_text("utf-8")
+    template = Path(__file__).with_name("report_template.html").read_text("utf-8")
     # Split before inserting: the name of a folder may equal a mark of the template.
     head, rest = template.split("__TITLE__", 1)
     middle, tail = rest.split("__DATA__", 1)

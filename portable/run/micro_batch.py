@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from portable.batch_plan import plan_batches
-from portable.checkpoint.find import checkpoints_of
+from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.errors import UserError
 from portable.loop import train_step

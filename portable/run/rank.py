@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portable.checkpoint.find import checkpoints_of, resume_source
+from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.durable import own_path
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.formatting import table

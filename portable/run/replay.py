@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.checkpoint.find import checkpoints_of
+from portable.checkpoint.resume_source import checkpoints_of
 from portable.data import locate
 from portable.errors import UserError, one_line
 from portable.formatting import table

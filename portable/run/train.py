@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.checkpoint.find import resume_source
+from portable.checkpoint.resume_source import resume_source
 from portable.config import dump_yaml
 from portable.durable import write_durably
 from portable.errors import UserError

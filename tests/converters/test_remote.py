@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from converters.errors import CheckpointError
-from converters.storage import completion
+from converters.storage import completion_markers as completion
 from converters.storage import object_store as remote
 from converters.storage.object_store import RemotePath, is_url
 from converters.storage.store_errors import AccessDeniedError, RemoteError, RetriesUsedUpError, redact

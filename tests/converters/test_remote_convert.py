@@ -20,7 +20,7 @@ from converters import open_checkpoint, write_safetensors
 from converters.cli import main
 from converters.storage import object_store as remote
 from converters.storage import range_reader as remote_file
-from converters.storage.completion import COMPLETE, INCOMPLETE
+from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from converters.storage.object_store import RemotePath
 from tests.converters.samples import Sample, all_samples
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
-from gpu import devices
+from gpu import device_specs as devices
 from portable.errors import UserError
 from portable.model.shape_hints import shape_hints
 

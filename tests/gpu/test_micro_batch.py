@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gpu import devices, memory_trial
+from gpu import device_specs as devices
+from gpu import memory_trial
 from gpu.backend import CudaDiagnostics
 from gpu.package import CpuPackage
 from portable.backend import Diagnostics

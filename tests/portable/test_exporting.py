@@ -10,7 +10,7 @@ import pytest
 
 from converters import write_safetensors
 from converters.opening import open_checkpoint
-from converters.storage.completion import COMPLETE, INCOMPLETE
+from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from converters.storage.object_store import RemotePath
 from converters.writers import remote_draft as remote_output
 from converters.writers import replace_folder as exchange_module

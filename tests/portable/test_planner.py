@@ -11,7 +11,7 @@ import pytest
 
 from portable.config import load_config
 from portable.model import build as models
-from portable.planner import device_catalog as devices
+from portable.planner import device_lookup as devices
 from portable.planner.cli import main
 from portable.planner.memory_model import SOME_DISK, Cluster, Setting
 from portable.planner.meta_model import MetaModel

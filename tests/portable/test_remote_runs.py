@@ -43,7 +43,7 @@ EIGHT = "checkpoints/step-000008"
 @pytest.fixture(autouse=True)
 def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
-    monkeypatch.setattr("converters.storage.store_errors._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("converters.storage.retries._FIRST_WAIT", 0.01)
     monkeypatch.setattr("portable.run.train.gc", Mock(spec=gc))
 
 

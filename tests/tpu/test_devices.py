@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tpu import devices
+from tpu import device_specs as devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -149,6 +149,8 @@ def test_auto_takes_a_tpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_no_framework_is_imported() -> None:
-    found = "import sys, tpu.devices; print([m for m in ('jax', 'torch', 'torch_xla') if m in sys.modules])"
+    found = (
+        "import sys, tpu.device_specs; print([m for m in ('jax', 'torch', 'torch_xla') if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

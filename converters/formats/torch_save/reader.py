@@ -22,7 +22,7 @@ from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
 from converters.names.canonical import model_container, plain_names
-from converters.names.ties import pick_owner
+from converters.names.tied_weights import pick_owner
 from converters.storage.folder import Folder
 
 if TYPE_CHECKING:

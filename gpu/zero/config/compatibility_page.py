@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpu.zero.config.blocks import NO_EFFECT, OPTIMIZER_KEYS, SCHEDULE_KEYS
 from gpu.zero.config.merging import SWAPPING
-from gpu.zero.config.reconcile import NEEDED, SHARED, UNSUPPORTED
+from gpu.zero.config.reconcile import SHARED
+from gpu.zero.config.unsupported_keys import NEEDED, UNSUPPORTED
 from portable.config.accelerate_yaml import FREE, MAPPED, NOTED, ONLY
 from portable.config.problems import shown
 

@@ -6,14 +6,13 @@ config: a default yields to the JSON, a value that the user set must agree with 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from gpu.zero.config.blocks import adopt_optimizer, adopt_recompute, adopt_scheduler
 from gpu.zero.config.document import AUTO, KEY, Document, shown
 from gpu.zero.config.reading import strategy_of
+from gpu.zero.config.unsupported_keys import check_one_folder, check_switches
 from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
@@ -106,104 +105,13 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
         found["memory.nvme_path"] = str(nvme)
     if config.memory.activation_checkpointing != "selective":  # selective recomputes as well
         adopt_recompute(document, put)
-    _check_switches(document, strategy)
-    _check_one_folder(document, world_size)
+    check_switches(document, strategy)
+    check_one_folder(document, world_size)
     try:
         return config.replaced({**defaults, **found}).with_document(KEY, document)
     except UserError as error:
         line = str(error).replace("train.schedule_params", "scheduler.params")
         raise UserError(f"{document.name}: {line}") from error
-
-
-NEEDED = {
-    "bf16.check_grad_overflow": "non-finite updates would go unnoticed",
-    "zero_optimization.compute_grad_norm": "the gradient norm is needed for clipping and metrics",
-    "managed_gradient_accumulation": "DeepSpeed must know where a step ends",
-}
-
-# Switches to another engine, layout or computation, with the value that changes nothing.
-UNSUPPORTED: dict[str, Any] = {
-    "zero_optimization.zenflow": None,
-    "zero_optimization.offload_optimizer.super_offload": False,
-    "zero_optimization.offload_optimizer.ratio": 1.0,
-    "tensor_parallel": None,
-    "expert_parallel": None,
-    "hybrid_engine.enabled": False,
-    "compile.deepcompile": False,
-    "checkpoint.writer": None,
-    "datastates_ckpt": None,
-    "fp16.fp16_master_weights_and_grads": False,
-    "bf16.bf16_master_weights_and_grads": False,
-    "torch_autocast.enabled": False,
-    "data_efficiency.enabled": False,
-    "weight_quantization": None,
-    "gradient_allreduce_op": "mean",
-}
-
-
-def _check_switches(document: Document, strategy: str) -> None:
-    """Raise UserError for a switch that the run needs, or does not support."""
-    for path, reason in NEEDED.items():
-        require(document.get(path) is not False, f"{document.name}: {path} false: {reason}; remove it")
-    for path, harmless in UNSUPPORTED.items():
-        value = document.get(path)
-        require(
-            value in (None, False, harmless),
-            f"{document.name}: {path} is not supported; remove it",
-        )
-    reduce_scatter = strategy != "no_shard" and document.get("zero_optimization.reduce_scatter") is not False
-    for path, harmless in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
-        value = document.get(path)
-        require(
-            value in (None, harmless) or not reduce_scatter,
-            f"{document.name}: {path} {shown(value)} needs zero_optimization.reduce_scatter false under "
-            "ZeRO; remove it, or set reduce_scatter to false",
-        )
-    if document.get("zero_optimization.stage") == 1 and document.get("bf16.enabled"):
-        require(
-            document.get("data_types.grad_accum_dtype") != "fp32",
-            f"{document.name}: data_types.grad_accum_dtype fp32 is supported at stages 2 and 3, where "
-            "gradients are sharded; use zero_optimization.stage 2",
-        )
-
-
-# DeepSpeed's monitors, and the package that each imports.
-_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-# Switches of ZeRO++ whose kernels exist for GPUs only.
-_GPU_KERNELS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
-
-
-def check_installed(document: Document, device_type: str) -> None:
-    """Raise UserError if a package or a GPU kernel that the JSON asks for is missing.
-
-    Args:
-        document: the JSON.
-        device_type: of the run.
-    """
-    for monitor, package in _MONITORS.items():
-        require(
-            not document.get(f"{monitor}.enabled") or find_spec(package) is not None,
-            f"{document.name}: {monitor}.enabled true: {package} is not installed; run: pip install "
-            f"{package}, or set it to false (log.trackers works with any tracker)",
-        )
-    for switch in _GPU_KERNELS:
-        path = f"zero_optimization.{switch}"
-        require(
-            not document.get(path) or device_type != "cpu",
-            f"{document.name}: {path} true: DeepSpeed has quantization kernels for GPUs only; remove it, "
-            "or use backend cuda",
-        )
-
-
-def _check_one_folder(document: Document, world_size: int) -> None:
-    """Raise UserError if each node would keep its part of a checkpoint to itself."""
-    several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    path = "checkpoint.use_node_local_storage"
-    require(
-        not (several_nodes and document.get(path)),
-        f"{document.name}: {path} true: a resume reads the whole checkpoint, so all nodes must see it; "
-        "remove it, and set output_dir to shared storage",
-    )
 
 
 def _precision(document: Document) -> str | None:

@@ -8,7 +8,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from portable.planner.device_catalog import Device
+from portable.planner.device_lookup import Device
 
 GIB = 2**30
 

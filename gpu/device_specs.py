@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from portable.errors import UserError
-from portable.planner.device_catalog import KEPT_FOR_COLLECTIVES, Device
+from portable.planner.device_lookup import KEPT_FOR_COLLECTIVES, Device
 
 # Dense tensor-core peaks in TFLOP/s (bf16 or fp16, tf32) from NVIDIA's data sheets; half of a peak given with
 # 2:4 sparsity. Matched as words of the device name, in this order.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
 from portable.config.problems import shown
-from portable.config.schema import RunConfig
+from portable.config.run_config import RunConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
