@@ -74,7 +74,7 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/test_engines.py::test_leaves_out_an_update_that_is_not_finite",),
     ),
     "SIGTERM is not handled": Mutant(
-        "portable/loop.py",
+        "portable/ranks/stop_signals.py",
         "numbers = (signal.SIGTERM, signal.SIGINT)",
         "numbers = (signal.SIGINT,)",
         ("tests/portable/test_launch.py",),
