@@ -85,7 +85,7 @@ def fits(
 
 @contextmanager
 def fake_ranks(machine: Machine) -> Iterator[ExitStack]:
-    """Start a fake process group of ``machine.world_size`` ranks; yield the stack for cleanup."""
+    """Start a fake process group of ``machine.world_size`` ranks; yield callbacks to run before it ends."""
     if machine.world_size > 1:
         torch_private.start_fake_group(machine.rank, machine.world_size)
     try:
@@ -98,7 +98,7 @@ def fake_ranks(machine: Machine) -> Iterator[ExitStack]:
 
 @contextmanager
 def _memory_limit(machine: Machine) -> Iterator[None]:
-    """Limit the steps to the free memory, less what the run needs outside torch's allocator."""
+    """Limit this process to the free memory, less what a run needs outside torch's allocator."""
     with _limit_on_gpu(machine) if machine.device.type == "cuda" else _limit_on_host():
         yield
 

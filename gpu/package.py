@@ -1,6 +1,6 @@
 """The records of backends ``cpu`` and ``cuda``: see :class:`portable.registry.BackendPackage`.
 
-Imports neither torch nor DeepSpeed: a config's rules ask here whenever one is built.
+Imports neither torch nor DeepSpeed at module level: the rules read a record whenever a config is built.
 """
 
 from __future__ import annotations

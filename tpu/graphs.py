@@ -33,7 +33,7 @@ class Graphs:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The context of tracing: reports code that reads values and so forces an early execution."""
+        """Warn if code in this block reads a tensor's value, which executes the graph too early."""
         before = counted()
         yield
         if counted() != before and not self._reported:

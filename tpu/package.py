@@ -1,6 +1,6 @@
 """The record of backend ``xla``: see :class:`portable.registry.BackendPackage`.
 
-Imports neither torch nor torch_xla: a config's rules ask here whenever one is built.
+Imports neither torch nor torch_xla at module level: the rules read a record whenever a config is built.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ MAX_HEADER = 100_000_000
 
 
 def _names(path: Place) -> list[str]:
-    """The file to open: the index, `model.safetensors`, or the only .safetensors file."""
+    """Files to try: the index, `model.safetensors`, or the only .safetensors file. May be empty."""
     if path.is_file():
         named = path.name.endswith((".safetensors", ".safetensors.index.json"))
         return [path.name] if named else []

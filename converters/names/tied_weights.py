@@ -108,7 +108,7 @@ def _tied(config: Place | None) -> bool | None:
 
 
 def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """(alias, owner) pairs that transformers may tie, by name and shape; values decide."""
+    """(alias, owner) pairs that transformers may tie, by name and shape. The caller compares their values."""
     by_end: dict[str, list[str]] = {end: [] for alias, owners in _PAIRS for end in (alias, *owners)}
     depth = max(end.count(".") for end in by_end)
     for name in stored:

@@ -300,7 +300,15 @@ def row_major(shape: Sequence[int], itemsize: int) -> Shape:
 
 
 def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touched) -> None:
-    """Copy the strided region at byte `at` of `source` into `out` (any strides), in bounded memory."""
+    """Copy a strided region of `source` into `out`, in bounded memory.
+
+    Args:
+        out: of any memory layout.
+        source: the bytes to read.
+        at: byte offset of the region's first element.
+        strides: of the region in `source`, in bytes.
+        touched: receives the files that are read.
+    """
     width = out.itemsize
     dims = [dim for dim, size in enumerate(out.shape) if size != 1]
     if len(dims) < out.ndim:

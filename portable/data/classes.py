@@ -1,4 +1,4 @@
-"""Map the labels of the data to a classifier's outputs: one class per text, several, or numbers."""
+"""Map labels to a classifier's outputs: single-label, multi-label or regression."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def check_length(config: PretrainedConfig, run: RunConfig) -> None:
 
 
 def _reserved_positions(config: PretrainedConfig) -> int:
-    """Rows of the position table that no token uses. RoBERTa counts positions from the padding id."""
+    """Rows of the position table that no token uses: RoBERTa's positions start after its padding id."""
     from accelerate import init_empty_weights
     from transformers import AutoModel
 

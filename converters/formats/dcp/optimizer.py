@@ -1,4 +1,4 @@
-"""Optimizer state and parameter groups from flattened DCP keys, in the layouts of all writers."""
+"""Optimizer state and groups from flattened DCP keys, in the layout of each program that writes DCP."""
 
 from __future__ import annotations
 

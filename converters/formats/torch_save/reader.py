@@ -57,7 +57,7 @@ _MAX_NUMBER = 1 << 31
 
 
 def _names(path: Place) -> list[str]:
-    """The file to open: the given one, one with a known name, or the only possible model."""
+    """Files to try: the given one, one with a known name, or all that could be. May be empty."""
     if path.is_file():
         part = _PARTS.fullmatch(path.name)
         return [path.name] if path.name.endswith((*_SUFFIXES, _INDEX_SUFFIX)) and not part else []

@@ -47,7 +47,7 @@ def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dic
 
 
 def _filled(values: Mapping[str, Any], sizes: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Replace each ``auto`` that has a value in ``sizes``; drop the others, so that the run's values hold."""
+    """Replace each ``auto`` that has a value in ``sizes``; drop other ``auto``s for the run's values."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
