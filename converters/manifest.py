@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ _ZIP = b"PK\x03\x04"
 _CHUNK = 1 << 22
 
 Entries = dict[str, dict[str, int]]
+
+# What DCP and DeepSpeed's universal format are recognized by: either would be opened instead of ZeRO's files.
+_ANOTHER_FORMAT = re.compile(r"(.*/)?(\w*\.metadata|\w+\.distcp|latest_universal|zero/.*/fp32\.pt)")
 
 
 def manifest_entries(folder: Path) -> Entries:
@@ -82,19 +86,29 @@ def read_manifest(folder: Place) -> dict[str, Any] | None:
 def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -> dict[str, Any] | None:
     """Check the files of a checkpoint against its manifest; None where it has none.
 
-    Files that the manifest does not name are ignored.
+    Other files are ignored, except those that would make the folder look like another format.
 
     Args:
         folder: of the checkpoint.
         only: whether to check the file of that name; by default all are checked.
 
     Raises:
-        CheckpointError: a file is missing, or differs from what was written.
+        CheckpointError: a file is missing, differs from what was written, or was put in.
     """
     found = read_manifest(folder)
     if found is None:
         return None
-    listed = folder.files() if isinstance(folder, RemotePath) else {}
+    listed: Mapping[str, int] = {}
+    if isinstance(folder, RemotePath):
+        listed = folder.files()
+        names = list(listed)
+    else:
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+    for name in sorted(names):
+        if name not in found["files"] and _ANOTHER_FORMAT.fullmatch(name):
+            raise CheckpointError(
+                f"{printable(folder / name)}: not written by this save; move it out of the checkpoint"
+            )
     for name, entry in found["files"].items():
         if only is not None and not only(name):
             continue

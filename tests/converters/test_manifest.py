@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -74,3 +75,16 @@ def test_a_conversion_copies_what_was_saved(
     assert main([str(folder), str(tmp_path / "other")]) == 2
     assert f"{name}: damaged, or from another save" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [".metadata", "__5.metadata", "__0_7.distcp", "latest_universal", "zero/a.weight/fp32.pt"]
+)
+def test_a_file_of_another_format_is_refused(name: str, folder: Path) -> None:
+    """It would be opened in place of what the save wrote."""
+    (folder / "notes.txt").write_text("a person's own file may stay")
+    assert check_manifest(folder) is not None
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)}: not written by this save; move it out"):
+        check_manifest(folder)
