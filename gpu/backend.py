@@ -54,10 +54,7 @@ class TorchBackend:
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.diagnostics = Diagnostics()
         if name == "cuda":
-            require(
-                torch.cuda.is_available(),
-                "backend: cuda needs a GPU, but torch finds none; use --backend cpu",
-            )
+            require(torch.cuda.is_available(), devices.NO_GPU)
             self.device = torch.device("cuda", devices.index(self.local_rank, torch.cuda.device_count()))
             self.diagnostics = CudaDiagnostics(self.device, self.rank, self.world_size)
         else:

@@ -34,6 +34,8 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("T4", 65.0, None),  # fp16 only
 )
 
+NO_GPU = "backend: cuda needs a GPU, but torch finds none; use --backend cpu"
+
 MIB = 1 << 20
 # Name, memory in MiB as the driver reports it, and GPUs of a node.
 _MACHINES: tuple[tuple[str, int, int], ...] = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu import memory_advice
 from portable.config.rules import ZERO, ConflictError, nvidia_only
-from portable.errors import UserError, unsupported
+from portable.errors import UserError, require, unsupported
 from portable.registry import World
 
 if TYPE_CHECKING:
@@ -162,8 +162,11 @@ class CudaPackage(TorchPackage):
         return torch.cuda.device_count()
 
     def check_ranks(self, ranks: int) -> None:
+        from gpu.device_specs import NO_GPU
+
         if ranks > (devices := self.local_ranks()):
             raise UserError(f"--nproc: {ranks} ranks need as many GPUs, and this machine has {devices}")
+        require(devices > 0, NO_GPU)
 
     def default_precision(self) -> str | None:
         return None  # the launcher must not open a GPU: its context would stay there throughout the run

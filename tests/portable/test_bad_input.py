@@ -52,6 +52,7 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("NUL in the source", {"data.source": "a\0b.txt"}, ["data.source", "NUL"]),
     ("epochs", {"train.epochs": 1e308, "train.steps": None}, ["train.epochs", "1e+308"]),
     ("NUL in the folder", {"output_dir": "a\0b"}, ["output_dir"]),
+    ("no GPU", {"backend": "cuda"}, ["backend: cuda needs a GPU", "--backend cpu"]),
 ]
 
 
@@ -64,7 +65,10 @@ def test_bad_settings(
     tmp_path: Path,
     corpus: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     line = refusal(capsys, flags(tiny(tmp_path / "out", corpus) | settings))
     for word in words:
         assert word in line
