@@ -80,13 +80,6 @@ class TorchBackend:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def resolve_precision(self, precision: str) -> str:
-        if precision != "auto":
-            return precision
-        if self.name == "cuda":
-            return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-        return "bf16" if devices.cpu_multiplies_bf16() else "fp32"
-
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         if self._matmul_before is None:
             self._matmul_before = torch.get_float32_matmul_precision()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from gpu.fsdp import footprint as fsdp
 from gpu.zero import footprint as zero
+from portable.config.rules import ZERO
 from portable.planner.memory_model import Cluster, Footprint, Setting
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     yield Setting("no_shard")
     if config.train.optimizer in _ZERO_OPTIMIZERS:
-        for strategy in ("zero1", "zero2", "zero3"):
+        for strategy in ZERO:
             yield Setting(strategy)
             yield Setting(strategy, "cpu")
         yield Setting("zero3", "none", "cpu")

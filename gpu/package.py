@@ -130,7 +130,7 @@ class CpuPackage(TorchPackage):
                 f"use at most {_RANKS_PER_CORE * cores}"
             )
 
-    def default_precision(self) -> str | None:
+    def default_precision(self, *, in_rank: bool) -> str | None:
         from gpu.device_specs import cpu_multiplies_bf16
 
         return "bf16" if cpu_multiplies_bf16() else "fp32"
@@ -168,8 +168,12 @@ class CudaPackage(TorchPackage):
             raise UserError(f"--nproc: {ranks} ranks need as many GPUs, and this machine has {devices}")
         require(devices > 0, NO_GPU)
 
-    def default_precision(self) -> str | None:
-        return None  # the launcher must not open a GPU: its context would stay there throughout the run
+    def default_precision(self, *, in_rank: bool) -> str | None:
+        if not in_rank:  # a launcher must not open a GPU: its context would stay there throughout the run
+            return None
+        import torch
+
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
     def conflicts(self, config: RunConfig) -> Iterator[ConflictError]:
         yield from ()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portable.config.rules import ZERO
 from portable.errors import UserError
 
 if TYPE_CHECKING:
     from gpu.common.machine import EngineModule
 
 FSDP = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
-ZERO = ("zero1", "zero2", "zero3")
 
 
 def engine_module(strategy: str) -> EngineModule:

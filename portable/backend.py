@@ -159,9 +159,6 @@ class Backend(Protocol):
     def stop(self) -> None:
         """Destroy the process group."""
 
-    def resolve_precision(self, precision: str) -> str:
-        """The precision that ``auto`` means on this device; any other value is returned as it is."""
-
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         """Shard a model from the meta device and build its optimizer. The weights stay uninitialized."""
 

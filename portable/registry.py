@@ -71,8 +71,12 @@ class BackendPackage(Protocol):
     def world(self, ranks: int) -> World:
         """The launch that this process starts with ``ranks`` ranks, or has joined."""
 
-    def default_precision(self) -> str | None:
-        """What ``precision: auto`` means; None where only a rank may open the device to find out."""
+    def default_precision(self, *, in_rank: bool) -> str | None:
+        """What ``precision: auto`` means; None where only a rank may open the device to find out.
+
+        Args:
+            in_rank: whether this process is a rank.
+        """
 
     def defaults(self, config: RunConfig) -> dict[str, Any]:
         """Settings, by dotted key, that follow from other settings of this backend."""

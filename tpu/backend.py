@@ -76,11 +76,6 @@ class XlaBackend:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def resolve_precision(self, precision: str) -> str:
-        if precision != "auto":
-            return precision
-        return "bf16" if runtime.on_tpu() else "fp32"
-
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         # By default a TPU multiplies fp32 in one bf16 pass, even where a bf16 model asks for fp32.
         xla._xla_set_mat_mul_precision("highest")

@@ -51,7 +51,7 @@ class XlaPackage:
         runtime.start()  # only the runtime knows the hosts of a slice
         return World(runtime.hosts(), runtime.local_devices())
 
-    def default_precision(self) -> str | None:
+    def default_precision(self, *, in_rank: bool) -> str | None:
         from tpu import runtime
 
         return "bf16" if runtime.on_tpu() else "fp32"

@@ -43,7 +43,7 @@ _LABELLED = ("sequence-classification",)
 def dry_run(settled: Settled) -> int:
     """Print the resolved config and what the run would do; write nothing."""
     backend = create_backend(settled.config.backend)
-    settled = on_device(settled, backend)
+    settled = on_device(settled)
     config = settled.config
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)

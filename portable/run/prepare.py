@@ -88,7 +88,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     Raises:
         UserError: for a model or data that cannot be used.
     """
-    settled = on_device(settled, backend)
+    settled = on_device(settled)
     config = settled.config
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)

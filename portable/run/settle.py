@@ -18,7 +18,6 @@ from portable.registry import backend_package
 from portable.reporting.metrics import check_trackers
 
 if TYPE_CHECKING:
-    from portable.backend import Backend
     from portable.config import RunConfig
     from portable.paths import Place
     from portable.registry import World
@@ -61,7 +60,7 @@ def settle(config: RunConfig, backend_name: str, ranks: int = 1, *, writes: bool
     config = package.adopt(config, world)
     known: dict[str, Any] = {"backend": package.name}
     if config.precision == "auto":
-        precision = _precision_begun_with(config, existing) or package.default_precision()
+        precision = _precision_begun_with(config, existing) or package.default_precision(in_rank=False)
         known |= {} if precision is None else {"precision": precision}
     config = config.replaced(known)
     package.check(config, world)
@@ -73,12 +72,13 @@ def settle(config: RunConfig, backend_name: str, ranks: int = 1, *, writes: bool
     return Settled(config, place, existing, world)
 
 
-def on_device(settled: Settled, backend: Backend) -> Settled:
+def on_device(settled: Settled) -> Settled:
     """``settled`` with the precision that ``auto`` means on this rank's device."""
     config = settled.config
     if config.precision != "auto":
         return settled
-    return replace(settled, config=config.replaced({"precision": backend.resolve_precision("auto")}))
+    precision = backend_package(config.backend).default_precision(in_rank=True)
+    return replace(settled, config=config.replaced({"precision": precision}))
 
 
 def first_plan(config: RunConfig, world: World) -> BatchPlan:
