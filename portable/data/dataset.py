@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portable.config.evaluation_sources import ALONE, HELD_OUT, evaluation_sources, key_of, of_source
+from portable.config.sections import DataConfig
 from portable.data.cache import CacheDamagedError, TokenCache
-from portable.data.classes import Classes, KnownClasses, Problem, classes_of
+from portable.data.classes import Classes, KnownClasses, Problem, classes_as, classes_of
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
@@ -37,9 +40,7 @@ from portable.errors import UserError
 from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from portable.config import DataConfig
+    from collections.abc import Callable, Iterator, Mapping
 
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "causal-lm",
@@ -70,6 +71,8 @@ class DataSizes:
     """The share of truncated tokens in documents longer than ``seq_len``."""
     cached: Path | None = None
     """The token cache, if it exists."""
+    evals: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    """Source and samples of each of ``data.eval``, by name."""
     opened: Any = field(default=None, compare=False, repr=False)
     """The tokenizer, if it is available locally."""
     target_frame: Frame | None = field(default=None, compare=False, repr=False)
@@ -79,11 +82,17 @@ class DataSizes:
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
         made = f"samples of {self.seq_len} tokens, {'packed' if self.packing else 'padded'}"
         how = f"{self.tokenizer}{vocabulary}; {made}"
+        own = "".join(
+            f"; evaluation{f' {name}' if name else ''}: {source}"
+            + ("" if samples is None else f", {samples:,} samples")
+            for name, (source, samples) in self.evals.items()
+        )
         if self.cached is None:
-            return f"{self.source}: sizes are known after tokenizing by {how}"
+            return f"{self.source}: sizes are known after tokenizing by {how}{own}"
+        held_out = f", {self.eval_samples:,} to evaluate" if self.eval_samples or not self.evals else ""
         text = (
             f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
-            f"{self.train_samples:,} to train, {self.eval_samples:,} to evaluate"
+            f"{self.train_samples:,} to train{held_out}{own}"
         )
         return text if self.cut <= MAX_CUT else f"{text}; {self.cut:.0%} of the tokens are cut off"
 
@@ -105,7 +114,8 @@ class Data:
 
     tokenizer: Any
     train: Samples
-    eval: Samples | None
+    evals: Mapping[str, Samples]
+    """To evaluate on, by name; a single source has the empty name."""
     sizes: DataSizes
     fingerprint: str
     """A digest of every token and label; equal on all machines with the same text and tokenizer."""
@@ -115,6 +125,13 @@ class Data:
     """For classification, the outputs of the model."""
     target_frame: Frame | None = None
     """For seq2seq, the special tokens around each target."""
+    eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """The same for each source of ``data.eval``. It may change between the launches of a run."""
+
+    @property
+    def eval(self) -> Samples | None:
+        """The first of ``evals``."""
+        return next(iter(self.evals.values()), None)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -172,6 +189,7 @@ def build_data(
     """
     cache = _cache_dir(settings)
     source = _source(settings, task, cache)
+    eval_sources = _eval_sources(settings, task, source)
     name = settings.tokenizer or model_tokenizer
     if name is not None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **_languages(settings, task))
@@ -192,16 +210,64 @@ def build_data(
     if task == CLASSIFICATION:
         classes = classes_of(opened.tokens, source.class_names, known_classes, problem)
     train, held_out = _parts(settings, task, opened.tokens)
+    evals = {}
+    for key, (own, own_source) in eval_sources.items():
+        with errors_under(key_of(key)):
+            evals[key] = reading.open(own, own_source, progress=progress)
+    samples = {name: _all_samples(name, reading, one, opened, classes) for name, one in evals.items()}
+    if held_out.num_samples:
+        samples[HELD_OUT if evals else ALONE] = reading.samples(opened, held_out, classes)
+    sizes = _sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens)
     return Data(
         tokenizer=tokenizer,
         train=reading.samples(opened, train, classes),
-        eval=reading.samples(opened, held_out, classes) if held_out.num_samples else None,
-        sizes=_sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens),
+        evals=samples,
+        sizes=replace(sizes, evals={key: (evals[key].source.name, len(samples[key])) for key in evals}),
         fingerprint=opened.tokens.fingerprint,
         vocab_size=reading.vocabulary.size,
         classes=classes,
         target_frame=_target_frame(opened.framed, task),
+        eval_fingerprints={key: one.tokens.fingerprint for key, one in evals.items()},
     )
+
+
+def _eval_sources(
+    settings: DataConfig, task: str, training: Source, *, remember: bool = True
+) -> dict[str, tuple[DataConfig, Source]]:
+    """The sources of ``data.eval`` with their settings, by name."""
+    found = {}
+    for name, own in evaluation_sources(settings).items():
+        with errors_under(key_of(name)):
+            source = _source(own, task, _cache_dir(own), remember=remember)
+            source.check()
+        found[name] = own, source
+        if (remember or not source.remote) and source.key == training.key:
+            raise UserError(f"{key_of(name)}: is the training data itself; name other files or another split")
+    return found
+
+
+def _all_samples(
+    name: str, reading: Reading, opened: Opened, training: Opened, classes: Classes | None
+) -> Samples:
+    """All samples of an evaluation source."""
+    with errors_under(key_of(name)):
+        if classes is not None:
+            declared = training.source.class_names
+            classes = classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
+        part, _ = _parts(
+            opened.settings.model_copy(update={"eval_fraction": 0.0}), reading.task, opened.tokens
+        )
+        return reading.samples(opened, part, classes)
+
+
+@contextmanager
+def errors_under(key: str) -> Iterator[None]:
+    """Within this context, errors about a setting of ``data`` name the same setting of ``key``."""
+    try:
+        yield
+    except UserError as error:
+        own = "|".join(of_source(DataConfig))
+        raise UserError(re.sub(rf"\bdata\.(?=({own})\b)", f"{key}.", str(error))) from error
 
 
 @dataclass(frozen=True)
@@ -316,6 +382,7 @@ def inspect_data(
     cache = _cache_dir(settings)
     source = _source(settings, task, cache, remember=False)
     source.check()
+    evals = _eval_sources(settings, task, source, remember=False)
     name = settings.tokenizer or model_tokenizer
     size: int | None = None
     folder: str | None = name
@@ -326,6 +393,7 @@ def inspect_data(
             trained = trained_tokenizer_folder(source, size, cache, mask=task == MASKED, ends=ends_texts)
             folder = str(trained) if is_trained(trained) else None
     tokens = None
+    counted: dict[str, int] = {}
     if folder is not None:
         try:
             tokenizer = load_tokenizer(
@@ -340,7 +408,14 @@ def inspect_data(
             target_frame = _target_frame(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}
             tokens = reading.cached(settings, source)
-    return replace(_sizes(settings, task, source, name, size, tokens), **opened)
+            for key, (own, own_source) in evals.items():
+                if (found := reading.cached(own, own_source)) is not None:
+                    with errors_under(key_of(key)):
+                        counted[key] = sum(part.num_samples for part in _parts(own, task, found))
+    sizes = _sizes(settings, task, source, name, size, tokens)
+    return replace(
+        sizes, evals={key: (one.name, counted.get(key)) for key, (_, one) in evals.items()}, **opened
+    )
 
 
 def _cache_dir(settings: DataConfig) -> Path:
