@@ -94,12 +94,20 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
     return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
 
 
-def best_checkpoint(prepared: Prepared, checkpoints: Checkpoints[Any], progress: Progress) -> Place | None:
-    """What ``checkpoint.export_best`` asks for; None if it is not asked for, or there is none."""
-    if not prepared.config.checkpoint.export_best:
-        return None
+def checkpoint_to_export(
+    prepared: Prepared, checkpoints: Checkpoints[Any], progress: Progress, reporter: Reporter
+) -> Place | None:
+    """The newest checkpoint, or the best with ``checkpoint.export_best``."""
     complete = dict(checkpoints.complete())
-    return next((complete[step] for step, _ in progress.standing.best if step in complete), None)
+    latest: Place | None = checkpoints.latest()
+    if not prepared.config.checkpoint.export_best:
+        return latest
+    best: Place | None = next(
+        (complete[step] for step, _ in progress.standing.best if step in complete), None
+    )
+    if best is None:
+        reporter.say("warning: checkpoint.export_best: no best checkpoint is left; final is from the newest")
+    return best or latest
 
 
 def finish(

@@ -25,7 +25,7 @@ from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
 from portable.run.batches import train_loader
 from portable.run.evaluation import Evaluations, why_ended
-from portable.run.finish import best_checkpoint, finish, headline, sample
+from portable.run.finish import checkpoint_to_export, finish, headline, sample
 from portable.run.restore import Restored, restore
 from portable.run.save import save
 
@@ -175,7 +175,7 @@ def _train(prepared: Prepared, opened: Open) -> int:
         gc.unfreeze()
     if backend.rank == 0:
         latest = checkpoints.latest()
-        chosen = best_checkpoint(prepared, checkpoints, progress) or latest
+        chosen = checkpoint_to_export(prepared, checkpoints, progress, reporter)
         if (
             config.checkpoint.export_best
             and complete
