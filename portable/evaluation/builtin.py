@@ -10,6 +10,7 @@ import torch
 from portable.data.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.metrics import LABELS, LOSS, Measures, divided, finite_exp, own_metric
+from portable.evaluation.standing import MOST_CLASSES
 from portable.model.loss import IGNORED
 
 if TYPE_CHECKING:
@@ -83,11 +84,16 @@ class _ByClass:
 
 
 class Confusion(_ByClass):
-    """The confusion matrix: a row for each class of the data, a column for each prediction."""
+    """The confusion matrix: a row for each class of the data, a column for each prediction.
+
+    It is left out above 100 classes, where it would fill the log.
+    """
 
     names = ("confusion",)
 
     def values(self, totals: Totals) -> dict[str, Any]:
+        if len(self.classes) > MOST_CLASSES:
+            return {}
         counts = [[int(cell) for cell in row] for row in totals["counts"].tolist()]
         return {"confusion": {"classes": list(self.classes), "counts": counts}}
 

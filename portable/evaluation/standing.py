@@ -11,6 +11,9 @@ from portable.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+MOST_CLASSES = 100
+"""Of a confusion matrix in the log."""
+
 
 @dataclass
 class Standing:

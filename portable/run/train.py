@@ -176,15 +176,6 @@ def _train(prepared: Prepared, opened: Open) -> int:
     if backend.rank == 0:
         latest = checkpoints.latest()
         chosen = checkpoint_to_export(prepared, checkpoints, progress, reporter)
-        if (
-            config.checkpoint.export_best
-            and complete
-            and chosen == latest
-            and progress.standing.best[:1] == []
-        ):
-            reporter.say(
-                "warning: checkpoint.export_best: no best checkpoint is left; final/ is from the last"
-            )
         finish(prepared, output, reporter, latest, opened.profiler, complete=complete, exported=chosen)
     output.publish()
     return EXIT_DONE
