@@ -243,10 +243,11 @@ class XlaEngine:
             partial(self._objective.evaluated, self.model, batch, measure)
         )
         self.model.train()
-        self.graphs.run("evaluation", list(sums.values()))
+        self.graphs.run(measure.kind, list(sums.values()))
         # Added in a graph of its own, which is small: the first micro-batch has no totals yet.
         first, totals = not totals, added(totals, sums)
-        self.graphs.run("first evaluation total" if first else "evaluation total", list(totals.values()))
+        kind = f"{'first ' * first}{measure.kind} total"
+        self.graphs.run(kind, list(totals.values()))
         return totals
 
     @torch.no_grad()

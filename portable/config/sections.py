@@ -387,9 +387,10 @@ class TrainConfig(Section):
     metrics: Annotated[tuple[str, ...], OneOrMany, Field(strict=False)] | None = Field(
         default=None,
         description="What an evaluation computes besides the loss: perplexity and accuracy (of tokens) of "
-        "language models; accuracy, f1 and confusion of a classifier; mse, mae and r2 of a regression; or "
-        "package.module:name, a function or class of your own. Null: all that the task has; []: the loss "
-        "alone.",
+        "language models; accuracy, f1 and confusion of a classifier; mse, mae and r2 of a regression; "
+        "exact_match and rouge_l of generated texts (seq2seq-lm; up to a forward pass for each token); or "
+        "package.module:name, a function or class of your own. Null: all of the task that generate nothing; "
+        "[]: the loss alone.",
     )
     early_stopping_patience: int | None = Field(
         default=None,

@@ -34,6 +34,10 @@ class KnownClasses:
         """Whether they have names other than transformers' defaults LABEL_0, LABEL_1 ..."""
         return any(name != f"LABEL_{index}" for index, name in enumerate(self.names))
 
+    def renamed(self, names: Sequence[str]) -> bool:
+        """Whether ``names`` are given to these without either telling that they are the same."""
+        return not self.named and names != self.names and not all(map(_is_number, names))
+
 
 @dataclass(frozen=True)
 class Classes:
@@ -187,7 +191,7 @@ def number_classes(
         labels: the distinct labels, sorted.
         declared: class names of the data set, if it has them; its labels are indices of these.
         known: the model's classes; None for an untrained head, which takes those of the data.
-        several: whether a text may have any number of classes. The data may then lack some of the model's.
+        several: whether a text may have any number of classes.
 
     Raises:
         UserError: if there are fewer than two classes, or they are not the model's.
@@ -212,7 +216,7 @@ def number_classes(
         ids = {spelt(name): index for index, name in enumerate(known.names)}
         ours = [spelt(name) for name in fresh.names]
         ambiguous = len(ids) < len(known.names) or len(set(ours)) < len(ours)
-        if not ambiguous and (ids.keys() >= set(ours) if several else ids.keys() == set(ours)):
+        if not ambiguous and ids.keys() >= set(ours):
             return Classes(known.names, tuple(ids[ours[index]] for index in fresh.ids), problem)
     count = len(known.names)
     numbers = tuple(label for label in labels if isinstance(label, int) and 0 <= label < count)

@@ -9,6 +9,7 @@ import torch
 
 from portable.data.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
+from portable.evaluation.generation import TEXT_METRICS, TextMetrics
 from portable.evaluation.metrics import LABELS, LOSS, Measures, divided, finite_exp, own_metric
 from portable.evaluation.standing import MOST_CLASSES
 from portable.model.loss import IGNORED
@@ -30,10 +31,12 @@ class Setting:
     Attributes:
         task: ``model.task``, with the problem type of a classifier.
         classes: names of the classes, by id.
+        tokenizer: to generate texts.
     """
 
     task: str
     classes: tuple[str, ...] = ()
+    tokenizer: Any = None
 
 
 class Perplexity:
@@ -240,7 +243,7 @@ KNOWN: dict[str, dict[str, Callable[[Setting], Metric]]] = {
         "r2": lambda _: R2(),
     },
 }
-"""The metrics of each task by name; all of them are the default."""
+"""The metrics of each task by name; all of them are the default, which generates nothing."""
 
 
 def measures_of(names: Sequence[str] | None, setting: Setting) -> Measures:
@@ -250,15 +253,18 @@ def measures_of(names: Sequence[str] | None, setting: Setting) -> Measures:
         UserError: for a name that the task does not have, or a path without a metric.
     """
     known = KNOWN[setting.task]
-    metrics = {}
+    generated = TEXT_METRICS if setting.task == "seq2seq-lm" else {}
+    metrics, texts = {}, []
     for name in known if names is None else names:
         if ":" in name:
             metrics[name] = own_metric(name)
         elif name in known:
             metrics[name] = known[name](setting)
+        elif name in generated:
+            texts.append(name)
         else:
             raise UserError(
-                f"train.metrics: {name!r} is no metric of {setting.task}; it has {', '.join(known)}, and "
-                "package.module:name is one of your own"
+                f"train.metrics: {name!r} is no metric of {setting.task}; it has "
+                f"{', '.join((*known, *generated))}, and package.module:name is one of your own"
             )
-    return Measures(metrics)
+    return Measures(metrics, TextMetrics(texts, setting.tokenizer) if texts else None)

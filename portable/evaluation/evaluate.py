@@ -26,10 +26,18 @@ def evaluate(
     All ranks call it, with equally many batches, and get the same values.
     """
     totals: dict[str, Tensor] = {}
+    texts: dict[str, float] = {}
     valid = 0
     for batch in batches:
         valid += count_valid(batch["labels"])
-        totals = engine.evaluate(backend.place(batch), measures, totals)
+        placed = backend.place(batch)
+        totals = engine.evaluate(placed, measures, totals)
+        if measures.texts is not None:
+            for name, value in measures.texts.sums(backend, engine, placed, batch["labels"]).items():
+                texts[name] = texts.get(name, 0.0) + value
+    totals |= {
+        name: torch.tensor(value, dtype=torch.float64, device=backend.device) for name, value in texts.items()
+    }
     on_device = {LABELS: backend.total(valid)} | {name: backend.sum(total) for name, total in totals.items()}
     flat = torch.tensor(backend.read(list(on_device.values())), dtype=torch.float64)
     parts = flat.split([total.numel() for total in on_device.values()])

@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.backend import Batch
+    from portable.evaluation.generation import TextMetrics
     from portable.model.loss import Outputs
 
 Totals = Mapping[str, "Tensor"]
@@ -74,10 +77,14 @@ class Measures:
 
     Args:
         metrics: by name.
+        texts: metrics of generated texts, if any.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric] | None = None) -> None:
+    kind = "evaluation"
+
+    def __init__(self, metrics: Mapping[str, Metric] | None = None, texts: TextMetrics | None = None) -> None:
         self._metrics = dict(metrics or {})
+        self.texts = texts
         needs = {getattr(metric, "needs", "logits") for metric in self._metrics.values()}
         self.needs: Literal["logits", "predictions"] | None = (
             "logits" if "logits" in needs else "predictions" if "predictions" in needs else None
@@ -100,11 +107,13 @@ class Measures:
                 key.partition("/")[2]: total for key, total in totals.items() if key.startswith(f"{name}/")
             }
             found |= metric.values(own | common)
+        if self.texts is not None:
+            found |= {name: float(totals[name] / totals["texts"]) for name in self.texts.names}
         return found
 
     def mode(self, value: str) -> Literal["min", "max"] | None:
         """Which way the value of a metric is better; None if the metric does not tell."""
-        higher = dict.fromkeys(("loss", "perplexity", "mse", "mae"), False)
+        higher = {"loss": False} | dict.fromkeys(() if self.texts is None else self.texts.names, True)
         for name, metric in self._metrics.items():
             if (own := getattr(metric, "higher_is_better", None)) is not None:
                 higher |= dict.fromkeys((name, *getattr(metric, "names", ())), bool(own))
@@ -115,7 +124,10 @@ class Measures:
     def names(self) -> list[str] | None:
         """The names of all values; None if a metric of the user's does not tell."""
         told = [getattr(metric, "names", None) for metric in self._metrics.values()]
-        return None if None in told else ["loss", *(name for names in told for name in names or ())]
+        generated = () if self.texts is None else self.texts.names
+        if None in told:
+            return None
+        return ["loss", *(name for names in told for name in names or ()), *generated]
 
 
 NOTHING = Measures()
@@ -130,6 +142,9 @@ def own_metric(path: str) -> Metric:
     """
     module_name, _, name = path.partition(":")
     key = f"train.metrics: {path}"
+    here = str(Path.cwd())
+    if here not in sys.path:  # as if the program were a script beside it
+        sys.path.append(here)
     try:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
@@ -137,7 +152,7 @@ def own_metric(path: str) -> Metric:
     except Exception as error:  # whatever importing it raises
         raise UserError(
             f"{key}: cannot be imported ({type(error).__name__}: {one_line(error)}); give "
-            "package.module:name of a module on PYTHONPATH"
+            "package.module:name of a module in this folder or on PYTHONPATH"
         ) from error
     if inspect.isclass(found):
         try:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from portable.model.chunked_loss import ChunkedHead
 
 IGNORED = -100
+NOT_INPUTS = ("labels", "guess")
+"""What a batch may hold besides the inputs of the model; ``guess`` is of a measure."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Measure(Protocol):
     """Adds up what the metrics of a run need; see :class:`portable.evaluation.metrics.Measures`."""
 
     needs: Literal["logits", "predictions"] | None
+    kind: str
+    """What the passes are for, in messages."""
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         """The sums of a micro-batch, by name."""
@@ -181,7 +185,7 @@ def _passed(
     criterion: Criterion,
 ) -> tuple[Tensor, Any]:
     """Return the summed loss of a forward pass, and the model's output."""
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    inputs = {name: tensor for name, tensor in batch.items() if name not in NOT_INPUTS}
     labels = batch["labels"]
     in_parts = head is not None and head.pays(labels)
     with ExitStack() as stack:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from portable.batch_plan import total_steps
 from portable.data import build_data
 from portable.data.classes import SINGLE
+from portable.data.documents import listed
+from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
 from portable.model.flops import flops_per_token, parameter_count
@@ -102,13 +104,14 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     models.check_length(model_config, config)
     special_tokens = SpecialTokens(model_config, config.model)
     problem = problem_of(model_config, config.model)  # before the labels decide it
+    known = known_classes(model_config, config.model)
     data = build_data(
         config.data,
         task=config.model.task,
         seed=config.seed,
         decoder_start_token_id=special_tokens.decoder_start,
         label_shift=special_tokens.label_shift,
-        known_classes=known_classes(model_config, config.model),
+        known_classes=known,
         problem=problem,
         pad_left=classifies_last_position(model_config),
         progress=True,  # only the rank that builds the cache shows it
@@ -116,7 +119,10 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     )
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
-    measures = measures_of(config.train.metrics, Setting(of_task, data.label_names))
+    measures = measures_of(config.train.metrics, Setting(of_task, data.label_names, data.tokenizer))
+    if measures.texts is not None and backend.one_program and backend.world_size > 1:
+        names = " and ".join(measures.texts.names)
+        raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
     judge = judge_of(config, data, measures)
     special_tokens.prepare(data.tokenizer)
     model = models.build_model(model_config, config.model)
@@ -131,6 +137,11 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     notes = notes_on(settled, model_config, replaced, data.sizes)
     if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
         notes.append(f"note: problem_type is {found.problem}, as the labels and num_labels have it")
+    if known is not None and known.renamed(data.label_names):
+        notes.append(
+            f"note: {known.key} does not name its classes; they are taken for {listed(data.label_names)}, in "
+            "this order"
+        )
     return Prepared(
         settled=settled,
         config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from portable.data.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.builtin import KNOWN, Setting, measures_of
 from portable.evaluation.evaluate import evaluate
+from portable.evaluation.generation import rouge_l
 from portable.model.loss import IGNORED, Outputs, added
 from portable.run.batches import eval_batches
 from tests.parity import opened
@@ -272,3 +274,98 @@ def test_predictions_without_all_logits(precision: str, corpus: Path, tmp_path: 
     assert set(widths) == {384, 1} and (widths[0], widths[-1]) == (1, 384)
     assert found[0]["accuracy"] == found[1]["accuracy"] > 0
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
+
+
+# -- generated texts ---------------------------------------------------------------------------------------
+
+T5: dict[str, Any] = {
+    "model_type": "t5", "vocab_size": 384, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1,
+    "num_heads": 2, "dropout_rate": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "score"),
+    [
+        ("the cat sat", "the cat sat", 1.0),
+        ("The cat, sat!", "the cat sat on it", 2 * 1 * 0.6 / 1.6),
+        ("b a", "a b", 0.5),
+        ("police kill the gunman", "police killed the gunman", 0.75),  # Lin's example
+        ("", "a", 0.0),
+        ("é à", "à é x", 0.4),
+    ],
+)
+def test_rouge_l(text: str, target: str, score: float) -> None:
+    assert rouge_l(text, target) == pytest.approx(score)
+
+
+def translated(config: RunConfig) -> dict[str, Any]:
+    """On a rank: train until the model says something of its own, and evaluate what it generates."""
+    with opened(config) as trial:
+        for _ in range(trial.run.steps):
+            trial.step()
+        run = trial.run
+        assert run.data.eval is not None
+        found = evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.measures)
+        if config.strategy != "no_shard":
+            compiled: Any = getattr(trial.engine, "graphs", None)
+            return found | ({} if compiled is None else {"graphs": compiled.distinct})
+        # What transformers generates, without our loop.
+        batch = run.data.eval.batch([(0, index) for index in range(len(run.data.eval))])
+        tokenizer, labels = run.data.tokenizer, batch["labels"]
+        tokens = trial.engine.model.eval().generate(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], do_sample=False,
+            num_beams=1, max_new_tokens=labels.shape[1],
+            decoder_start_token_id=int(batch["decoder_input_ids"][0, 0]),
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        texts = tokenizer.batch_decode(tokens[:, 1:], skip_special_tokens=True)
+        targets = [tokenizer.decode(row[row != IGNORED], skip_special_tokens=True) for row in labels]
+        scores = [rouge_l(a, b) for a, b in zip(texts, targets, strict=True)]
+        exact = [a.strip() == b.strip() for a, b in zip(texts, targets, strict=True)]
+        return found | {
+            "truth": (sum(exact) / len(exact), sum(scores) / len(scores)),
+            "texts": len(set(texts)),
+        }
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Short texts and a word of each."""
+    words = ["red", "green", "blue", "one", "two"]
+    rows = [{"text": f"{words[i % 5]} {words[i % 3]}", "target": words[i % 5]} for i in range(60)]
+    texts = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings: dict[str, Any] = {
+        "model__task": "seq2seq-lm", "model__config": T5, "data__target_seq_len": 6, "data__seq_len": 12,
+        "data__eval_fraction": 0.2, "train__micro_batch_size": 3, "train__steps": 20,
+        "train__learning_rate": 2e-2, "train__schedule": "constant",
+        "train__metrics": ["exact_match", "rouge_l", "accuracy"],
+    }  # fmt: skip
+    return texts, settings
+
+
+@pytest.fixture(scope="module")
+def generated_alone(pairs: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    texts, settings = pairs
+    folder = tmp_path_factory.mktemp("alone")
+    return translated(configured(folder, texts, **settings, strategy="no_shard"))
+
+
+def test_generated_texts_are_those_of_transformers(generated_alone: Any) -> None:
+    alone = generated_alone
+    assert (alone["exact_match"], alone["rouge_l"]) == pytest.approx(alone["truth"])
+    assert alone["rouge_l"] > 0 and alone["texts"] > 1  # it has learnt to say different things
+
+
+@pytest.mark.parametrize("name", ["full_shard", "zero3", "xla"])
+def test_generated_texts_on_engines(
+    name: str, pairs: tuple[Path, dict[str, Any]], generated_alone: Any, engines: Engines, tmp_path: Path
+) -> None:
+    texts, settings = pairs
+    chosen = {"backend": "xla"} if name == "xla" else {"strategy": name}
+    size = 1 if name == "zero3" else 2
+    found = engines.run(name, size, translated, configured(tmp_path, texts, **settings, **chosen))
+    assert found["exact_match"] == generated_alone["exact_match"]
+    assert found["rouge_l"] == pytest.approx(generated_alone["rouge_l"], rel=1e-12)
+    assert all(count == 1 for count in found.get("graphs", {}).values())
