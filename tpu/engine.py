@@ -244,10 +244,10 @@ class XlaEngine:
         )
         self.model.train()
         self.graphs.run(measure.kind, list(sums.values()))
-        # Added in a graph of its own, which is small: the first micro-batch has no totals yet.
-        first, totals = not totals, added(totals, sums)
-        kind = f"{'first ' * first}{measure.kind} total"
-        self.graphs.run(kind, list(totals.values()))
+        if not totals:
+            return sums
+        totals = added(totals, sums)  # in a small graph of its own: the first micro-batch has no totals
+        self.graphs.run(f"{measure.kind} total", list(totals.values()))
         return totals
 
     @torch.no_grad()

@@ -66,7 +66,7 @@ class TextMetrics:
             placed: the micro-batch on the device. labels: the same on the host, int64 ``[rows, tokens]``.
         """
         end = self.tokenizer.eos_token_id
-        tokens = torch.tensor(backend.read([greedy(backend, engine, placed, end)]), dtype=torch.int64)
+        tokens = torch.tensor(backend.read([greedy(backend, engine, placed, labels, end)]), dtype=torch.int64)
         found = dict.fromkeys(("texts", *self.names), 0.0)
         for row, wanted in zip(tokens.view(labels.shape).tolist(), labels, strict=True):
             if target := wanted[wanted != IGNORED].tolist():
@@ -99,13 +99,18 @@ class _Guess:
         return {"guess": guess, "changed": (guess != batch["guess"]).sum()}
 
 
-def greedy(backend: Backend, engine: Engine, batch: Batch, end: int | None) -> Tensor:
-    """The most likely tokens after each row's first decoder input, int64 ``[rows, tokens]`` on the device."""
-    start = batch["decoder_input_ids"][:, :1]
-    guess = batch["decoder_input_ids"]  # any will do; on XLA, a constant would be another graph
+def greedy(backend: Backend, engine: Engine, batch: Batch, labels: Tensor, end: int | None) -> Tensor:
+    """The most likely tokens after each row's first decoder input, int64 ``[rows, tokens]`` on the device.
+
+    Args:
+        batch: on the device. labels: the same on the host. end: the token after which nothing follows.
+    """
+    # Any guess will do; a tensor of its own, as later ones are.
+    guess = backend.place({"guess": torch.zeros_like(labels)})["guess"]
     measure = _Guess(end)
-    for _ in range(guess.shape[1]):
-        inputs = torch.cat([start, guess[:, :-1]], dim=1)
+    for _ in range(labels.shape[1]):
+        # The same operations on the same tensors in each pass: on XLA, they are part of one graph.
+        inputs = torch.cat([batch["decoder_input_ids"][:, :1], guess[:, :-1]], dim=1)
         found = engine.evaluate({**batch, "decoder_input_ids": inputs, "guess": guess}, measure, {})
         guess = found["guess"]
         (changed,) = backend.read([backend.sum(found["changed"])])

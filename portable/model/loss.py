@@ -90,7 +90,10 @@ class Objective:
         return self._terms.added(loss, output, share=labels.shape[0] / self._sequences)
 
     def evaluated(self, model: nn.Module, batch: Batch, measure: Measure) -> dict[str, Tensor]:
-        """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
+        """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms.
+
+        They are int64 or float64, in which totals stay exact.
+        """
         labels = batch["labels"]
         head = None if measure.needs == "logits" else self._head
         if head is not None and head.pays(labels):
@@ -102,7 +105,10 @@ class Objective:
             loss, output = _passed(model, batch, None, None, self._criterion)
             classes = measure.needs is not None and not labels.is_floating_point()
             outputs = Outputs(output.logits.argmax(dim=-1) if classes else None, output.logits)
-        return {"loss": loss, **measure(outputs, batch)}
+        return {
+            name: value.detach().to(torch.float64 if value.is_floating_point() else torch.int64)
+            for name, value in {"loss": loss, **measure(outputs, batch)}.items()
+        }
 
 
 class ModelTerms:
@@ -249,12 +255,8 @@ class _CrossEntropyIs(TorchFunctionMode):
 
 
 def added(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``totals`` plus ``sums``, by name, on the device: int64 for integers, float64 for floats."""
-    wide = {
-        name: value.detach().to(torch.float64 if value.is_floating_point() else torch.int64)
-        for name, value in sums.items()
-    }
-    return {name: totals[name] + value if name in totals else value for name, value in wide.items()}
+    """``totals`` plus ``sums``, by name; the first micro-batch has no totals yet."""
+    return {name: totals[name] + value if name in totals else value for name, value in sums.items()}
 
 
 def count_valid(labels: Tensor) -> int:

@@ -91,19 +91,19 @@ class Evaluations:
         self._over = over
         self._any = prepared.backend.any
 
-    def __call__(self, progress: Progress) -> Verdict:
+    def __call__(self, progress: Progress, *, counts: bool) -> Verdict:
         values = evaluate_all(self._prepared, self._engine, self._over)
         self._reporter.on_eval(progress, values)
         judge = self._prepared.judge
-        if judge is None:
+        if judge is None or not counts:
             return Verdict()
         verdict = judge(progress.standing, progress.step, values)
         # The values are the same on all ranks; the ranks must do the same whatever happens.
         return Verdict(self._any(verdict.save), self._any(verdict.stop))
 
-    def lacks(self, progress: Progress) -> bool:
+    def lacks(self, progress: Progress, *, counts: bool) -> bool:
         judged = self._prepared.judge is None or progress.standing.step >= progress.step
-        return self._any(not judged or self._reporter.lacks_eval(progress))
+        return self._any((counts and not judged) or self._reporter.lacks_eval(progress))
 
     def ends(self, progress: Progress) -> bool:
         judge = self._prepared.judge

@@ -45,10 +45,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, float]]:
     at = [0]
     call = evaluation.Evaluations.__call__
 
-    def called(self: Any, progress: Any) -> Verdict:
+    def called(self: Any, progress: Any, *, counts: bool) -> Verdict:
         at[0] = progress.step
         counted[progress.step] = counted.get(progress.step, 0) + 1
-        return call(self, progress)
+        return call(self, progress, counts=counts)
 
     monkeypatch.setattr(evaluation, "evaluate_all", values)
     monkeypatch.setattr(evaluation.Evaluations, "__call__", called)
@@ -130,6 +130,16 @@ def test_a_resumed_run_ends_at_the_same_step(
     assert told == dict.fromkeys(range(1, 6), 1)
 
 
+def test_the_evaluation_where_a_launch_ends_does_not_count(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """At step 3, which no run in one launch evaluates: after it, 4 would be no improvement."""
+    given = PATIENT | {"train__early_stopping_patience": 1, "train__eval_every": 2}
+    assert leg(tmp_path, corpus, **given, train__stop_after=3) == 0
+    assert told == {2: 1, 3: 1}
+    assert leg(tmp_path, corpus, **given) == 0
+    assert kept(tmp_path)[-1] == 8
+    assert TrainerState.read(tmp_path / "checkpoints" / "step-000008").standing.best == [(6, 1.9)]
+
+
 @pytest.mark.parametrize("at", [3, 4, 5])
 def test_a_killed_run_ends_at_the_same_step(
     at: int, told: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,8 +152,8 @@ def test_a_killed_run_ends_at_the_same_step(
     with monkeypatch.context() as patched:
         real = evaluation.Evaluations.__call__
 
-        def evaluates(self: Any, progress: Any) -> Verdict:
-            verdict = real(self, progress)
+        def evaluates(self: Any, progress: Any, *, counts: bool) -> Verdict:
+            verdict = real(self, progress, counts=counts)
             if progress.step == at:
                 killed()
             return verdict
