@@ -1,8 +1,8 @@
 """libtpu's compiler through its C interface, PJRT, for a topology of which no chip is attached.
 
-The functions and structs are those of ``xla/pjrt/c/pjrt_c_api.h``. Since its version 0.57 functions and fields
-have only been appended, so that a table of indices serves every later release. libtpu ends the process on some
-errors: call this in a process of its own (:mod:`tpu.compile.worker`).
+The functions and structs are those of ``xla/pjrt/c/pjrt_c_api.h``. Since its version 0.57 functions and
+fields have only been appended, so that a table of indices serves every later release. libtpu ends the process
+on some errors: call this in a process of its own (:mod:`tpu.compile.worker`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tpu.compile.protobuf import Message, field, varint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     Value: TypeAlias = str | int | float | bool | list[int]
@@ -158,20 +158,22 @@ class Libtpu:
         Raises:
             CompileError: it returned an error.
         """
+        filled, error = self._invoke(function, *fields)
+        if not error:
+            return filled
+        # None of these returns an error that matters; the two last are void.
+        code = self._invoke("PJRT_Error_GetCode", error)[0][1] & 0xFFFFFFFF
+        _, text, size = self._invoke("PJRT_Error_Message", error)[0][:3]
+        message = _text(text, size)
+        self._invoke("PJRT_Error_Destroy", error)
+        raise CompileError(message, code)
+
+    def _invoke(self, function: str, *fields: int) -> tuple[list[int], int]:
         slots = (ctypes.c_uint64 * (2 + len(fields) + _ROOM))()
         slots[0] = ctypes.sizeof(slots)
         slots[2 : 2 + len(fields)] = [value & (1 << 64) - 1 for value in fields]
         error = self._functions[function](ctypes.addressof(slots))
-        if error:
-            raise self._error(error)
-        return list(slots[2:])
-
-    def _error(self, error: int) -> CompileError:
-        code = self.call("PJRT_Error_GetCode", error)[1] & 0xFFFFFFFF
-        _, text, size = self.call("PJRT_Error_Message", error)[:3]
-        message = _text(text, size)
-        self.call("PJRT_Error_Destroy", error)
-        return CompileError(message, code)
+        return list(slots[2:]), error or 0
 
     def topology(self, name: str, **options: Value) -> Topology:
         """A slice by libtpu's name for it, such as ``v5e:4x4``.
@@ -283,7 +285,7 @@ class Executable:
         self._library.call("PJRT_Executable_OptimizedProgram", self._handle, ctypes.addressof(program))
         kind = _text(program.format, program.format_size)
         if kind == "hlo_with_config":
-            return bytes(Message(buffer).bytes(1))
+            return bytes(Message(buffer.raw).bytes(1))
         if kind == "hlo":
             return buffer.raw
         raise InterfaceError(f"libtpu returns its program as {kind}, not as HLO")

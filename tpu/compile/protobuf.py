@@ -1,7 +1,7 @@
 """The protobuf wire format: just enough to read a compiler's messages, and to write its options.
 
-No message is declared here. A reader names fields by number, and skips over bytes that nobody asks for, so that
-a module of a hundred megabytes is searched and not built.
+No message is declared here. A reader names fields by number, and skips over bytes that nobody asks for, so
+that a module of a hundred megabytes is searched and not built.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _varints(data: memoryview) -> Iterator[int]:
 
 
 def field(number: int, value: int | bytes | str) -> bytes:
-    """One serialized field: an integer (a negative one as ``int64``), a bool, bytes, a string or a message."""
+    """One serialized field: an integer (a negative one as ``int64``), bytes, text or a message."""
     if isinstance(value, int):
         return varint(number << 3 | _VARINT) + varint(value)
     data = value.encode() if isinstance(value, str) else value
