@@ -42,8 +42,9 @@ _FUNCTIONS = {
     "PJRT_Executable_GetCompiledMemoryStats": 96,
 }
 _STRING, _INT64, _INT64_LIST, _FLOAT, _BOOL = range(5)
-# Fields that releases after this one append to a struct are zero, which means absent.
-_ROOM = 8
+_ROOM = 24
+"""Fields behind those that go in: for what a function fills in, and for what later releases append. A struct
+may be longer than the library knows, never shorter."""
 
 
 class CompileError(Exception):
