@@ -93,13 +93,14 @@ class Slice:
         for flag in (*_FLAGS, *GENERATIONS[self.generation].flags):
             if flag.partition("=")[0] not in named:
                 arguments.append(f"--{flag}")
-        quiet = {
+        settings = {
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it opens no chip, and so needs no lock
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TPU_LOG_DIR": "disabled",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
-        return {**given, **quiet, "LIBTPU_INIT_ARGS": " ".join(arguments)}
+        return {**given, **settings, "LIBTPU_INIT_ARGS": " ".join(arguments)}
 
 
 def find_slice(device: str, devices: int, topology: str | None) -> Slice:
