@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from portable.formatting import human_bytes, table
@@ -110,7 +110,8 @@ class Compiled:
     """Bytes of a device's memory that programs may fill."""
     graphs: tuple[CompiledGraph, ...]
     problems: tuple[str, ...] = ()
-    """Why a graph does not fit, a line each. Such a graph is not among ``graphs``."""
+    """Why a graph, or all of them together, do not fit; a line each. A graph that alone does not fit is not
+    among ``graphs``."""
     needed_bytes: int = 0
     """The most that such a graph would take, by the compiler; 0 if there is none."""
     notes: tuple[str, ...] = ()
@@ -146,6 +147,23 @@ class Compiled:
         """Bytes that a device sends in a step of ``micro_batches`` micro-batches."""
         times = {"step": 1, "micro-batch": micro_batches, "update": 1}
         return sum(graph.sent_bytes * times.get(graph.name, 0) for graph in self.graphs)
+
+
+def advised(compiled: Compiled, remedy: str) -> Compiled:
+    """``compiled``, with the settings to change named wherever it does not fit.
+
+    Args:
+        compiled: what the compiler says.
+        remedy: settings that take less memory.
+    """
+    problems = compiled.problems
+    if not problems and not compiled.fits:
+        problems = (
+            f"the run does not fit: {human_bytes(compiled.state_bytes)} of arguments, "
+            f"{human_bytes(compiled.working_bytes)} of temporary values and results and "
+            f"{human_bytes(compiled.code_bytes)} of code are more than {human_bytes(compiled.hbm_bytes)}",
+        )
+    return replace(compiled, problems=tuple(f"{problem}; try {remedy}" for problem in problems))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes
@@ -67,15 +67,19 @@ def find_library() -> Library:
     )
 
 
-def compile_run(config: RunConfig, device: str, devices: int, topology: str | None) -> Compiled:
+def compile_run(
+    config: RunConfig, device: str | None, devices: int, topology: str | None, logits: int
+) -> Compiled:
     """See :meth:`portable.registry.BackendPackage.compile`."""
-    library = find_library()
     wanted = find_slice(device, devices, topology)
+    library = find_library()
     with scratch_folder("portable-compile") as folder:
         _say(f"tracing the run's graphs for {devices} devices ...")
         traced = trace_graphs(config, devices, folder / "graphs")
         _say("")
-        return compile_graphs({graph.name: graph.path for graph in traced}, wanted, library, _logits(config))
+        return compile_graphs(
+            {graph.name: graph.path for graph in traced}, wanted, library, logits or _NO_VALUES
+        )
 
 
 def compile_graphs(graphs: dict[str, Path], wanted: Slice, library: Library, large: int) -> Compiled:
@@ -106,7 +110,9 @@ def compile_graphs(graphs: dict[str, Path], wanted: Slice, library: Library, lar
             problems.append(f"{graph['name']} does not fit: {exhausted(graph['error'])}")
             needed = max(needed, _needed(graph["error"]))
         else:
-            raise UserError(f"--compile: {graph['name']}: libtpu refuses it: {refused(graph['error'])}")
+            raise UserError(
+                f"--compile: {graph['name']}: libtpu refuses it: {refused(graph['error'], graph['place'])}"
+            )
     return Compiled(
         wanted.name,
         _named(library, answer["compiler"]),
@@ -173,7 +179,8 @@ def _died(code: int, begun: Sequence[str], log: str) -> str:
     told = [line for line in lines if re.match(r"[EF]\d{4}|.*(?:Check failed|ERROR|Error|Unknown)", line)]
     last = one_line((told or lines or ["it left no message"])[0])
     last = re.sub(r"^[EF]\d{4,}[\d :.]*\s*\d*\s+", "", last)
-    return f"--compile: libtpu ended {how} {where}: {last}; report it with the config"
+    remedy = "remove it from LIBTPU_INIT_ARGS" if "command line flag" in last else "try another libtpu"
+    return f"--compile: libtpu ended {how} {where}: {last}; {remedy}"
 
 
 # -- what libtpu says of a graph that it refuses -----------------------------------------------------------
@@ -211,10 +218,16 @@ def exhausted(message: str) -> str:
     return ", ".join(parts) or one_line(message)
 
 
-def refused(message: str) -> str:
-    """The first line of libtpu's reason, with the place in the model where the message has one."""
-    first = one_line(message.strip().splitlines()[0] if message.strip() else "it gives no reason")
-    return first[:300] + _place(message)
+def refused(message: str, place: str) -> str:
+    """The first line of libtpu's reason, and which operation of the model it means.
+
+    Args:
+        message: of libtpu.
+        place: of an operation that the message names; empty if it names none.
+    """
+    first = (message.strip().splitlines() or ["it gives no reason"])[0]
+    where = _place(message) or (f" of {place}" if place else "")
+    return f"{one_line(first)[:300]}{where and f', in the operation{where}'}"
 
 
 def _place(text: str) -> str:
@@ -245,18 +258,6 @@ def _named(library: Library, compiler: str) -> str:
     built = re.search(r"Built on (\w+ +\d+ \d+)", compiler)
     day = f", built on {' '.join(built[1].split())}" if built else ""
     return f"libtpu {library.version or library.path}{day}"
-
-
-def _logits(config: RunConfig) -> int:
-    """Elements of the logits of a device's micro-batch; a number that none reaches where there are none."""
-    from portable.model import build as models
-
-    shape: Any = models.model_config(config.model).get_text_config()
-    vocabulary = getattr(shape, "vocab_size", None)
-    batch = config.train.micro_batch_size
-    if vocabulary is None or not isinstance(batch, int):
-        return _NO_VALUES
-    return batch * config.data.seq_len * int(vocabulary)
 
 
 def _say(line: str) -> None:

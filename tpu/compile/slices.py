@@ -103,21 +103,19 @@ class Slice:
         return {**given, **settings, "LIBTPU_INIT_ARGS": " ".join(arguments)}
 
 
-def find_slice(device: str, devices: int, topology: str | None) -> Slice:
+def find_slice(device: str | None, devices: int, topology: str | None) -> Slice:
     """The slice of ``devices`` chips.
 
     Args:
-        device: the generation, as ``--device`` has it.
+        device: the generation, as ``--device`` has it; None if it was not named.
         devices: how many.
         topology: the chips along each axis, ``4x4``; None: the usual slice of that many.
 
     Raises:
         UserError: there is none.
     """
-    if device not in GENERATIONS:
-        raise UserError(
-            f"--compile: {device} is not compiled for; name one of {', '.join(GENERATIONS)} with --device"
-        )
+    if device is None or device not in GENERATIONS:
+        raise UserError(f"--compile: needs --device {', '.join(GENERATIONS)}, not {device or 'none'}")
     known = GENERATIONS[device]
     if topology is None:
         sizes = {math.prod(_sides(chips)): chips for chips in known.slices}

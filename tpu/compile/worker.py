@@ -1,13 +1,14 @@
 """The process that compiles: ``python -m tpu.compile.worker FOLDER``.
 
 libtpu may end its process, takes gigabytes, and reads its flags once: so a run's graphs are compiled in a
-process of their own. It reads ``job.json`` from its folder, prints the name of each graph as it begins with it,
-and writes ``compiled.json`` at the end.
+process of their own. It reads ``job.json`` from its folder, prints the name of each graph as it begins with
+it, and writes ``compiled.json`` at the end.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 from portable.planner.compiled import CompiledGraph
 from portable.ranks.parent_death import die_with_parent
+from tpu.compile.hlo import Module
 from tpu.compile.libtpu import CompileError, InterfaceError, Libtpu, Topology
 from tpu.compile.report import analyse
 from tpu.compile.slices import Slice
@@ -66,10 +68,12 @@ def run(job: Job) -> dict[str, Any]:
     answers = []
     for name, path in job.graphs.items():
         print(name, flush=True)
+        module = Path(path).read_bytes()
         try:
-            answers.append(asdict(compile_graph(topology, name, Path(path).read_bytes(), job.large)))
+            answers.append(asdict(compile_graph(topology, name, module, job.large)))
         except CompileError as error:
-            answers.append({"name": name, "error": str(error), "code": error.code})
+            place = named_in(str(error), module)
+            answers.append({"name": name, "error": str(error), "code": error.code, "place": place})
     return {
         "compiler": topology.compiler,
         "devices": len(topology.device_ids),
@@ -115,6 +119,22 @@ def compile_graph(topology: Topology, name: str, module: bytes, large: int) -> C
         host_transfers=report.host_transfers,
         notes=tuple(notes),
     )
+
+
+def named_in(message: str, module: bytes) -> str:
+    """Where in the model an operation comes from that a message names; empty if it names none.
+
+    Args:
+        message: of libtpu.
+        module: the ``HloModuleProto`` that it refused.
+    """
+    words = set(re.findall(r"[\w.-]+", message))
+    for computation in Module(module).computations.values():
+        for instruction in computation.instructions:
+            if instruction.name in words or (instruction.target and instruction.target in words):
+                found = filter(None, (instruction.operation(), instruction.source()))
+                return " at ".join(found) or instruction.name
+    return ""
 
 
 def _number(value: object) -> float:
