@@ -228,12 +228,12 @@ class XlaEngine:
                     yield f"model.{name}", buffer.to(self._buffer_dtype)
 
     def health(self) -> Health:
-        return Health.of(xla._xla_get_cpu_tensors([self._account])[0].tolist(), self._limit)
+        return Health.of(self._layout.read([self._account])[0].tolist(), self._limit)
 
     def unsound_gradients(self) -> list[str]:
         present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         gradients = present if self._accumulated is None else self._accumulated
-        sound = xla._xla_get_cpu_tensors([torch.isfinite(gradient).all() for gradient in gradients.values()])
+        sound = self._layout.read([torch.isfinite(gradient).all() for gradient in gradients.values()])
         return [name for name, finite in zip(gradients, sound, strict=True) if not finite]
 
     @torch.no_grad()
@@ -258,7 +258,7 @@ class XlaEngine:
             tokens = self._with_sampled_token(tokens, self._layout.whole(torch.tensor([position])), noise)
             self.graphs.run("sampled token", [tokens])
         self.model.train()
-        result: Tensor = xla._xla_get_cpu_tensors([tokens])[0][:1]
+        result: Tensor = self._layout.read([tokens])[0][:1]
         return result
 
     def _with_sampled_token(self, tokens: Tensor, position: Tensor, noise: Tensor) -> Tensor:
