@@ -180,10 +180,10 @@ class _Trace:
         """
         carry, stacked, shared = _split(placeholders, *self._counts[:2])
         slices = [
-            tensor * 1 if sharding is None else constrain(tensor, *sharding)
+            _another(tensor) if sharding is None else constrain(tensor, *sharding)
             for tensor, sharding in zip(stacked, self._shardings, strict=True)
         ]
-        return [*(t * 1 for t in carry), *slices, *(t * 1 for t in shared)]
+        return [*map(_another, carry), *slices, *map(_another, shared)]
 
     def _called(
         self, placeholders: Sequence[Tensor], know: Callable[[Sequence[Tensor]], None] = lambda _: None
@@ -194,7 +194,7 @@ class _Trace:
         carried, results = self._body(*_split(seen, *self._counts[:2]))
         for before, after in zip(seen, carried, strict=False):
             assert (before.shape, before.dtype) == (after.shape, after.dtype), "the carry changes its shape"
-        return [t * 1 for t in (*carried, *results)], seen  # an input that is returned is an output, too
+        return [_another(t) for t in (*carried, *results)], seen  # an input may be an output, too
 
     def _recomputing(self) -> _Traced:
         with torch.no_grad():
@@ -238,7 +238,7 @@ class _Trace:
         anew = self._placeholders()
         saved = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in kept]
         with torch.no_grad():
-            again += [*self._seen(anew), *(tensor * 1 for tensor in saved)]
+            again += [*self._seen(anew), *map(_another, saved)]
         traced = self._with_backward(forward, outputs, given, anew, saved)
         assert not traced.backward.reads(given), "a function keeps tensors without save_for_backward"
         return traced
@@ -255,7 +255,7 @@ class _Trace:
         carries, stacks, _ = self._counts
         incoming = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in outputs]
         learning = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
-        pairs = [(o, g * 1) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
+        pairs = [(o, _another(g)) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
         found = torch.autograd.grad(
             [output for output, _ in pairs],
             [leaves[place] for place in learning],
@@ -414,6 +414,11 @@ class _Loop:
         given = [*carry, *stacked, *shared, *(seeds if self.random else ()), *self._constants]
         outputs = xla._xla_user_computation("portable::scan", given, self._computation)
         return outputs[: self._carries], outputs[self._carries :]
+
+
+def _another(tensor: Tensor) -> Tensor:
+    """The same values as a tensor of its own; the compiler removes the operation."""
+    return tensor | False if tensor.dtype == torch.bool else tensor * 1
 
 
 def _slice(stack: Any, at: Any) -> Any:
