@@ -14,6 +14,7 @@ from portable.model.layers import transformer_layers
 from portable.model.loss import Objective
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from tpu.activation_checkpointing import recompute
+from tpu.attention import attend_by_rows
 from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.layout import constrain
 from tpu.optim import Optimizer
@@ -59,6 +60,7 @@ class XlaEngine:
         buffers = config.xla.buffer_dtype
         self._buffer_dtype = None if buffers is None else DTYPES[buffers]
         self._gather_once = config.strategy in GATHERED_ONCE
+        attend_by_rows(model, config.xla.attention_rows, layout)
         segments = find_segments(model) if config.xla.scan_layers else []
         stacks = [names for segment in segments for names in segment.parameters(model)]
         self._held = Parameters(model, layout, {names[0]: names for names in stacks})
