@@ -523,6 +523,17 @@ class XlaConfig(Section):
         description="The sharded dim of parameters, to override the default: a mapping from regular "
         "expressions, searched in parameter names, to a dim, or null to replicate. The first match counts.",
     )
+    scan_layers: Flag = Field(
+        default=False,
+        description="Compile layers that are alike once and run them in a loop, so that compile time does not "
+        "grow with depth.",
+    )
+    attention_rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="Compute attention for this many tokens of each sequence at a time, so that its scores take "
+        "memory for these rows alone; the backward pass computes them again. Null: all at once.",
+    )
     compilation_cache: PathText = Field(
         default="auto",
         description="Folder that caches compiled graphs, or none. auto: on a TPU a folder in the user's "
