@@ -183,9 +183,7 @@ class TokenWriter:
         for stream in self._index.values():
             stream.write(np.zeros(1, dtype=_OFFSET))
 
-    def append(
-        self, field: str, tokens: Sequence[int], trained: npt.NDArray[np.bool_] | None = None
-    ) -> None:
+    def append(self, field: str, tokens: Sequence[int], trained: npt.NDArray[np.bool_] | None = None) -> None:
         """Add tokens to the current document; ``trained`` says which, where only some are."""
         if self._trained is not None and field == "text":
             self._trained.add(np.ones(len(tokens), dtype=bool) if trained is None else trained)

@@ -220,7 +220,9 @@ class ChatTemplate:
         whole = self._train_on == "all"
         ended = text.endswith(str(self._tokenizer.eos_token))
         suffix = () if ended else self._frame.suffix
-        return _Draft(text, None, ((prompt, len(text)),), whole=whole, prefix=self._frame.prefix, suffix=suffix)
+        return _Draft(
+            text, None, ((prompt, len(text)),), whole=whole, prefix=self._frame.prefix, suffix=suffix
+        )
 
     def _draft(self, conversation: Conversation, train_on: TrainOn | None) -> _Draft:
         if train_on is None:
@@ -390,9 +392,7 @@ class ChatTemplate:
         encoded.prompt_left = encoded.prompt_left or self._tokenizer.decode(left)
         return first
 
-    def _end(
-        self, draft: _Draft, conversation: Conversation, encoding: Any, at: int, closed: str
-    ) -> int:
+    def _end(self, draft: _Draft, conversation: Conversation, encoding: Any, at: int, closed: str) -> int:
         """The token after an answer."""
         if draft.text.startswith(closed):
             return _token_after(encoding, len(closed), len(draft.text))
@@ -405,11 +405,7 @@ class ChatTemplate:
         """How many first tokens of ``text`` are those of the whole, and the others of ``text``."""
         ids: list[int] = self._encodings([text])[0].ids
         count = next(
-            (
-                at
-                for at, (one, other) in enumerate(zip(ids, encoding.ids, strict=False))
-                if one != other
-            ),
+            (at for at, (one, other) in enumerate(zip(ids, encoding.ids, strict=False)) if one != other),
             min(len(ids), len(encoding.ids)),
         )
         return count, ids[count:]
@@ -462,7 +458,7 @@ class ChatTemplate:
             encoded.stopping += 1
         elif not encoded.unstopped:
             decode = self._tokenizer.decode
-            end, rest = decode(tokens[max(0, last - 7) : last + 1]), decode(tokens[last + 1 : last + 9])
+            end, rest = decode(tokens[trained][-8:]), decode(tokens[last + 1 : last + 9])
             encoded.unstopped = f"{end!r}" + (f", and then comes {rest!r}" if rest else "")
         if draft.conversation is None or draft.conversation.messages[-1]["role"] == "assistant":
             first, at = None, len(tokens) - 1

@@ -28,9 +28,9 @@ EXPECTED: dict[Format, str] = {
 """What a record of each format looks like, for messages."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
-    **{name: "user" for name in ("human", "user")},
-    **{name: "assistant" for name in ("gpt", "assistant", "model", "chatgpt", "bot")},
-    **{name: "tool" for name in ("tool", "function", "observation", "function_response", "tool_response")},
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
     "function_call": "function_call",
     "system": "system",
     "developer": "developer",
@@ -134,7 +134,9 @@ def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
             raise _unlike("sharegpt", where, f"message {at + 1} has no from and value")
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
-            raise _refused(where, f"message {at + 1} is from {turn['from']!r}; use {_listed(_SHAREGPT_ROLES)}")
+            raise _refused(
+                where, f"message {at + 1} is from {turn['from']!r}; use {_listed(_SHAREGPT_ROLES)}"
+            )
         if role == "function_call":
             messages.append({"role": "assistant", "tool_calls": _calls(turn["value"], where, at)})
         else:

@@ -224,9 +224,7 @@ def build_data(
         tokenizer=tokenizer,
         train=reading.samples(opened, train, classes),
         eval=reading.samples(opened, held_out, classes) if held_out.num_samples else None,
-        sizes=_sizes(
-            settings, task, source, name, reading.vocabulary.size, opened.tokens, opened.truncated
-        ),
+        sizes=_sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens, opened.truncated),
         fingerprint=opened.tokens.fingerprint,
         vocab_size=reading.vocabulary.size,
         classes=classes,
@@ -290,7 +288,9 @@ class Reading:
         """What tokenizes conversations; None for plain text. Saves a chosen template with the tokenizer."""
         if not _converses(settings):
             return None
-        strings = settings.format == "prompt_completion" and not getattr(self.tokenizer, "chat_template", None)
+        strings = settings.format == "prompt_completion" and not getattr(
+            self.tokenizer, "chat_template", None
+        )
         given = settings.chat_template
         templates = None if strings and given is None else chat_template(self.tokenizer, given)
         if given is not None:

@@ -30,9 +30,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def ordered_map(
-    work: Callable[[T], R], items: Iterable[T], *, processes: int, alone: int = 0
-) -> Iterator[R]:
+def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, alone: int = 0) -> Iterator[R]:
     """Yield ``work(item)`` for every item, in order.
 
     Args:

@@ -115,9 +115,10 @@ def _any_trained(
         bits: Any = tokens.trained_between(begin, max(begin, int(stops[last - 1])))
         counts = np.concatenate(([0], np.cumsum(bits, dtype=np.int64)))
         ends = np.maximum(stops[at:last], starts[at:last])
-        found[at:last] = counts[np.minimum(ends - begin, len(bits))] > counts[
-            np.minimum(starts[at:last] - begin, len(bits))
-        ]
+        found[at:last] = (
+            counts[np.minimum(ends - begin, len(bits))]
+            > counts[np.minimum(starts[at:last] - begin, len(bits))]
+        )
         at = last
     return found
 
