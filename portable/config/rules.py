@@ -137,7 +137,7 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
     if data.truncation != "end" and data.packing is True and data.format != "auto":
         yield ConflictError(
             ("data.truncation", "data.packing"),
-            f"data.truncation {data.truncation} has no effect with data.packing true, which cuts nothing off; "
+            f"data.truncation {data.truncation} has no effect with data.packing true, which cuts nothing; "
             "remove one of the two",
         )
     if data.train_on == "completion" and (data.split_turns or data.format in ("messages", "sharegpt")):

@@ -115,7 +115,7 @@ class DataConfig(Section):
         default="auto",
         description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
         "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
-        "messages); alpaca (instruction, input, output). auto: recognized by the columns of the first record.",
+        "messages); alpaca (instruction, input, output). auto: recognized by the first record's columns.",
     )
     chat_template: PathText | None = Field(
         default=None,
@@ -124,13 +124,13 @@ class DataConfig(Section):
     )
     chat_template_kwargs: OpenMapping = Field(
         default_factory=dict,
-        description="Further variables of the template, such as enable_thinking: false. strftime_now sets the "
-        "date that a template writes as today's; the default is 2025-01-01, so that the tokens are always "
-        "the same.",
+        description="Further variables of the template, such as enable_thinking: false. strftime_now sets "
+        "the date that a template writes as today's; the default is 2025-01-01, so that the tokens are "
+        "always the same.",
     )
     train_on: Literal["assistant", "completion", "last_assistant", "all"] | None = Field(
         default=None,
-        description="Tokens of a conversation that the loss counts: everything the assistant says (assistant), "
+        description="Tokens of a conversation that the loss counts: all that the assistant says (assistant), "
         "its last message (last_assistant), what follows the prompt (completion), or all. Null: completion "
         "if the record has a prompt (prompt_completion, alpaca), else assistant.",
     )
@@ -141,7 +141,7 @@ class DataConfig(Section):
     )
     truncation: Literal["end", "start", "drop", "error"] = Field(
         default="end",
-        description="What happens to a text or conversation longer than data.seq_len, without packing: cut at "
+        description="What happens to a text or conversation longer than data.seq_len, if not packed: cut at "
         "its end, at its start, leave it out (drop), or end the run (error). A conversation of which no "
         "trained token remains is left out. The counts are printed.",
         json_schema_extra=IDENTITY,

@@ -2,8 +2,8 @@
 
 A cache is a folder. For each field (``text``; ``target`` for seq2seq) it has ``<field>.bin``, the
 concatenated tokens of all documents as little-endian uint16 or uint32, and ``<field>.idx``, uint64 offsets:
-document *d* spans ``[idx[d], idx[d + 1])``. If only some tokens of the texts are trained, ``trained.bin`` has a
-bit for each, the first of a byte highest. For classification it has ``labels.bin``, an int64 per document,
+document *d* spans ``[idx[d], idx[d + 1])``. If only some tokens of the texts are trained, ``trained.bin`` has
+a bit for each, the first of a byte highest. For classification it has ``labels.bin``, an int64 per document,
 or several with ``labels.idx``; for numeric labels ``values.bin``, the same number of float64 per document.
 ``blocks.crc`` has a CRC-32 of every 64 KiB of these files, and ``meta.json`` contains its own digest. The
 folder is written under another name and renamed. One process writes; others wait on a file lock, which the
@@ -207,7 +207,7 @@ class TokenWriter:
         lengths: Sequence[int] | npt.NDArray[Any],
         trained: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Add many documents of a single field at once: their tokens one after the other, and their lengths."""
+        """Add many documents of a single field: their tokens one after the other, and their lengths."""
         if self._trained is not None and trained is not None:
             self._trained.add(trained)
         self._tokens[field].write(tokens.astype(_DTYPES[self._dtype]))

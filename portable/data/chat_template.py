@@ -161,7 +161,7 @@ class ChatTemplate:
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
-                f"data.tokenizer: {type(tokenizer).__name__} is not a fast tokenizer, which conversations need; "
+                f"data.tokenizer: {type(tokenizer).__name__} is not a fast tokenizer, as conversations need; "
                 "use one with a tokenizer.json"
             )
         self._tokenizer = tokenizer
@@ -413,8 +413,8 @@ class ChatTemplate:
     def _unstable(self, conversation: Conversation, at: int) -> UserError:
         return self._failure(
             conversation,
-            f"the template shows message {at + 1} otherwise once others follow it, so its tokens cannot be told"
-            " in the whole; set data.split_turns true (a sample for each answer), data.train_on "
+            f"the template shows message {at + 1} otherwise once others follow it, so its tokens cannot be "
+            "told in the whole; set data.split_turns true (a sample for each answer), data.train_on "
             "last_assistant, or a template that marks answers with {% generation %}",
         )
 

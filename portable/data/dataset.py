@@ -288,11 +288,11 @@ class Reading:
         """What tokenizes conversations; None for plain text. Saves a chosen template with the tokenizer."""
         if not _converses(settings):
             return None
-        strings = settings.format == "prompt_completion" and not getattr(
-            self.tokenizer, "chat_template", None
-        )
         given = settings.chat_template
-        templates = None if strings and given is None else chat_template(self.tokenizer, given)
+        has_one = given is not None or getattr(self.tokenizer, "chat_template", None)
+        # Prompts and completions may be strings, which need none.
+        needs_one = settings.format != "prompt_completion" or has_one
+        templates = chat_template(self.tokenizer, given) if needs_one else None
         if given is not None:
             self.tokenizer.chat_template = templates
         return ChatTemplate(

@@ -166,8 +166,8 @@ def _write_conversations(
         prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
         if not stopping:  # not one of thousands: the template's, not the record's
             raise UserError(
-                "data.chat_template: the trained tokens never include the one that ends the assistant's turn, "
-                f"so the model would never stop: they end in {unstopped}; end the turn with a special token "
+                "data.chat_template: the trained tokens never include the one that ends an answer, so the "
+                f"model would never stop: they end in {unstopped}; end the turn with a special token "
                 "of the tokenizer, inside {% generation %} if the template has it"
             )
     end = min(ends, key=lambda token: (-ends[token], token)) if ends else None

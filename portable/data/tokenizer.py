@@ -183,8 +183,8 @@ def train_tokenizer(
     """Train a byte-level BPE on the start of ``source``, or load it from the cache.
 
     ``vocab_size`` includes the special tokens; a small source may have fewer. ``mask`` adds a mask token,
-    ``ends`` appends the end token to each text, and ``chat`` adds the template ChatML and its tokens. Any number of processes may call this concurrently: one
-    trains, the others wait.
+    ``ends`` appends the end token to each text, and ``chat`` adds the template ChatML and its tokens. Any
+    number of processes may call this concurrently: one trains, the others wait.
     """
     size = trained_vocab_size(vocab_size, mask=mask)
     folder = trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)

@@ -248,7 +248,7 @@ def _shifted_start(config: Any) -> int | None:
 
 
 def _stop_at(token: int, generation: Any) -> list[str]:
-    """Make generation stop at a token, besides those at which it stops already; return a note if it is new."""
+    """Make generation stop at a token, besides those at which it does already; return a note if it is new."""
     before = generation.eos_token_id
     stops = before if isinstance(before, list) else [] if before is None else [before]
     if token in stops:

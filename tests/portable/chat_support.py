@@ -83,9 +83,7 @@ TALK = [
     {"role": "assistant", "content": "You are welcome"},
 ]
 SYSTEM = [{"role": "system", "content": "Be brief."}]
-_TEXT = (
-    "what is it, and more? you are welcome; the quick brown fox jumps over the lazy dog. 0 1 2 3 4 5 6 7 8 9"
-)
+_TEXT = "what is it, and more? you are welcome; the quick brown fox jumps over a dog. 0 1 2 3 4 5 6 7 8 9"
 
 
 @cache

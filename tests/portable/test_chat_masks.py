@@ -104,7 +104,7 @@ def test_answers_are_found_by_their_prefixes(name: str) -> None:
         end = family.answer_end
         found = trained(name, encoded)
         assert found.count(end) == (1 if name == "gptoss" else len(answers))
-        assert "".join(found.replace(end, "").split()).endswith("".join("".join(answers).split())[-20:])
+        assert all(answer in found for answer in answers)
         assert "user" not in found and "Thanks" not in found and "Be brief" not in found
         if family.marked:
             tokens, mask = theirs(name, messages)
@@ -242,7 +242,7 @@ def test_a_newline_that_joins_the_answers_own() -> None:
 
 def test_too_much_to_render_is_refused() -> None:
     messages = [{"role": role, "content": "x" * 1000} for _ in range(1000) for role in ("user", "assistant")]
-    with pytest.raises(UserError, match="1,000 answers in .* characters are too many to find"):
+    with pytest.raises(UserError, match=r"1,000 answers in .* characters are too many to find"):
         encode("llama3", template("llama3"), {"messages": messages})
 
 
