@@ -104,7 +104,14 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
     if data.packing and task in PADDED_TASKS:
         yield ConflictError(
             ("data.packing", "model.task"),
-            f"data.packing true does not work with model.task {task}; set data.packing to false",
+            f"data.packing {data.packing if data.packing == 'documents' else 'true'} does not work with model.task {task}; set data.packing to "
+            "false",
+        )
+    if data.packing == "documents" and task == "masked-lm":
+        yield ConflictError(
+            ("data.packing", "model.task"),
+            "data.packing documents is for model.task causal-lm, not masked-lm, whose attention is not causal; "
+            "set data.packing to false",
         )
     if data.vocab_size is not None and data.tokenizer is not None:
         yield ConflictError(

@@ -186,6 +186,13 @@ class TokenWriter:
         self._documents += 1
         self.in_document = False
 
+    def extend(self, field: str, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
+        """Add many documents of a single field at once: their tokens one after the other, and their lengths."""
+        self._tokens[field].write(tokens.astype(_DTYPES[self._dtype]))
+        self._index[field].write((self._counts[field] + np.cumsum(lengths)).astype(_OFFSET))
+        self._counts[field] += len(tokens)
+        self._documents += len(lengths)
+
     def finish(self, **extra: Any) -> None:
         """Write ``meta.json``, and renumber the classes in sorted order."""
         names: list[int | str] = []

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from portable.data.cache import CacheDamagedError, TokenCache
 from portable.data.classes import Classes, KnownClasses, Problem, classes_of
+from portable.data.packing import PackedDocuments, packed_sizes, planned
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
@@ -61,13 +62,15 @@ class DataSizes:
     vocab_size: int | None
     """One more than the tokenizer's largest id."""
     seq_len: int
-    packing: bool
+    packing: bool | Literal["documents"]
     documents: int | None = None
     tokens: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
     cut: float = 0.0
     """The share of truncated tokens in documents longer than ``seq_len``."""
+    waste: float | None = None
+    """With packed documents, the share of positions to train on that are padding."""
     cached: Path | None = None
     """The token cache, if it exists."""
     opened: Any = field(default=None, compare=False, repr=False)
@@ -77,7 +80,8 @@ class DataSizes:
 
     def __str__(self) -> str:
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
-        made = f"samples of {self.seq_len} tokens, {'packed' if self.packing else 'padded'}"
+        packed = "whole documents packed" if self.packing == "documents" else "packed"
+        made = f"samples of {self.seq_len} tokens, {packed if self.packing else 'padded'}"
         how = f"{self.tokenizer}{vocabulary}; {made}"
         if self.cached is None:
             return f"{self.source}: sizes are known after tokenizing by {how}"
@@ -85,6 +89,8 @@ class DataSizes:
             f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
             f"{self.train_samples:,} to train, {self.eval_samples:,} to evaluate"
         )
+        if self.waste is not None:
+            text += f"; {self.waste:.2%} of the positions are padding"
         return text if self.cut <= MAX_CUT else f"{text}; {self.cut:.0%} of the tokens are cut off"
 
     @property
@@ -94,8 +100,8 @@ class DataSizes:
             return None
         return (
             f"data.seq_len: {self.cut:.0%} of the tokens are cut off, because documents are truncated to "
-            f"{self.seq_len} tokens; raise it, set data.packing (language models), or for .txt files set "
-            "data.text_split to paragraph or line"
+            f"{self.seq_len} tokens; raise it, set data.packing to true (language models), or for .txt files "
+            "set data.text_split to paragraph or line"
         )
 
 
@@ -227,6 +233,8 @@ def build_data(
                 left=pad_left,
                 pair=pair,
             )
+        if settings.packing == "documents":
+            return PackedDocuments(tokens, planned(tokens, part, length), length, vocabulary.pad)
         if settings.packing:
             return PackedCausal(tokens, part, length)
         return PaddedCausal(tokens, part, length, vocabulary.pad)
@@ -375,12 +383,12 @@ def _mask_token(vocabulary: Vocabulary) -> int:
     return vocabulary.mask
 
 
-def _packs(settings: DataConfig, task: str) -> bool:
-    return settings.packing and task in (CAUSAL, MASKED)
+def _packs(settings: DataConfig, task: str) -> bool | Literal["documents"]:
+    return settings.packing if task in (CAUSAL, MASKED) else False
 
 
 def _parts(settings: DataConfig, task: str, tokens: TokenCache) -> tuple[Part, Part]:
-    if not _packs(settings, task):
+    if settings.packing == "documents" or not _packs(settings, task):
         return split_documents(tokens.documents, settings.eval_fraction)
     blocks = packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
     return split_blocks(blocks, settings.eval_fraction)
@@ -409,15 +417,21 @@ def _sizes(
     tokens: TokenCache | None,
 ) -> DataSizes:
     known: dict[str, Any] = {}
+    packing = _packs(settings, task)
     if tokens is not None:
         train, held_out = _parts(settings, task, tokens)
-        known = {
+        counts = (train.num_samples, held_out.num_samples)
+        if packing == "documents":
+            packed = [packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out)]
+            counts = (packed[0].samples, packed[1].samples)
+            known["waste"] = packed[0].waste
+        known |= {
             "documents": tokens.documents,
             "tokens": tokens.total_tokens,
-            "train_samples": train.num_samples,
-            "eval_samples": held_out.num_samples,
+            "train_samples": counts[0],
+            "eval_samples": counts[1],
             "cut": 0.0
-            if _packs(settings, task)
+            if packing is True
             else _cut_share(
                 tokens, settings.seq_len + (task == CAUSAL), settings.target_seq_len or settings.seq_len
             ),
@@ -428,6 +442,6 @@ def _sizes(
         tokenizer=tokenizer or "a byte-pair encoding trained on it",
         vocab_size=vocab_size,
         seq_len=settings.seq_len,
-        packing=_packs(settings, task),
+        packing=packing,
         **known,
     )

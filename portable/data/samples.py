@@ -34,6 +34,8 @@ class Samples(ABC):
     num_samples: int
     valid_tokens: int | None = None
     """The number of valid labels per sample, if it is the same for all."""
+    waste: float = 0.0
+    """The share of positions that packing leaves to padding."""
 
     def __len__(self) -> int:
         return self.num_samples
@@ -48,7 +50,7 @@ class Samples(ABC):
         return {name: torch.from_numpy(values) for name, values in self.arrays(places).items()}
 
     @abstractmethod
-    def documents(self, index: int) -> range:
+    def documents(self, index: int) -> Sequence[int]:
         """The numbers of the source's documents in a sample, from 0."""
 
     @abstractmethod

@@ -1,0 +1,192 @@
+"""Attention that stays within the documents of a packed sample.
+
+The data marks documents by ``position_ids`` that begin at 0 in each, and gives their lengths
+(:class:`portable.data.packing.PackedDocuments`). Every layer then attends as if each document were a sequence
+of its own:
+
+* Masks: transformers builds the mask of each kind of layer (causal, sliding window, chunked) from a function of
+  two positions. It is told which document a position belongs to, without reading a value of a tensor. This works
+  on every device, compiled or not: the mask is a tensor of a fixed shape.
+* On a CPU, the fused kernel computes all of a masked product. There, sdpa runs once per document instead, which
+  costs less than causal attention over the sample.
+* flash_attention_2 gets the lengths themselves.
+
+Models that mix tokens in another way, such as a state space model, or that do not pass their positions on cannot
+keep documents apart. :data:`KEEP_DOCUMENTS_APART` lists the types that were compared with unpacked documents.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from portable.model.transformers_patches import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor, nn
+
+    from portable.backend import Batch
+
+
+READ_THEIR_MASK = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
+"""Model types whose layers compute with the mask themselves, so that it must be a tensor."""
+
+
+class DocumentAttention:
+    """Keeps documents apart in the forward passes of a model.
+
+    Args:
+        model: a transformers model, not wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = model.config
+        self._kernel: str = config._attn_implementation
+        self._reads_mask = config.model_type in READ_THEIR_MASK
+        self._model = model
+
+    @contextmanager
+    def within(self, inputs: Batch) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of ``model.forward`` for a batch; call it in this context."""
+        arguments: dict[str, Any] = dict(inputs)
+        lengths = arguments.pop("document_lengths", None)
+        if "position_ids" not in inputs:
+            yield arguments
+            return
+        # The positions are known: transformers would read them to find out.
+        with replaced(find_packed_sequence_indices=lambda _: None):
+            if self._kernel == "flash_attention_2":
+                yield arguments | _flash_arguments(lengths, inputs["input_ids"].shape[1])
+                return
+            rows = None
+            if lengths is not None and self._calls_per_document(lengths.device):
+                _let_sdpa_take_documents()
+                rows = [[length for length in row if length] for row in lengths.tolist()]
+            with _masks(self._kernel, inputs["position_ids"], rows):
+                yield arguments
+
+    def _calls_per_document(self, device: torch.device) -> bool:
+        if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
+            return False
+        return all(module._compiled_call_impl is None for module in self._model.modules())
+
+
+@contextmanager
+def _masks(kernel: str, positions: Tensor, rows: list[list[int]] | None) -> Iterator[None]:
+    """Within this context, keep documents apart in the causal masks that transformers makes.
+
+    Args:
+        kernel: the attention for which they are made.
+        positions: in the documents, int64 ``[batch, tokens]``.
+        rows: the lengths of the documents of each sample, if the masks may be :class:`_Documents`.
+    """
+    from transformers import masking_utils
+
+    masks: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    make_mask: Callable[..., Tensor] = masks[kernel]
+    documents = (positions == 0).cumsum(-1)
+
+    def mask(*, mask_function: Callable[..., Tensor], **given: Any) -> Any:
+        if "allow_is_bidirectional_skip" in given:  # of images, or of another sequence
+            return make_mask(mask_function=mask_function, **given)
+        if rows is not None and not given["use_vmap"]:  # which is for functions of the model's own
+            return _Documents(rows, mask_function, given.get("local_size"), make_mask)
+        function = masking_utils.packed_sequence_compatibility_function(mask_function, positions, documents)
+        return make_mask(**{**given, "mask_function": function, "allow_is_causal_skip": False})
+
+    masks[kernel] = mask
+    try:
+        yield
+    finally:
+        del masks[kernel]
+
+
+def _flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
+    """The keywords with which transformers calls the kernel for sequences of different lengths.
+
+    Their shapes and integers are the same for every batch, so nothing syncs or compiles again. Lengths of zero
+    are sequences without tokens.
+    """
+    ends = functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": seq_len, "max_length_k": seq_len}
+
+
+class _Documents:
+    """Stands for the mask of a batch, and attends to one document at a time.
+
+    Args:
+        rows: the lengths of the documents of each sample.
+        function: the causal mask function within a document.
+        local_size: the length up to which it is plainly causal; None for any.
+        make_mask: makes a mask from a function.
+    """
+
+    def __init__(
+        self,
+        rows: list[list[int]],
+        function: Callable[..., Tensor],
+        local_size: int | None,
+        make_mask: Callable[..., Tensor],
+    ) -> None:
+        self._rows = rows
+        self._function = function
+        self._local_size = local_size
+        self._make_mask = make_mask
+        self._masks: dict[int, Tensor | None] = {}
+
+    def attend(
+        self,
+        attention: Callable[..., tuple[Tensor, None]],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **keywords: Any,
+    ) -> Tensor:
+        """Call ``attention`` for each document; returns ``[batch, tokens, heads, size of a head]``."""
+        rows = []
+        # The gradients of split are concatenated; those of slices would each be padded and added.
+        for lengths, *row in zip(self._rows, query.split(1), key.split(1), value.split(1), strict=True):
+            parts = zip(*(tensor.split(lengths, dim=2) for tensor in row), strict=True)
+            results = [attention(module, *part, self._mask(part[0]), **keywords)[0] for part in parts]
+            rows.append(torch.cat(results, dim=1))
+        return torch.cat(rows)
+
+    def _mask(self, query: Tensor) -> Tensor | None:
+        length = query.shape[2]
+        if self._local_size is None or length <= self._local_size:
+            return None
+        if length not in self._masks:
+            self._masks[length] = self._make_mask(
+                batch_size=1,
+                q_length=length,
+                kv_length=length,
+                mask_function=self._function,
+                allow_is_causal_skip=False,
+                device=query.device,
+            )
+        return self._masks[length]
+
+
+@cache  # once per process: layers that are recomputed run outside of any context
+def _let_sdpa_take_documents() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    functions: Any = ALL_ATTENTION_FUNCTIONS
+    attention = functions["sdpa"]
+
+    def with_documents(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        if isinstance(attention_mask, _Documents):
+            return attention_mask.attend(attention, module, query, key, value, **keywords), None
+        result: tuple[Tensor, None] = attention(module, query, key, value, attention_mask, **keywords)
+        return result
+
+    functions["sdpa"] = with_documents
