@@ -101,17 +101,16 @@ def _model(config: RunConfig) -> Iterator[ConflictError]:
 
 def _data(config: RunConfig) -> Iterator[ConflictError]:
     data, task = config.data, config.model.task
-    if data.packing and task in PADDED_TASKS:
+    packing = "true" if data.packing is True else data.packing
+    if packing and task in PADDED_TASKS:
         yield ConflictError(
             ("data.packing", "model.task"),
-            f"data.packing {data.packing if data.packing == 'documents' else 'true'} does not work with model.task {task}; set data.packing to "
-            "false",
+            f"data.packing {packing} does not work with model.task {task}; set data.packing to false",
         )
-    if data.packing == "documents" and task == "masked-lm":
+    if packing == "documents" and task == "masked-lm":
         yield ConflictError(
             ("data.packing", "model.task"),
-            "data.packing documents is for model.task causal-lm, not masked-lm, whose attention is not causal; "
-            "set data.packing to false",
+            "data.packing documents is for model.task causal-lm, not masked-lm; set data.packing to false",
         )
     if data.vocab_size is not None and data.tokenizer is not None:
         yield ConflictError(

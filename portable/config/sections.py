@@ -181,8 +181,8 @@ class DataConfig(Section):
         default=True,
         description="True: concatenate texts into full sequences without padding (language models only). "
         "documents: pack whole texts into sequences in which they do not see each other: attention stays "
-        "within a text and positions restart (causal-lm only; for fine-tuning). False: one text per sequence, "
-        "truncated or padded to data.seq_len, as always in seq2seq-lm and sequence-classification.",
+        "within a text, and positions restart (causal-lm only). False: one text per sequence, truncated or "
+        "padded to data.seq_len, as always in seq2seq-lm and sequence-classification.",
         json_schema_extra=IDENTITY,
     )
     eval_fraction: float = Field(

@@ -187,7 +187,7 @@ class TokenWriter:
         self.in_document = False
 
     def extend(self, field: str, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
-        """Add many documents of a single field at once: their tokens one after the other, and their lengths."""
+        """Add many documents of a single field: their tokens one after the other, and their lengths."""
         self._tokens[field].write(tokens.astype(_DTYPES[self._dtype]))
         self._index[field].write((self._counts[field] + np.cumsum(lengths)).astype(_OFFSET))
         self._counts[field] += len(tokens)

@@ -4,8 +4,8 @@ A plan says which documents share a sample. It depends only on the lengths of th
 machine has the same. It is computed once and kept beside the token cache, in the same format: its "documents"
 are the samples, and their "tokens" the numbers of the documents in them.
 
-The documents are packed by best fit, longest first, in windows of :data:`WINDOW` documents in the order of the
-data set, which is shuffled. A window bounds the memory; with this many, it costs no space.
+The documents are packed by best fit, longest first, in windows of :data:`WINDOW` documents in the order of
+the data set, which is shuffled. A window bounds the memory; with this many, it costs no space.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _FIELD = "documents"
 class PackedDocuments(Samples):
     """Whole documents one after the other, padded on the right at the end of the sample.
 
-    A document of *n* tokens takes *n* - 1 positions, at most ``seq_len``: each token but the last is an input,
-    and its label is the next one. So no label is of another document, and a sample has the labels that its
-    documents have one by one. ``position_ids`` begin at 0 in each document and in the padding.
-    ``document_lengths``, ``[batch, most documents of a sample + 1]``, has the positions of each document, then
-    those of the padding, then zeros; a row sums to ``seq_len``.
+    A document of *n* tokens takes *n* - 1 positions, at most ``seq_len``: each token but the last is an
+    input, and its label is the next one. So no label is of another document, and a sample has the labels that
+    its documents have one by one. ``position_ids`` begin at 0 in each document and in the padding.
+    ``document_lengths``, int64 ``[batch, most documents of a sample + 1]``, has the positions of each
+    document, then those of the padding, then zeros; a row sums to ``seq_len``.
 
     Args:
         plan: from :func:`planned`.
@@ -152,7 +152,7 @@ def _plan_folder(tokens: TokenCache, part: Part, seq_len: int) -> Path:
 def _packed_windows(
     tokens: TokenCache, part: Part, seq_len: int
 ) -> Iterator[tuple[Integers, Integers, Integers]]:
-    """For each window: the documents in the order of the samples, their lengths, and how many a sample has."""
+    """For each window: documents in the order of the samples, their lengths, and how many a sample has."""
     lengths = np.empty(tokens.documents, np.uint32)
     for start in range(0, tokens.documents, WINDOW):
         offsets = tokens.offsets["text"][start : start + WINDOW + 1].astype(np.int64)
