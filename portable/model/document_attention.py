@@ -7,12 +7,12 @@ of its own:
 * Masks: transformers makes the mask of each kind of layer (causal, sliding window, chunked) from a function
   of two positions. Here, that function gets positions within documents, and a mask has a fixed shape. No
   value of a tensor is read. This works on every device, compiled or not.
-* On a CPU, the fused kernel computes all of a masked product. There, sdpa runs once per document instead, which
-  costs less than causal attention over the sample.
+* On a CPU, the fused kernel computes all of a masked product. There, sdpa runs once per document instead,
+  which costs less than causal attention over the sample.
 * flash_attention_2 gets the lengths themselves.
 
-Models that mix tokens in another way, such as a state space model, or that do not pass their positions on cannot
-keep documents apart. :data:`KEEP_DOCUMENTS_APART` lists the types that were compared with unpacked documents.
+Models that mix tokens in another way, such as a state space model, or that count positions themselves cannot
+keep documents apart. :func:`check_documents` refuses them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,23 @@ if TYPE_CHECKING:
     from portable.backend import Batch
 
 
-KEEP_DOCUMENTS_APART = frozenset(
-    ["afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "beam", "bert", "bert-generation", "big_bird", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "dots3_note_text", "electra", "emu3", "ernie", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "git", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "lfm2", "llama", "llama4", "llama4_text", "longcat_flash", "megatron-bert", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "mllama", "modernbert-decoder", "moshi", "moss_transcribe_diarize", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "rembert", "roc_bert", "roformer", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "whisper", "xglm", "youtu"]
-)
-"""Model types whose loss and gradients were the same for packed and for single documents (the tests compare)."""
+_COMPARED = """
+afmoe apertus arcee aria_text axk1 axk2 beam bert bert-generation big_bird biogpt bitnet bloom codegen
+cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama
+doge dots1 dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo
+flint fuyu gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm
+glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox
+gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jetmoe
+kolibri1 laguna lfm2 llama llama4 llama4_text longcat_flash megatron-bert mellum mimo_v2_flash minicpm3
+minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama modernbert-decoder moshi
+moss_transcribe_diarize mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
+phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe rembert roc_bert roformer seed_oss smollm3
+solar_open stablelm starcoder2 vaultgemma whisper xglm youtu
+"""
+
+KEEP_DOCUMENTS_APART = frozenset(_COMPARED.split())
+"""Model types whose packed documents have the loss and gradients of single ones, as a test compares."""
 
 READ_THEIR_MASK = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
 """Of these, the types whose layers compute with the mask themselves, so that it must be a tensor."""
