@@ -64,7 +64,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 def check_documents(model: PreTrainedModel) -> None:
     """Raise UserError if ``model`` may let the documents of a packed sample see each other."""
     config = model.config
-    others = [kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_TYPES]
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    others = [kind for kind in kinds if kind not in _LAYER_TYPES]
     if others:
         why = f"has layers of type {others[0]}, which pass on a state from one text to the next"
     elif config.model_type not in KEEP_DOCUMENTS_APART:
@@ -140,7 +141,7 @@ _BOTH_DIRECTIONS = "allow_is_bidirectional_skip"
 def _masks_made_by(
     wrap: Callable[[Callable[..., Tensor]], Callable[..., Any]], kernel: str
 ) -> Iterator[None]:
-    """Within this context, wrap the function with which transformers makes the masks for an attention kernel."""
+    """Within this context, wrap the function with which transformers makes masks for an attention kernel."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     functions: Any = ALL_MASK_ATTENTION_FUNCTIONS
@@ -181,8 +182,8 @@ def _within_documents(
 def _flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
     """The keywords with which transformers calls the kernel for sequences of different lengths.
 
-    Their shapes and integers are the same for every batch, so nothing syncs or compiles again. Lengths of zero
-    are sequences without tokens.
+    Their shapes and integers are the same for every batch, so nothing syncs or compiles again. A length of
+    zero is a sequence without tokens.
     """
     ends = functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": seq_len, "max_length_k": seq_len}

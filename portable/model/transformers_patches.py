@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def no_value_checks() -> Iterator[None]:
     """Keep transformers from reading masks and positions in a forward pass, which is a host sync.
 
-    transformers looks for packed sequences, and skips masks that mask nothing. Here, every mask that is given is
-    used. :mod:`portable.model.document_attention` says where the documents of a packed sample are.
+    transformers looks for packed sequences, and skips masks that mask nothing. Here, every mask that is given
+    is used. :mod:`portable.model.document_attention` says where the documents of a packed sample are.
     """
     from transformers import masking_utils
 
