@@ -114,7 +114,7 @@ def test_a_plan_is_made_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch)
     samples = PackedDocuments(cache, planned(cache, part, LENGTH), LENGTH, PAD)
     first = [list(samples.documents(index)) for index in range(len(samples))]
     monkeypatch.setattr(packing, "best_fit", None)  # from here on it is read
-    again = pickle.loads(pickle.dumps(samples))
+    again = pickle.loads(pickle.dumps(samples))  # noqa: S301
     assert [list(again.documents(index)) for index in range(len(again))] == first
     assert packed_sizes(cache, part, LENGTH) == without
     assert isinstance(without, PackedSizes) and without.most == max(map(len, first))
