@@ -52,6 +52,7 @@ class PackedDocuments(Samples):
         sizes = PackedSizes(**plan.meta["sizes"])
         self.num_samples = sizes.samples
         self.waste = sizes.waste
+        self.context = sizes.seen / sizes.filled
         self._cache = cache
         self._plan = plan
         self._length = seq_len
@@ -113,17 +114,27 @@ def planned(tokens: TokenCache, part: Part, seq_len: int) -> TokenCache:
 
 @dataclass
 class PackedSizes:
-    """Counts of samples, of their positions with a token, and of the most documents in one."""
+    """Counts of samples, and of the tokens in them.
+
+    Attributes:
+        seq_len: positions of a sample.
+        samples: how many.
+        filled: positions with a token, in all samples.
+        seen: for each of these, the length of its document, summed.
+        most: the most documents in a sample.
+    """
 
     seq_len: int
     samples: int = 0
     filled: int = 0
+    seen: int = 0
     most: int = 0
 
     def add(self, lengths: Integers, counts: Integers) -> None:
         """Add samples: the lengths of their documents, and the number of documents in each."""
         self.samples += len(counts)
         self.filled += int(lengths.sum())
+        self.seen += int(np.dot(lengths, lengths))
         self.most = max(self.most, int(counts.max()))
 
     @property

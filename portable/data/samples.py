@@ -36,6 +36,8 @@ class Samples(ABC):
     """The number of valid labels per sample, if it is the same for all."""
     waste: float = 0.0
     """The share of positions that packing leaves to padding."""
+    context: float | None = None
+    """The mean length of the document that a token is in, where attention stays within it."""
 
     def __len__(self) -> int:
         return self.num_samples

@@ -112,7 +112,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     model = models.build_model(model_config, config.model)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame)
     architecture, parameters = type(model).__name__, parameter_count(model)
-    flops = flops_per_token(model, model_config, config.data.seq_len)
+    flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
     if config.data.packing == "documents":
         check_documents(model)

@@ -57,9 +57,9 @@ def test_best_fit_decreasing(seed: int) -> None:
 
 def test_a_million_documents_take_a_moment_and_little_padding() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 1_000_000).astype(np.int64), 1, 4096)
-    start = time.perf_counter()
+    start = time.process_time()
     _, counts = best_fit(lengths, 4096)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert 1 - lengths.sum() / (len(counts) * 4096) < 0.001
 
 
@@ -104,6 +104,8 @@ def test_every_document_is_whole_and_once(
             padding += LENGTH - at
         assert sorted(found) == sorted(one for one in expected if one[0])
         assert samples.waste == pytest.approx(padding / (LENGTH * len(samples)))
+        each = [len(inputs) for inputs, _ in found]
+        assert samples.context == pytest.approx(sum(n * n for n in each) / sum(each))
         assert len(set(places)) == len(places)
         assert packed_sizes(cache, part, LENGTH).samples == len(samples)
 
