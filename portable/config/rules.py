@@ -46,6 +46,8 @@ def derived(config: RunConfig) -> dict[str, Any]:
         found["model.config"] = None
     if model.task in PADDED_TASKS:
         found["data.packing"] = False
+    elif config.data.format not in ("auto", "text"):
+        found["data.packing"] = "documents"
     if train.epochs is not None:
         found["train.steps"] = None
     if train.eval_every_epochs is not None:
@@ -128,6 +130,30 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
                 (f"data.{name}", "model.task"),
                 f"data.{name} is for model.task {only}, not {task}; remove it",
             )
+    for name in ("format", "chat_template", "chat_template_kwargs", "train_on", "split_turns", "truncation"):
+        value = getattr(data, name)
+        if task != "causal-lm" and value and value not in ("auto", "text", "end"):
+            yield ConflictError(
+                (f"data.{name}", "model.task"),
+                f"data.{name} is for model.task causal-lm, not {task}; remove it",
+            )
+        if data.format == "text" and name not in ("format", "truncation") and value:
+            yield ConflictError(
+                (f"data.{name}", "data.format"),
+                f"data.{name} is for conversations, not for data.format text; remove one of the two",
+            )
+    if data.truncation != "end" and data.packing is True and data.format != "auto":
+        yield ConflictError(
+            ("data.truncation", "data.packing"),
+            f"data.truncation {data.truncation} has no effect with data.packing true, which cuts nothing; "
+            "remove one of the two",
+        )
+    if data.train_on == "completion" and (data.split_turns or data.format in ("messages", "sharegpt")):
+        other = "data.split_turns" if data.split_turns else f"data.format {data.format}"
+        yield ConflictError(
+            ("data.train_on", "data.split_turns" if data.split_turns else "data.format"),
+            f"data.train_on completion does not work with {other}; set data.train_on to assistant",
+        )
     if data.source is None and task in PADDED_TASKS:
         yield ConflictError(
             ("data.source", "model.task"),

@@ -1,7 +1,7 @@
 """Data: sources, tokenizer, token cache, data sets, sample order and loaders."""
 
 from portable.data.classes import Classes, KnownClasses
-from portable.data.dataset import TASKS, Data, DataSizes, build_data, inspect_data
+from portable.data.dataset import TASKS, Data, DataSizes, build_data, inspect_data, recognise_format
 from portable.data.loader import BatchIterator, EvalLoader, TrainLoader
 from portable.data.order import Permutation, locate, permutation
 from portable.data.samples import IGNORED, Batch, Samples
@@ -27,4 +27,5 @@ __all__ = [
     "inspect_data",
     "locate",
     "permutation",
+    "recognise_format",
 ]

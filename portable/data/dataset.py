@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from portable.data.cache import CacheDamagedError, TokenCache
+from portable.data.chat_template import ChatTemplate, chat_template
 from portable.data.classes import Classes, KnownClasses, Problem, classes_of
 from portable.data.packing import PackedDocuments, packed_sizes, planned
 from portable.data.samples import (
@@ -34,6 +36,7 @@ from portable.data.tokenizer import (
     trained_tokenizer_folder,
     trained_vocab_size,
 )
+from portable.data.truncation import Truncated, truncated
 from portable.errors import UserError
 from portable.paths import default_cache_dir
 
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portable.config import DataConfig
+    from portable.data.conversations import Format
 
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "causal-lm",
@@ -71,6 +75,12 @@ class DataSizes:
     """The share of truncated tokens in documents longer than ``seq_len``."""
     waste: float | None = None
     """With packed documents, the share of positions to train on that are padding."""
+    truncated: Truncated | None = None
+    """What truncation does to conversations, or to texts where it does not only cut their ends."""
+    trained: float | None = None
+    """The share of a conversation's tokens that is trained."""
+    prompt_left: str = ""
+    """What a generation prompt of the template has that no answer in the data begins with."""
     cached: Path | None = None
     """The token cache, if it exists."""
     opened: Any = field(default=None, compare=False, repr=False)
@@ -89,15 +99,28 @@ class DataSizes:
             f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
             f"{self.train_samples:,} to train, {self.eval_samples:,} to evaluate"
         )
+        text += "" if self.trained is None else f"; {self.trained:.1%} of the tokens are trained"
         if self.waste is not None:
             text += f"; {self.waste:.2%} of the positions are padding"
         return text if self.cut <= MAX_CUT else f"{text}; {self.cut:.0%} of the tokens are cut off"
 
     @property
-    def warning(self) -> str | None:
-        """A warning if a large share of the text is truncated."""
-        if self.cut <= MAX_CUT:
-            return None
+    def warnings(self) -> list[str]:
+        """What may surprise the user about the data, a line each."""
+        found = []
+        if self.truncated is not None and (lost := str(self.truncated)):
+            found.append(f"data.truncation: of the samples, {lost}")
+        elif self.cut > MAX_CUT:
+            found.append(self._cut_warning)
+        if self.prompt_left:
+            found.append(
+                f"data.chat_template: its generation prompt ends in {self.prompt_left!r}, which it does not "
+                "write before the answers of the data: the model is trained without it"
+            )
+        return found
+
+    @property
+    def _cut_warning(self) -> str:
         return (
             f"data.seq_len: {self.cut:.0%} of the tokens are cut off, because documents are truncated to "
             f"{self.seq_len} tokens; raise it, set data.packing to true (language models), or for .txt files "
@@ -121,6 +144,10 @@ class Data:
     """For classification, the outputs of the model."""
     target_frame: Frame | None = None
     """For seq2seq, the special tokens around each target."""
+    tokens: TokenCache | None = None
+    """All tokens of the source of ``train``."""
+    end_of_turn: int | None = None
+    """For conversations, the token after which the assistant has said everything."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -177,13 +204,14 @@ def build_data(
         UserError: if the settings or the data cannot be used.
     """
     cache = _cache_dir(settings)
-    source = _source(settings, task, cache)
+    settings, source = _recognised(settings, task, _source(settings, task, cache))
     name = settings.tokenizer or model_tokenizer
     if name is not None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **_languages(settings, task))
     else:
         size = settings.vocab_size or model_vocab_size
-        tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED, ends=ends_texts)
+        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": _converses(settings)}
+        tokenizer = train_tokenizer(source, size, cache, **kind)
     reading = Reading(
         task,
         tokenizer,
@@ -197,16 +225,18 @@ def build_data(
     classes: Classes | None = None
     if task == CLASSIFICATION:
         classes = classes_of(opened.tokens, source.class_names, known_classes, problem)
-    train, held_out = _parts(settings, task, opened.tokens)
+    train, held_out = _parts(settings, task, opened.tokens, opened.truncated)
     return Data(
         tokenizer=tokenizer,
         train=reading.samples(opened, train, classes),
         eval=reading.samples(opened, held_out, classes) if held_out.num_samples else None,
-        sizes=_sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens),
+        sizes=_sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens, opened.truncated),
         fingerprint=opened.tokens.fingerprint,
         vocab_size=reading.vocabulary.size,
         classes=classes,
         target_frame=_target_frame(opened.framed, task),
+        tokens=opened.tokens,
+        end_of_turn=opened.tokens.meta.get("end_of_turn"),
     )
 
 
@@ -218,6 +248,7 @@ class Opened:
     source: Source
     framed: Frame
     tokens: TokenCache
+    truncated: Truncated | None = None
 
 
 @dataclass(frozen=True)
@@ -247,14 +278,45 @@ class Reading:
         """Tokenize ``source``, if it is not cached."""
         framed, fields = self.framed(settings), _fields(settings, self.task)
         cache = _cache_dir(settings)
-        tokens = tokenize(source, self.tokenizer, self.vocabulary, fields, framed, cache, progress=progress)
-        return Opened(settings, source, framed, tokens)
+        tokens = tokenize(
+            source,
+            self.tokenizer,
+            self.vocabulary,
+            fields,
+            framed,
+            cache,
+            chat=self.chat(settings),
+            progress=progress,
+        )
+        return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
+
+    def chat(self, settings: DataConfig) -> ChatTemplate | None:
+        """What tokenizes conversations; None for plain text. Saves a chosen template with the tokenizer."""
+        if not _converses(settings):
+            return None
+        given = settings.chat_template
+        has_one = given is not None or getattr(self.tokenizer, "chat_template", None)
+        # Prompts and completions may be strings, which need none.
+        needs_one = settings.format != "prompt_completion" or has_one
+        templates = chat_template(self.tokenizer, given) if needs_one else None
+        if given is not None:
+            self.tokenizer.chat_template = templates
+        return ChatTemplate(
+            self.tokenizer,
+            templates,
+            self.framed(settings),
+            train_on=settings.train_on,
+            split_turns=settings.split_turns,
+            kwargs=settings.chat_template_kwargs,
+        )
 
     def cached(self, settings: DataConfig, source: Source) -> TokenCache | None:
         """The tokens of ``source``, if they are cached."""
         if source.remote:
             return None
-        folder = token_cache_folder(source, self.tokenizer, self.framed(settings), _cache_dir(settings))
+        folder = token_cache_folder(
+            source, self.tokenizer, self.framed(settings), _cache_dir(settings), self.chat(settings)
+        )
         with suppress(CacheDamagedError):
             return TokenCache.open(folder)
         return None
@@ -301,10 +363,11 @@ class Reading:
                 pair=_pair_frame(settings, self.tokenizer) if paired else None,
             )
         if settings.packing == "documents":
-            return PackedDocuments(tokens, planned(tokens, part, length), length, vocabulary.pad)
+            plan = planned(tokens, part, length)
+            return PackedDocuments(tokens, plan, length, vocabulary.pad, settings.truncation)
         if settings.packing:
             return PackedCausal(tokens, part, length)
-        return PaddedCausal(tokens, part, length, vocabulary.pad)
+        return PaddedCausal(tokens, part, length, vocabulary.pad, settings.truncation)
 
 
 def inspect_data(
@@ -323,6 +386,8 @@ def inspect_data(
     """
     cache = _cache_dir(settings)
     source = _source(settings, task, cache, remember=False)
+    if not source.remote:
+        settings, source = _recognised(settings, task, source, remember=False)
     source.check()
     name = settings.tokenizer or model_tokenizer
     size: int | None = None
@@ -331,9 +396,10 @@ def inspect_data(
     if name is None:
         size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
         if not source.remote:
-            trained = trained_tokenizer_folder(source, size, cache, mask=task == MASKED, ends=ends_texts)
+            kind = {"mask": task == MASKED, "ends": ends_texts, "chat": _converses(settings)}
+            trained = trained_tokenizer_folder(source, size, cache, **kind)
             folder = str(trained) if is_trained(trained) else None
-    tokens = None
+    tokens = cut = None
     if folder is not None:
         try:
             tokenizer = load_tokenizer(
@@ -348,7 +414,53 @@ def inspect_data(
             target_frame = _target_frame(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}
             tokens = reading.cached(settings, source)
-    return replace(_sizes(settings, task, source, name, size, tokens), **opened)
+            if tokens is not None:
+                cut = _truncated(settings, task, tokens)
+            elif not source.remote and (chat := reading.chat(settings)) is not None:
+                chat.encode(list(islice(source.documents(), 1)))  # raises what the first record reveals
+    return replace(_sizes(settings, task, source, name, size, tokens, cut), **opened)
+
+
+def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True) -> str:
+    """The format of the records that ``data.format`` auto means; auto if that needs a download.
+
+    Args:
+        settings: the ``data`` section.
+        task: one of ``TASKS``.
+        downloads: whether a source may be downloaded.
+
+    Raises:
+        UserError: no format fits the first record, or several do.
+    """
+    if settings.format != "auto" or settings.source is None or task != CAUSAL:
+        return "text" if task != CAUSAL or settings.source is None else settings.format
+    source = _source(settings, task, _cache_dir(settings), remember=False)
+    return "auto" if source.remote and not downloads else source.recognised(_fields(settings, task))
+
+
+def _recognised(
+    settings: DataConfig, task: str, source: Source, *, remember: bool = True
+) -> tuple[DataConfig, Source]:
+    """The settings with the format of ``source``, and the source as one of that format."""
+    kind = source.recognised(_fields(settings, task))
+    if kind == settings.format:
+        return settings, source
+    settings = settings.model_copy(update={"format": kind})
+    return settings, _source(settings, task, _cache_dir(settings), remember=remember)
+
+
+def _converses(settings: DataConfig) -> bool:
+    """Whether the records are conversations, or prompts with completions; asked once the format is known."""
+    return settings.format not in ("auto", "text")
+
+
+def _truncated(settings: DataConfig, task: str, tokens: TokenCache) -> Truncated | None:
+    """What truncation does; None where it only cuts the ends of plain texts."""
+    if task != CAUSAL or settings.packing is True:
+        return None
+    if tokens.trained_bits is None and settings.truncation == "end":
+        return None
+    return truncated(tokens, settings.truncation, settings.seq_len)
 
 
 def _cache_dir(settings: DataConfig) -> Path:
@@ -393,7 +505,13 @@ def _fields(settings: DataConfig, task: str) -> Fields:
         text_split=settings.text_split,
         pair=settings.text_pair_field if task == CLASSIFICATION else None,
         prefix=settings.source_prefix if task == SEQ2SEQ else "",
+        format=None if settings.format == "auto" and task == CAUSAL else _format(settings, task),
     )
+
+
+def _format(settings: DataConfig, task: str) -> Format:
+    kind = settings.format
+    return "text" if kind == "auto" or task != CAUSAL else kind
 
 
 def _source(settings: DataConfig, task: str, cache: Path, *, remember: bool = True) -> Source:
@@ -441,9 +559,12 @@ def _packs(settings: DataConfig, task: str) -> bool | Literal["documents"]:
     return settings.packing if task in (CAUSAL, MASKED) else False
 
 
-def _parts(settings: DataConfig, task: str, tokens: TokenCache) -> tuple[Part, Part]:
+def _parts(
+    settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None = None
+) -> tuple[Part, Part]:
     if settings.packing == "documents" or not _packs(settings, task):
-        return split_documents(tokens.documents, settings.eval_fraction)
+        left_out = None if cut is None else cut.left_out
+        return split_documents(tokens.documents, settings.eval_fraction, left_out)
     blocks = packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
     return split_blocks(blocks, settings.eval_fraction)
 
@@ -469,17 +590,22 @@ def _sizes(
     tokenizer: str | None,
     vocab_size: int | None,
     tokens: TokenCache | None,
+    cut: Truncated | None = None,
 ) -> DataSizes:
     known: dict[str, Any] = {}
     packing = _packs(settings, task)
     if tokens is not None:
-        train, held_out = _parts(settings, task, tokens)
+        train, held_out = _parts(settings, task, tokens, cut)
         counts = (train.num_samples, held_out.num_samples)
         if packing == "documents":
             packed = [packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out)]
             counts = (packed[0].samples, packed[1].samples)
             known["waste"] = packed[0].waste
+        trained = tokens.meta.get("trained_tokens")
         known |= {
+            "truncated": cut,
+            "trained": None if trained is None else trained / max(1, tokens.total_tokens),
+            "prompt_left": tokens.meta.get("prompt_left", ""),
             "documents": tokens.documents,
             "tokens": tokens.total_tokens,
             "train_samples": counts[0],

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from portable.data.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, locked_folder
 from portable.data.samples import IGNORED, Arrays, Part, Samples
+from portable.data.truncation import Truncation, slice_of
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,9 +47,17 @@ class PackedDocuments(Samples):
     Args:
         plan: from :func:`planned`.
         pad: the padding token.
+        truncation: what is kept of a document that is longer than a sample.
     """
 
-    def __init__(self, cache: TokenCache, plan: TokenCache, seq_len: int, pad: int) -> None:
+    def __init__(
+        self,
+        cache: TokenCache,
+        plan: TokenCache,
+        seq_len: int,
+        pad: int,
+        truncation: Truncation = "end",
+    ) -> None:
         sizes = PackedSizes(**plan.meta["sizes"])
         self.num_samples = sizes.samples
         self.waste = sizes.waste
@@ -58,6 +67,7 @@ class PackedDocuments(Samples):
         self._length = seq_len
         self._pad = pad
         self._most = sizes.most
+        self._kept = slice_of(truncation, seq_len + 1)
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         shape = (len(places), self._length)
@@ -66,9 +76,11 @@ class PackedDocuments(Samples):
         for row, (_, index) in enumerate(places):
             at = 0
             for count, number in enumerate(self.documents(index)):
-                tokens = self._cache.document("text", number)[: self._length + 1]
+                tokens = self._cache.document("text", number)[self._kept]
                 end = at + len(tokens) - 1
                 inputs[row, at:end], labels[row, at:end] = tokens[:-1], tokens[1:]
+                if (trained := self._cache.trained("text", number)) is not None:
+                    labels[row, at:end][~trained[self._kept][1:]] = IGNORED
                 positions[row, at:end] = np.arange(end - at)
                 lengths[row, count] = end - at
                 at = end

@@ -110,7 +110,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     adopt_labels(model_config, data.classes)
     special_tokens.prepare(data.tokenizer)
     model = models.build_model(model_config, config.model)
-    aligned = special_tokens.align(model, data.tokenizer, data.target_frame)
+    aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
@@ -190,8 +190,7 @@ def notes_on(
             "note: the model is trained on the next token alone, as with disable_ngram_loss; "
             "transformers adds losses of the tokens after it"
         )
-    if data.warning is not None:
-        lines.append(f"warning: {data.warning}")
+    lines += [f"warning: {warning}" for warning in data.warnings]
     return lines
 
 
