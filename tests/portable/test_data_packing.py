@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pickle
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
+from portable.config import DataConfig, load_config
 from portable.data import build_data, inspect_data, packing
 from portable.data.packing import PackedDocuments, PackedSizes, best_fit, packed_sizes, planned
 from portable.data.samples import IGNORED, PaddedCausal, Part, split_documents
 from portable.errors import UserError
-from tests.portable.data_support import Settings, corpus, replace, token_cache
+from portable.run.settle import settle
+from tests.portable.data_support import Settings, corpus, replace, token_cache, write_jsonl
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,10 +147,48 @@ def test_from_the_settings(tmp_path: Path) -> None:
     held = {number for index in range(len(data.eval)) for number in data.eval.documents(index)}
     assert held == {padded.eval.documents(index)[0] for index in range(len(padded.eval))}
     # Documents beyond seq_len are cut, which is told.
-    assert inspect_data(replace(settings, seq_len=16)).warning is not None
+    assert "cut off" in inspect_data(replace(settings, seq_len=16)).warnings[0]
     folders = set((tmp_path / "cache" / "tokens").iterdir())
     inspect_data(replace(settings, seq_len=64))
     assert set((tmp_path / "cache" / "tokens").iterdir()) == folders  # nothing was written
+
+
+@pytest.mark.parametrize("truncation", ["end", "start"])
+def test_conversations_keep_their_masks(truncation: str, tmp_path: Path) -> None:
+    """Packed, which is their default, they have the labels that they have one by one."""
+    talks = [
+        {"messages": [{"role": "user", "content": "w " * n}, {"role": "assistant", "content": "v " * n}]}
+        for n in range(1, 40)
+    ]
+    source = write_jsonl(tmp_path / "talks.jsonl", talks)
+    given = {
+        "data.source": str(source),
+        "data.cache_dir": str(tmp_path / "cache"),
+        "data.chat_template": "chatml",
+        "data.seq_len": 96,
+        "data.eval_fraction": 0,
+        "data.truncation": truncation,
+        "model.config.max_position_embeddings": 96,
+        "output_dir": str(tmp_path / "run"),
+    }
+    config = settle(load_config(None, given), "cpu").config
+    assert config.data.packing == "documents"
+
+    def answers(settings: DataConfig) -> list[list[int]]:
+        """The input and the label of each position that counts, by conversation."""
+        samples = build_data(settings, model_vocab_size=400).train
+        found = []
+        for index in range(len(samples)):
+            sample = samples[index]
+            starts = torch.flatten((sample.get("position_ids", torch.zeros(1)) == 0).nonzero()).tolist()
+            for start, end in pairwise([*starts, 96]):
+                counts = sample["labels"][start:end] != IGNORED
+                pairs = torch.stack([sample["input_ids"][start:end], sample["labels"][start:end]])
+                found.append(pairs[:, counts].flatten().tolist())
+        return sorted(one for one in found if one)
+
+    packed, padded = (answers(config.data.model_copy(update={"packing": to})) for to in ("documents", False))
+    assert packed == padded and len(packed) > 30
 
 
 def test_no_text_with_two_tokens(tmp_path: Path) -> None:
