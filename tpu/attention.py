@@ -93,5 +93,7 @@ def _chunks(tensor: Tensor, rows: int) -> Tensor:
     """``tensor``, ``[batch, heads, tokens, ...]``, cut into rows: ``[chunks, batch, heads, rows, ...]``."""
     missing = -tensor.shape[2] % rows
     # A row that attends to nothing would be NaN, and its gradient, too.
-    padded = functional.pad(tensor, (0, 0, 0, missing), value=tensor.dtype == torch.bool) if missing else tensor
+    padded = (
+        functional.pad(tensor, (0, 0, 0, missing), value=tensor.dtype == torch.bool) if missing else tensor
+    )
     return padded.unflatten(2, (-1, rows)).movedim(2, 0)

@@ -81,7 +81,9 @@ def find_segments(model: nn.Module) -> list[Segment]:
     shared = {name for first, others in tied_names(model).items() if others for name in (first, *others)}
     found, returned = [], None
     for members in seen.values():
-        likes = [None if any(n.startswith(f"{name}.") for n in shared) else _likeness(m) for name, m in members]
+        likes = [
+            None if any(n.startswith(f"{name}.") for n in shared) else _likeness(m) for name, m in members
+        ]
         start = 0
         while start < len(members):
             period, length = _longest(likes[start:])
@@ -219,7 +221,9 @@ class LoopedLayers:
                 self._calls = []
             call = _Call(args, kwargs)
             if number != len(self._calls) or (number and call.hidden is not self._calls[-1].hidden):
-                self._refuse(number, "is not called with what the layer before it returned, and right after it")
+                self._refuse(
+                    number, "is not called with what the layer before it returned, and right after it"
+                )
             if number >= self._segment.period:
                 self._compare(number, call, self._calls[number % self._segment.period])
             self._calls.append(call)
@@ -275,9 +279,7 @@ class LoopedLayers:
 
         def layers() -> Tensor:
             hidden = carry[0]
-            for call, forward, form in zip(
-                self._calls, self._forwards, self._segment.returns, strict=False
-            ):
+            for call, forward, form in zip(self._calls, self._forwards, self._segment.returns, strict=False):
                 leaves = [given.get(id(leaf), leaf) for leaf in call.leaves]
                 leaves[call.place] = self._constrain(hidden)
                 args, kwargs = tree_unflatten(leaves, call.structure)

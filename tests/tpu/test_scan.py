@@ -117,7 +117,10 @@ QUICK_SETTINGS = ("accumulation and recomputation", "shard_grad_op", "adafactor"
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK_SETTINGS else pytest.param(name, marks=pytest.mark.exhaustive) for name in SETTINGS],
+    [
+        name if name in QUICK_SETTINGS else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in SETTINGS
+    ],
 )
 def test_how_it_is_computed_does_not_change_the_loss(
     name: str, tmp_path: Path, corpus: Path, xla: XlaPool
@@ -140,9 +143,7 @@ def test_the_number_of_devices_does_not_change_the_loss(
     assert_close(steps, plain(tmp_path / "cpu", corpus, **LLAMA), 1e-6)
 
 
-@pytest.mark.parametrize(
-    "checkpointing", ["full", pytest.param("none", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("checkpointing", ["full", pytest.param("none", marks=pytest.mark.exhaustive)])
 def test_bf16(checkpointing: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     settings = {**LLAMA, "precision": "bf16", "memory__activation_checkpointing": checkpointing}
     steps = looped(xla, 4, tmp_path / "a", corpus, **settings)
@@ -168,7 +169,9 @@ def test_checkpoints_are_those_without_a_loop(tmp_path: Path, corpus: Path, xla:
     assert run_rank("cpu", configured(folder, corpus, **settings, train__stop_after=6)) == 0
     on_tpu["xla__scan_layers"] = True
     assert xla.run(2, leg, configured(folder, corpus, **on_tpu)) == 0
-    ours, truth = (open_checkpoint(path / "checkpoints" / "step-000008") for path in (folder, tmp_path / "truth"))
+    ours, truth = (
+        open_checkpoint(path / "checkpoints" / "step-000008") for path in (folder, tmp_path / "truth")
+    )
     assert ours.tensors.keys() == truth.tensors.keys()
     assert ours.optimizer is not None and truth.optimizer is not None
     assert ours.optimizer.state.keys() == truth.optimizer.state.keys()
