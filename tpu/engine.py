@@ -24,7 +24,7 @@ from tpu.saving import Saver, Staged
 from tpu.scan_layers import LoopedLayers, Segment, find_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor

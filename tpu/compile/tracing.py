@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.data.dataset import CLASSIFICATION
 from portable.errors import UserError, one_line
+from portable.evaluation.builtin import Setting, measures_of
 from portable.loop import train_step
 from portable.model import build as models
 from portable.model.parameters import state_tensors
@@ -211,8 +213,10 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     batch = fake_batch(model, request)
     engine = backend.prepare(model, config)
     _trace_step(backend, engine, batch, plan, config)
-    if config.data.eval_fraction:
-        engine.evaluate(backend.place(batch))
+    if config.data.eval_fraction or config.data.eval is not None:
+        classes = tuple(model_config.id2label.values()) if config.model.task == CLASSIFICATION else ()
+        measures = measures_of(config.train.metrics, Setting(config.model.task, classes))
+        engine.evaluate(backend.place(batch), measures, {})
     bound = models.positions(model_config)
     tokens = config.log.sample_tokens
     tokens = tokens if bound is None else min(tokens, bound - PROMPT_TOKENS)
@@ -237,7 +241,7 @@ def _trace_step(
         plan=plan,
         first_sample=0,
         learning_rate=config.train.learning_rate,
-        max_grad_norm=config.train.max_grad_norm,
+        max_grad_norm=config.train.max_grad_norm or 0.0,
     )
 
 
