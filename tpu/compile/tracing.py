@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.data.classes import SINGLE
 from portable.data.dataset import CLASSIFICATION
 from portable.errors import UserError, one_line
 from portable.evaluation.builtin import Setting, measures_of
 from portable.loop import train_step
 from portable.model import build as models
+from portable.model.labels import problem_of
 from portable.model.parameters import state_tensors
 from portable.planner.activations import fake_batch
 from portable.planner.passes import Request
@@ -214,8 +216,7 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     engine = backend.prepare(model, config)
     _trace_step(backend, engine, batch, plan, config)
     if config.data.eval_fraction or config.data.eval is not None:
-        classes = tuple(model_config.id2label.values()) if config.model.task == CLASSIFICATION else ()
-        measures = measures_of(config.train.metrics, Setting(config.model.task, classes))
+        measures = measures_of(config.train.metrics, _setting(config, model_config))
         engine.evaluate(backend.place(batch), measures, {})
     bound = models.positions(model_config)
     tokens = config.log.sample_tokens
@@ -224,6 +225,13 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
         prompt = torch.zeros(1, PROMPT_TOKENS + tokens - 1, dtype=torch.int64)
         engine.generate(prompt, max_new_tokens=1, seed=0)
     return list(backend.graphs.written.values())
+
+
+def _setting(config: RunConfig, model_config: Any) -> Setting:
+    """The classes are the model's; those of the data are not known."""
+    if config.model.task != CLASSIFICATION:
+        return Setting(config.model.task)
+    return Setting(problem_of(model_config, config.model) or SINGLE, tuple(model_config.id2label.values()))
 
 
 def _trace_step(
