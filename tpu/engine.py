@@ -11,7 +11,7 @@ from torch import nn
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require
 from portable.model.layers import transformer_layers
-from portable.model.loss import Objective, added
+from portable.model.loss import Objective, added, no_totals
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from tpu.activation_checkpointing import recompute
 from tpu.attention import attend_by_rows
@@ -264,10 +264,13 @@ class XlaEngine:
             partial(self._objective.evaluated, self.model, batch, measure)
         )
         self.model.train()
-        self.graphs.run("evaluation", list(sums.values()))
-        # Added in a graph of its own, which is small: the first micro-batch has no totals yet.
-        first, totals = not totals, added(totals, sums)
-        self.graphs.run("first evaluation total" if first else "evaluation total", list(totals.values()))
+        # Zeros are buffers like later totals, so the first micro-batch has the graph of all others.
+        totals = dict(totals) or {name: self._layout.whole(zero) for name, zero in no_totals(sums).items()}
+        totals = added(totals, sums)
+        for total in totals.values():
+            whole = self._layout.sharding(self._layout.replicated(total.dim()))
+            xla._xla_mark_sharding(total, whole)
+        self.graphs.run("evaluation", list(totals.values()))
         return totals
 
     @torch.no_grad()
