@@ -1,8 +1,8 @@
 """The other side of :mod:`tpu.compile.trace`: a process that records graphs and runs none.
 
-The backend, engine, loss and optimizer are those of a run. Two things differ. The state has shapes, dtypes and
-shardings but no values, so a model takes no memory. And where a run would compile and execute a graph, this
-process writes it to a file.
+The backend, engine, loss and optimizer are those of a run. Two things differ. The state has shapes, dtypes
+and shardings but no values, so a model takes no memory. And where a run would compile and execute a graph,
+this process writes it to a file.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ import torch
 from portable.errors import UserError, one_line
 from portable.loop import train_step
 from portable.model import build as models
+from portable.model.parameters import state_tensors
 from portable.planner.activations import fake_batch
 from portable.planner.passes import Request
 from portable.run.micro_batch import batch_plan
 from tpu.backend import XlaBackend
+from tpu.compile.protobuf import field
+from tpu.compile.trace import ANSWER
 from tpu.graphs import Graphs
 from tpu.layout import Layout
 from tpu.runtime import xla
@@ -62,6 +65,9 @@ class TracedLayout(Layout):
         if tensor.numel() <= REAL_ELEMENTS:
             return super().whole(tensor)
         return self.zeros(tensor.shape, tensor.dtype, self.replicated(tensor.dim()))
+
+    def fill(self, tensor: Tensor, spec: Spec, source: Any) -> None:
+        tensor.data = self.zeros(tensor.shape, tensor.dtype, spec)
 
     def place_batch(self, tensor: Tensor) -> Tensor:
         placed = self.zeros(tensor.shape, tensor.dtype, self.batch(tensor.dim()))
@@ -124,6 +130,8 @@ class TracingBackend(XlaBackend):
 
     def prepare(self, model: nn.Module, config: RunConfig) -> XlaEngine:
         engine: Any = super().prepare(model, config)
+        # As a run does: the order in which tensors were made is that of a graph's parameters and results.
+        engine.load_weights(dict.fromkeys(state_tensors(model)))
         forget_values()
         return engine  # type: ignore[no-any-return]
 
@@ -185,29 +193,16 @@ def _owner(tensor: Tensor) -> int:
 
 def buffer_donors(parameters: Sequence[int]) -> bytes:
     """Field ``buffer_donor`` of a serialized HloModuleProto, to append to one."""
-    entries = b"".join(_field(1, b"\x08" + _varint(number)) for number in parameters)
-    return _field(18, entries) if entries else b""
+    entries = b"".join(field(1, field(1, number)) for number in parameters)
+    return field(18, entries) if entries else b""
 
 
-def _field(number: int, value: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(value)) + value
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 127:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def trace(config: RunConfig, folder: Path) -> list[dict[str, Any]]:
+def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]]:
     """Write every graph that a run of ``config`` on this process's devices compiles to ``folder``."""
     backend = TracingBackend(folder)
-    if AS_TPU in os.environ:
-        # The client is up. From here on torch_xla lowers for a TPU: its layouts, gathers and scatters differ.
-        os.environ["PJRT_DEVICE"] = "TPU"
+    # The client is up. What torch_xla asks from here on is for which hardware to lower: layouts, gathers and
+    # scatters are others on a TPU.
+    os.environ["PJRT_DEVICE"] = hardware
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
     model = models.build_model(model_config, config.model)
@@ -263,21 +258,21 @@ class _OneMicroBatch:
         return self._engine.update(*args, **kwargs)
 
 
-AS_TPU = "PORTABLE_TRACE_AS_TPU"
-
-
 def main() -> int:
-    config, folder = pickle.load(sys.stdin.buffer)  # from the parent, see tpu.compile.trace
+    folder, hardware = Path(sys.argv[1]), sys.argv[2]
+    config: RunConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
     answer: dict[str, Any]
     try:
-        answer = {"graphs": trace(config, Path(folder))}
-        answer["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        answer = {"graphs": trace(config, folder, hardware)}
+        answer["host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     except UserError as error:
         answer = {"error": one_line(error)}
-    print(json.dumps(answer), flush=True)
-    sys.stdout.flush()
+    partial = folder / f"{ANSWER}.partial"
+    partial.write_text(json.dumps(answer), "utf-8")
+    partial.rename(folder / ANSWER)
+    sys.stderr.flush()
     os._exit(0)  # the runtime's threads take seconds to end
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
