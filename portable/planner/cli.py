@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from portable.planner.meta_model import MetaModel
 
 USAGE = f"""\
-usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--compile] [--json] [--FIELD VALUE ...]
+usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--compile] [--json] [--KEY VALUE ...]
 
 Show what a config needs before a machine is rented: memory of devices and hosts under each strategy, the size
 of a checkpoint, bytes sent in a step, and the recommended setting. Loads no weights.

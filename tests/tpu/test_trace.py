@@ -14,6 +14,7 @@ from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
 from tpu.compile.protobuf import Message
 from tpu.compile.trace import ANSWER, trace_graphs
+from tpu.sharding import ShardingRules
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,6 +156,14 @@ def test_refuses_what_a_run_refuses(tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path / "run", corpus, backend="xla", train__optimizer="adamw_8bit")
     with pytest.raises(UserError, match=r"^train\.optimizer: adamw_8bit"):
         trace_graphs(config, 4, tmp_path)
+
+
+def test_shards_an_untied_head_like_the_table(tmp_path: Path, corpus: Path) -> None:
+    """Cut along another dim, what the optimizer broadcasts for both is sent between the devices."""
+    rules = ShardingRules(configured(tmp_path, corpus, backend="xla"), 4)
+    assert rules.dim("model.embed_tokens.weight", [384, 48]) == 1
+    assert rules.dim("model.layers.0.mlp.up_proj.weight", [80, 48]) == 0
+    assert rules.dim("lm_head.weight", [384, 48]) == 1
 
 
 @pytest.mark.exhaustive

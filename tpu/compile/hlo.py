@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpu.compile.protobuf import Message
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 HOST_MEMORY = 5
 """The memory space of a shape's layout that is the host's. 0 is HBM, 1 a core's vector memory."""
 _TUPLE = 13
+_PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
+_HERE = f"{Path(__file__).parents[2]}/"
 # Element type -> its name and bits (xla_data.proto). Types without a size, such as tokens, are left out.
 _TYPES = {
     1: ("pred", 8),
@@ -150,8 +154,8 @@ class Instruction:
     def source(self) -> str:
         """The place in the model's code: ``models/llama.py:12``; empty as above."""
         metadata = self._message.message(7)
-        file, line = metadata.text(3), metadata.number(4)
-        return f"{file}:{line}" if file else ""
+        file, line = _PACKAGES.sub("", metadata.text(3)), metadata.number(4)
+        return f"{file.removeprefix(_HERE)}:{line}" if file else ""
 
     def group_size(self, devices: int) -> int:
         """The devices that take part in a collective with each other."""
