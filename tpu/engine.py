@@ -24,7 +24,7 @@ from tpu.saving import Saver, Staged
 from tpu.scan_layers import LoopedLayers, Segment, find_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -252,7 +252,9 @@ class XlaEngine:
             for held, gradient in zip(names, gradients.values(), strict=True)
         ]
         sound = xla._xla_get_cpu_tensors(finite)
-        pairs = (pair for held, values in zip(names, sound, strict=True) for pair in zip(held, values, strict=True))
+        pairs = (
+            pair for held, values in zip(names, sound, strict=True) for pair in zip(held, values, strict=True)
+        )
         return [name for name, one in pairs if not one]
 
     @torch.no_grad()
@@ -330,7 +332,6 @@ class XlaEngine:
             for (name, tensor), parts in zip(tensors.items(), shards, strict=True)
         }
 
-
     def _apart(self, name: str, staged: Staged) -> dict[str, Staged]:
         stacked = name in self._held.stacks
         shape = staged.shape[1:] if stacked else staged.shape
@@ -341,7 +342,7 @@ class XlaEngine:
 
 
 class _Caller(nn.Module):
-    """A module around model and stacks, so that ``functional_call`` can replace tensors around any function."""
+    """A module around model and stacks, so that ``functional_call`` can replace tensors in any function."""
 
     def __init__(self, model: nn.Module, held: Parameters) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 from portable.errors import UserError, one_line, require
 from portable.model.layers import layer_kinds, one_layer_per_kind, transformer_layers, trial_forward
 from portable.model.parameters import tied_names
+from portable.model.tensors import to_numpy
 from tpu.scan import Scan
 
 if TYPE_CHECKING:
@@ -81,7 +82,9 @@ def find_segments(model: nn.Module) -> list[Segment]:
     shared = {name for first, others in tied_names(model).items() if others for name in (first, *others)}
     found, returned = [], None
     for members in seen.values():
-        likes = [None if any(n.startswith(f"{name}.") for n in shared) else _likeness(m) for name, m in members]
+        likes = [
+            None if any(n.startswith(f"{name}.") for n in shared) else _likeness(m) for name, m in members
+        ]
         start = 0
         while start < len(members):
             period, length = _longest(likes[start:])
@@ -91,8 +94,8 @@ def find_segments(model: nn.Module) -> list[Segment]:
                 for name in names[:period]:
                     require(
                         name in returned,
-                        f"xla.scan_layers: {name} of {kind} returns more than hidden states, which a loop would "
-                        f"lose; {OFF}",
+                        f"xla.scan_layers: {name} of {kind} returns more than hidden states, which a loop "
+                        f"would lose; {OFF}",
                     )
                 forms = tuple(returned[name] for name in names[:period])
                 found.append(Segment(names, period, forms))
@@ -136,7 +139,7 @@ def _likeness(layer: nn.Module) -> Any:
 
 
 def _digest(buffer: Tensor) -> bytes:
-    return hashlib.sha256(buffer.contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
+    return hashlib.sha256(to_numpy(buffer).tobytes()).digest()
 
 
 def _returned(model: nn.Module, kind: str) -> dict[str, Returned]:
@@ -219,7 +222,9 @@ class LoopedLayers:
                 self._calls = []
             call = _Call(args, kwargs)
             if number != len(self._calls) or (number and call.hidden is not self._calls[-1].hidden):
-                self._refuse(number, "is not called with what the layer before it returned, and right after it")
+                self._refuse(
+                    number, "is not called with what the layer before it returned, and right after it"
+                )
             if number >= self._segment.period:
                 self._compare(number, call, self._calls[number % self._segment.period])
             self._calls.append(call)
@@ -275,9 +280,7 @@ class LoopedLayers:
 
         def layers() -> Tensor:
             hidden = carry[0]
-            for call, forward, form in zip(
-                self._calls, self._forwards, self._segment.returns, strict=False
-            ):
+            for call, forward, form in zip(self._calls, self._forwards, self._segment.returns, strict=False):
                 leaves = [given.get(id(leaf), leaf) for leaf in call.leaves]
                 leaves[call.place] = self._constrain(hidden)
                 args, kwargs = tree_unflatten(leaves, call.structure)
