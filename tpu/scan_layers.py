@@ -72,9 +72,18 @@ def find_segments(model: nn.Module) -> list[Segment]:
     """The segments of ``model``, on the meta device; layers between them run one by one.
 
     Raises:
-        UserError: if there are none.
+        UserError: if there are none, or the model's config does not allow for a loop.
     """
     kind = str(getattr(model.config, "model_type", type(model).__name__))
+    for key, value in model.config.to_dict().items():
+        skips = key.endswith("layerdrop") and bool(value)
+        shows = key in ("output_hidden_states", "output_attentions") and bool(value)
+        require(
+            not skips and not shows,
+            f"xla.scan_layers: {key} of the model's config "
+            + ("skips layers at random" if skips else "asks for what each layer computes")
+            + f", and a loop runs them all as one; {OFF}",
+        )
     layers = transformer_layers(model)
     seen: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, layer in layers:
@@ -218,8 +227,6 @@ class LoopedLayers:
 
     def _replacement(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if number == 0:
-                self._calls = []
             call = _Call(args, kwargs)
             if number != len(self._calls) or (number and call.hidden is not self._calls[-1].hidden):
                 self._refuse(

@@ -191,6 +191,10 @@ def refusal(config: RunConfig) -> str:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
+        (
+            {"model__config": {**DEEP["opt"]["model__config"], "layerdrop": 0.1}},
+            "layerdrop of the model's config skips layers at random",
+        ),
         (deeper("llama", 1), "llama has no two consecutive layers that are alike"),
         (
             {"model__config": {**deeper("mixtral", 2)["model__config"], "output_router_logits": True}},
