@@ -178,20 +178,86 @@ def build_data(
     else:
         size = settings.vocab_size or model_vocab_size
         tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED, ends=ends_texts)
-    vocabulary = _vocabulary(tokenizer, task, ends_texts=ends_texts)
-    framed = _frame(settings, task, tokenizer, vocabulary)
-    tokens = tokenize(
-        source, tokenizer, vocabulary, _fields(settings, task), framed, cache, progress=progress
+    reading = Reading(
+        task,
+        tokenizer,
+        _vocabulary(tokenizer, task, ends_texts=ends_texts),
+        seed=seed,
+        decoder_start_token_id=decoder_start_token_id,
+        label_shift=label_shift,
+        pad_left=pad_left,
     )
-    train, held_out = _parts(settings, task, tokens)
-    pair = None if _fields(settings, task).pair is None else _pair_frame(settings, tokenizer)
+    opened = reading.open(settings, source, progress=progress)
     classes: Classes | None = None
     if task == CLASSIFICATION:
-        classes = classes_of(tokens, source.class_names, known_classes, problem)
+        classes = classes_of(opened.tokens, source.class_names, known_classes, problem)
+    train, held_out = _parts(settings, task, opened.tokens)
+    return Data(
+        tokenizer=tokenizer,
+        train=reading.samples(opened, train, classes),
+        eval=reading.samples(opened, held_out, classes) if held_out.num_samples else None,
+        sizes=_sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens),
+        fingerprint=opened.tokens.fingerprint,
+        vocab_size=reading.vocabulary.size,
+        classes=classes,
+        target_frame=_target_frame(opened.framed, task),
+    )
 
-    def samples(part: Part) -> Samples:
-        length = settings.seq_len
-        if task == MASKED:
+
+@dataclass(frozen=True)
+class Opened:
+    """A source as tokens, with the settings that it was opened with."""
+
+    settings: DataConfig
+    source: Source
+    framed: Frame
+    tokens: TokenCache
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the sources of a run become tokens and samples: equal for all of them.
+
+    What may differ between sources (files, fields, lengths) stands in the ``settings`` of each.
+
+    Attributes:
+        task: one of ``TASKS``.
+        seed, decoder_start_token_id, label_shift, pad_left: as in :func:`build_data`.
+    """
+
+    task: str
+    tokenizer: Any
+    vocabulary: Vocabulary
+    seed: int = 0
+    decoder_start_token_id: int | Callable[[Any], int] | None = None
+    label_shift: Callable[[Any], LabelShift | None] | None = None
+    pad_left: bool = False
+
+    def framed(self, settings: DataConfig) -> Frame:
+        """The special tokens around each text."""
+        return _frame(settings, self.task, self.tokenizer, self.vocabulary)
+
+    def open(self, settings: DataConfig, source: Source, *, progress: bool = False) -> Opened:
+        """Tokenize ``source``, if it is not cached."""
+        framed, fields = self.framed(settings), _fields(settings, self.task)
+        cache = _cache_dir(settings)
+        tokens = tokenize(source, self.tokenizer, self.vocabulary, fields, framed, cache, progress=progress)
+        return Opened(settings, source, framed, tokens)
+
+    def cached(self, settings: DataConfig, source: Source) -> TokenCache | None:
+        """The tokens of ``source``, if they are cached."""
+        if source.remote:
+            return None
+        folder = token_cache_folder(source, self.tokenizer, self.framed(settings), _cache_dir(settings))
+        with suppress(CacheDamagedError):
+            return TokenCache.open(folder)
+        return None
+
+    def samples(self, opened: Opened, part: Part, classes: Classes | None = None) -> Samples:
+        """The samples of a part of ``opened``."""
+        settings, framed, tokens = opened.settings, opened.framed, opened.tokens
+        length, vocabulary = settings.seq_len, self.vocabulary
+        if self.task == MASKED:
             return MaskedLM(
                 tokens,
                 part,
@@ -199,13 +265,13 @@ def build_data(
                 vocabulary,
                 mask=_mask_token(vocabulary),
                 suffix=framed.suffix,
-                seed=seed,
+                seed=self.seed,
                 packed=settings.packing,
-                shift=None if label_shift is None else label_shift(tokenizer),
+                shift=None if self.label_shift is None else self.label_shift(self.tokenizer),
             )
-        if task == SEQ2SEQ:
-            start = decoder_start_token_id
-            start = start(tokenizer) if callable(start) else start
+        if self.task == SEQ2SEQ:
+            start = self.decoder_start_token_id
+            start = start(self.tokenizer) if callable(start) else start
             return Seq2Seq(
                 tokens,
                 part,
@@ -217,6 +283,7 @@ def build_data(
                 target_seq_len=settings.target_seq_len,
             )
         if classes is not None:
+            paired = _fields(settings, self.task).pair is not None
             return Classification(
                 tokens,
                 part,
@@ -224,23 +291,12 @@ def build_data(
                 vocabulary,
                 suffix=framed.suffix,
                 classes=classes,
-                left=pad_left,
-                pair=pair,
+                left=self.pad_left,
+                pair=_pair_frame(settings, self.tokenizer) if paired else None,
             )
         if settings.packing:
             return PackedCausal(tokens, part, length)
         return PaddedCausal(tokens, part, length, vocabulary.pad)
-
-    return Data(
-        tokenizer=tokenizer,
-        train=samples(train),
-        eval=samples(held_out) if held_out.num_samples else None,
-        sizes=_sizes(settings, task, source, name, vocabulary.size, tokens),
-        fingerprint=tokens.fingerprint,
-        vocab_size=vocabulary.size,
-        classes=classes,
-        target_frame=_target_frame(framed, task),
-    )
 
 
 def inspect_data(
@@ -279,13 +335,11 @@ def inspect_data(
             if name is not None and Path(name).exists():
                 raise
         else:
-            vocabulary = _vocabulary(tokenizer, task, ends_texts=ends_texts)
-            size = vocabulary.size
-            framed = _frame(settings, task, tokenizer, vocabulary)
-            opened = {"opened": tokenizer, "target_frame": _target_frame(framed, task)}
-            if not source.remote:
-                with suppress(CacheDamagedError):
-                    tokens = TokenCache.open(token_cache_folder(source, tokenizer, framed, cache))
+            reading = Reading(task, tokenizer, _vocabulary(tokenizer, task, ends_texts=ends_texts))
+            size = reading.vocabulary.size
+            target_frame = _target_frame(reading.framed(settings), task)
+            opened = {"opened": tokenizer, "target_frame": target_frame}
+            tokens = reading.cached(settings, source)
     return replace(_sizes(settings, task, source, name, size, tokens), **opened)
 
 
