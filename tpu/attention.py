@@ -1,8 +1,8 @@
-"""Attention a few rows at a time (``xla.attention_rows``), so that the scores of all tokens never exist at once.
+"""Attention a few rows at a time (``xla.attention_rows``): the scores of all tokens never exist at once.
 
 torch_xla computes ``scaled_dot_product_attention`` by its formula: scores and probabilities of a layer take
-``[batch, heads, tokens, tokens]``. Here a loop goes over the queries, and its backward pass computes their scores
-again. A row of the softmax is whole, so the results are those of the formula.
+``[batch, heads, tokens, tokens]``. Here a loop goes over the queries, and its backward pass computes their
+scores again. A row of the softmax is whole, so the results are those of the formula.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpu.layout import Layout
+    from tpu.scan import Shardings
 
 
 class _Setting:
@@ -62,15 +63,16 @@ def _replace() -> None:
         **options: Any,
     ) -> Tensor:
         rows, layout = _Setting.rows, _Setting.layout
-        known = rows is not None and layout is not None and query.device.type == "xla" and query.dim() == 4
-        if not known or query.shape[2] <= rows:
+        known = query.device.type == "xla" and query.dim() == 4
+        if rows is None or layout is None or not known or query.shape[2] <= rows:
             result: Tensor = whole(query, key, value, attn_mask, dropout_p, is_causal, **options)
             return result
         if is_causal:
             tokens = torch.arange(query.shape[2], device=query.device)
             attn_mask = (tokens[:, None] >= tokens[: key.shape[2]])[None, None]
         batch = layout.sharding(layout.batch(4))
-        stacked, shared, shardings = [_chunks(query, rows)], [key, value], [(batch, batch)]
+        stacked, shared = [_chunks(query, rows)], [key, value]
+        shardings: list[Shardings] = [(batch, batch)]
         if attn_mask is not None and attn_mask.shape[2] > 1:
             stacked.append(_chunks(attn_mask, rows))
             shardings.append(None)
@@ -86,7 +88,7 @@ def _replace() -> None:
         # [chunks, batch, heads, rows, width] to [batch, heads, tokens, width]
         return chunks.movedim(0, 2).flatten(2, 3)[:, :, : query.shape[2]]
 
-    functional.scaled_dot_product_attention = attention
+    functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
 
 
 def _chunks(tensor: Tensor, rows: int) -> Tensor:
@@ -96,4 +98,4 @@ def _chunks(tensor: Tensor, rows: int) -> Tensor:
     padded = (
         functional.pad(tensor, (0, 0, 0, missing), value=tensor.dtype == torch.bool) if missing else tensor
     )
-    return padded.unflatten(2, (-1, rows)).movedim(2, 0)
+    return torch.movedim(torch.unflatten(padded, 2, (-1, rows)), 2, 0)

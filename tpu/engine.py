@@ -350,7 +350,7 @@ class XlaEngine:
 
 
 class _Caller(nn.Module):
-    """A module around model and stacks, so that ``functional_call`` can replace tensors around any function."""
+    """A module around model and stacks, so that ``functional_call`` can replace tensors in any function."""
 
     def __init__(self, model: nn.Module, held: Parameters) -> None:
         super().__init__()

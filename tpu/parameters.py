@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Parameters:
     """What is trained, under the name of its first parameter, and its place on the mesh.
 
-    The parameters of layers that run in a loop are stored as one tensor ``[layers, ...]``, so that neither the
-    loop nor the update has to put them together. In the model they stay on the meta device; a checkpoint knows
-    them by their own names.
+    The parameters of layers that run in a loop are stored as one tensor ``[layers, ...]``, so that neither
+    the loop nor the update has to put them together. In the model they stay on the meta device; a checkpoint
+    knows them by their own names.
 
     Args:
         model: on the meta device.
@@ -45,8 +45,8 @@ class Parameters:
             places = {layout.parameter(name, metas[name].shape) for name in names}
             require(
                 len(places) == 1,
-                f"xla.scan_layers: xla.sharding shards {first} of one layer other than that of the next; use a "
-                "pattern that matches the parameter in every layer, or set xla.scan_layers: false",
+                f"xla.scan_layers: xla.sharding shards {first} of one layer other than that of the next; use "
+                "a pattern that matches the parameter in every layer, or set xla.scan_layers: false",
             )
 
         def parameter(name: str, meta: nn.Parameter) -> nn.Parameter:

@@ -1,9 +1,9 @@
-"""A loop over the leading dim of tensors, compiled as one XLA ``While`` with a body of its own, and its gradient.
+"""A loop over the leading dim of tensors, compiled as one XLA ``While``, and its gradient.
 
-torch_xla has a scan of its own, which this one replaces. Its backward pass imports JAX under SPMD, it traces
-through AOTAutograd, and it stacks every view of a weight that autograd saves. Here autograd itself records the
-body, once, on placeholders. What it saves is stacked over the iterations, each storage once; views, and the
-inputs of the loop, are taken from what is there. The gradient is a second loop, backwards.
+torch_xla has a scan of its own, which cannot be used: its backward pass imports JAX under SPMD, and it stacks
+what AOTAutograd saves of the weights. Here autograd itself records the body, once, on placeholders. What it
+saves is stacked over the iterations, each storage once; views, and the inputs of the loop, are taken from
+what is there. The gradient is a second loop, backwards.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Scan:
     """A body that is traced once for each signature of its inputs, and looped over.
 
     Args:
-        body: takes the carry, one slice of each stacked tensor, and the shared tensors; returns the new carry,
-            of the same shapes and dtypes, and results to stack. It may read nothing else that changes, and
-            its autograd functions must save tensors with ``save_for_backward``.
+        body: takes the carry, one slice of each stacked tensor, and the shared tensors; returns the new
+            carry, of the same shapes and dtypes, and results to stack. It may read nothing else that changes,
+            and its autograd functions must save tensors with ``save_for_backward``.
         recompute: save the carry of each iteration and run the body again in the backward pass.
     """
 
@@ -76,7 +76,7 @@ class Scan:
             self._traced[signature] = trace.taken(learns, self._recompute)
         xla._xla_set_rng_seed(seed, _DEVICE)
         traced = self._traced[signature]
-        seeds = ()
+        seeds: Tensors = ()
         if traced.random:
             seeds = (torch.randint(0, 2**62, (len(stacked[0]),), dtype=torch.int64, device=_DEVICE),)
         if not learns:
@@ -91,11 +91,11 @@ class _Loops(torch.autograd.Function):
     def forward(ctx: Any, traced: _Traced, counts: tuple[int, int, int], *inputs: Tensor) -> Tensors:
         carry, stacked, shared, seeds = _split(inputs, *counts)
         carried, results = traced.forward(carry, stacked, shared, seeds)
-        results, saved = _split(results, len(results) - traced.saved)
+        given, saved = _split(results, len(results) - traced.saved)
         ctx.traced, ctx.counts = traced, counts
         ctx.save_for_backward(*stacked, *shared, *seeds, *saved)
         ctx.set_materialize_grads(False)
-        return *carried, *results
+        return *carried, *given
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -127,8 +127,8 @@ class _Traced:
 
     Attributes:
         forward: from carry, stacked and shared tensors to the carry, the results and the saved tensors.
-        backward: from the carry's gradient and that of the shared tensors, summed so far; the gradients of the
-            results, the stacked and the saved tensors; the shared tensors.
+        backward: from the carry's gradient and that of the shared tensors, summed so far; the gradients of
+            the results, the stacked and the saved tensors; the shared tensors.
         saved: number of tensors saved for the backward loop.
         outputs: shape and dtype of the carry and of the stacked results.
         learning_stacked, learning_shared: the positions of tensors that get a gradient.
@@ -228,7 +228,10 @@ class _Trace:
 
         def unpack(packed: tuple[int, Tensor | None]) -> Tensor:
             place, view = packed
-            return again[place] if view is None else view._view_func(again[place])  # type: ignore[no-any-return]
+            if view is None:
+                return again[place]
+            replayed: Tensor = view._view_func(again[place])  # type: ignore[attr-defined]
+            return replayed
 
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             outputs, _ = self._called(given, know)
@@ -292,7 +295,8 @@ class _Trace:
         ]
 
     def _loop(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Loop:
-        return _Loop(*_split(given, *self._counts[:2]), outputs, self._iterations, reverse=False)
+        carry, slices, shared = _split(given, *self._counts[:2])
+        return _Loop(carry, slices, shared, outputs, self._iterations, reverse=False)
 
 
 class _Loop:

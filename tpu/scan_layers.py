@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 from portable.errors import UserError, one_line, require
 from portable.model.layers import layer_kinds, one_layer_per_kind, transformer_layers, trial_forward
 from portable.model.parameters import tied_names
+from portable.model.tensors import to_numpy
 from tpu.scan import Scan
 
 if TYPE_CHECKING:
@@ -71,9 +72,18 @@ def find_segments(model: nn.Module) -> list[Segment]:
     """The segments of ``model``, on the meta device; layers between them run one by one.
 
     Raises:
-        UserError: if there are none.
+        UserError: if there are none, or the model's config does not allow for a loop.
     """
     kind = str(getattr(model.config, "model_type", type(model).__name__))
+    for key, value in model.config.to_dict().items():
+        skips = key.endswith("layerdrop") and bool(value)
+        shows = key in ("output_hidden_states", "output_attentions") and bool(value)
+        require(
+            not skips and not shows,
+            f"xla.scan_layers: {key} of the model's config "
+            + ("skips layers at random" if skips else "asks for what each layer computes")
+            + f", and a loop runs them all as one; {OFF}",
+        )
     layers = transformer_layers(model)
     seen: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, layer in layers:
@@ -93,8 +103,8 @@ def find_segments(model: nn.Module) -> list[Segment]:
                 for name in names[:period]:
                     require(
                         name in returned,
-                        f"xla.scan_layers: {name} of {kind} returns more than hidden states, which a loop would "
-                        f"lose; {OFF}",
+                        f"xla.scan_layers: {name} of {kind} returns more than hidden states, which a loop "
+                        f"would lose; {OFF}",
                     )
                 forms = tuple(returned[name] for name in names[:period])
                 found.append(Segment(names, period, forms))
@@ -138,7 +148,7 @@ def _likeness(layer: nn.Module) -> Any:
 
 
 def _digest(buffer: Tensor) -> bytes:
-    return hashlib.sha256(buffer.contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
+    return hashlib.sha256(to_numpy(buffer).tobytes()).digest()
 
 
 def _returned(model: nn.Module, kind: str) -> dict[str, Returned]:
@@ -217,8 +227,6 @@ class LoopedLayers:
 
     def _replacement(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if number == 0:
-                self._calls = []
             call = _Call(args, kwargs)
             if number != len(self._calls) or (number and call.hidden is not self._calls[-1].hidden):
                 self._refuse(

@@ -610,13 +610,13 @@ class XlaConfig(Section):
     )
     scan_layers: Flag = Field(
         default=False,
-        description="Compile layers that are alike once and run them in a loop, so that compile time does not "
-        "grow with depth.",
+        description="Compile layers that are alike once and run them in a loop, so that compile time does "
+        "not grow with depth.",
     )
     attention_rows: int | None = Field(
         default=None,
         ge=1,
-        description="Compute attention for this many tokens of each sequence at a time, so that its scores take "
+        description="Compute attention for this many tokens of a sequence at a time, so that its scores take "
         "memory for these rows alone; the backward pass computes them again. Null: all at once.",
     )
     compilation_cache: PathText = Field(

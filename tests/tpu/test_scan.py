@@ -10,7 +10,7 @@ import torch
 from converters import open_checkpoint
 from portable.errors import UserError
 from portable.run.rank import run_rank
-from tests.parity import Opened, Steps, opened, take_steps
+from tests.parity import Steps, opened, take_steps
 from tests.ranks import RankError
 from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_parity import BATCH, MODELS, WIDTHS, assert_close, assert_frugal
@@ -191,6 +191,10 @@ def refusal(config: RunConfig) -> str:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
+        (
+            {"model__config": {**DEEP["opt"]["model__config"], "layerdrop": 0.1}},
+            "layerdrop of the model's config skips layers at random",
+        ),
         (deeper("llama", 1), "llama has no two consecutive layers that are alike"),
         (
             {"model__config": {**deeper("mixtral", 2)["model__config"], "output_router_logits": True}},
@@ -198,7 +202,7 @@ def refusal(config: RunConfig) -> str:
         ),
         (
             {"xla__sharding": {r"layers\.0\.mlp": None}},
-            "xla.sharding shards model.layers.0.mlp.gate_proj.weight of one layer other than that of the next",
+            "xla.sharding shards model.layers.0.mlp.gate_proj.weight of one layer other than",
         ),
     ],
 )
@@ -211,15 +215,21 @@ def test_what_cannot_be_a_loop_is_refused(
 
 def unsound(config: RunConfig) -> list[str]:
     with opened(config) as trial:
-        trial.engine._held.by_name["model.layers.0.mlp.up_proj.weight"].data[1].fill_(float("nan"))
-        run: Opened = trial
-        run.engine.accumulate(*_first_batch(run), last=False)
-        return run.engine.unsound_gradients()  # type: ignore[no-any-return]
+        weight = trial.engine._held.by_name["model.layers.0.mlp.up_proj.weight"]
+        nan = torch.full((len(weight), 1, 1), 1.0)
+        nan[1] = float("nan")
+        with torch.no_grad():
+            weight.mul_(trial.engine._layout.whole(nan))
+        batch = next(trial.batches)
+        trial.engine.accumulate(trial.backend.place(batch), trial.backend.total(1), last=False)
+        names: list[str] = trial.engine.unsound_gradients()
+        return names
 
 
-def _first_batch(run: Opened) -> tuple[Any, Any]:
-    batch = next(run.batches)
-    return run.backend.place(batch), run.backend.total(1)
+def test_gradients_that_are_not_finite_are_named_by_layer(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    names = xla.run(2, unsound, _looped(tmp_path, corpus, **LLAMA, train__micro_batch_size=1))
+    assert {f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(3)} <= set(names)
+    assert len(names) == len(set(names)) == 3 * 9 + 2
 
 
 # -- the loop itself -----------------------------------------------------------------------------------------
@@ -246,7 +256,7 @@ def by_hand() -> list[torch.Tensor]:
         (carry,), (result,) = body((carry,), (given[1][index], given[2][index]), (given[3],))
         results.append(result)
     loss = carry.square().sum() + torch.stack(results).square().sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return [loss.detach(), *(tensor.grad for tensor in given if tensor.grad is not None)]
 
 
@@ -259,7 +269,7 @@ def in_a_loop(recompute: bool) -> tuple[list[torch.Tensor], int]:
     scan = Scan(body, recompute=recompute)
     (carry,), (results,) = scan((given[0],), given[1:3], given[3:])
     loss = carry.square().sum() + results.square().sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     (traced,) = scan._traced.values()
     found = [loss.detach(), *(tensor.grad for tensor in given if tensor.grad is not None)]
     return [tensor.cpu() for tensor in found], traced.saved
@@ -270,7 +280,7 @@ def test_the_gradients_of_a_loop(recompute: bool, saved: int, xla: XlaPool) -> N
     """It saves the linear's result, softmax, tanh and the carry; or the carry alone. Never the weights."""
     found, kept = xla.run(1, in_a_loop, recompute)
     for ours, theirs in zip(found, by_hand(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert kept == saved
 
 
@@ -309,13 +319,14 @@ def keeps_a_tensor() -> None:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            return 2 * ctx.tensor * gradients[0]
+            gradient: torch.Tensor = 2 * ctx.tensor * gradients[0]
+            return gradient
 
     runtime.start()
     ones = torch.ones(4, 8, device="xla:0", requires_grad=True)
 
     def careless(carry: Any, slices: Any, _: Any) -> Any:
-        return carry, (Careless.apply(slices[0]),)
+        return carry, (Careless.apply(slices[0]),)  # type: ignore[no-untyped-call]
 
     Scan(careless, recompute=False)((torch.zeros(1, device="xla:0"),), (ones,))
 
