@@ -19,10 +19,46 @@ from pathlib import Path
 
 from benchmarks.machine import cpu_model
 
-WORDS = (
-    "the model of a token is what we said about it and then there was more to say so let us go on with some "
-    "long answer that has many different words in it while nobody reads them"
-).split()
+WORDS = [
+    "the",
+    "model",
+    "of",
+    "a",
+    "token",
+    "is",
+    "what",
+    "we",
+    "said",
+    "about",
+    "it",
+    "and",
+    "then",
+    "there",
+    "was",
+    "more",
+    "to",
+    "say",
+    "so",
+    "let",
+    "us",
+    "go",
+    "on",
+    "with",
+    "some",
+    "long",
+    "answer",
+    "that",
+    "has",
+    "many",
+    "different",
+    "words",
+    "in",
+    "it",
+    "while",
+    "nobody",
+    "reads",
+    "them",
+]
 
 
 def write_conversations(path: Path, count: int) -> None:
@@ -43,9 +79,9 @@ def write_conversations(path: Path, count: int) -> None:
 
 def tokenizer(folder: Path, template: str) -> None:
     """A byte-level tokenizer with a template."""
-    from portable.data.tokenizer import train_tokenizer
-    from portable.data.sources import open_source
     from portable.data.documents import Fields
+    from portable.data.sources import open_source
+    from portable.data.tokenizer import train_tokenizer
 
     source = open_source(str(folder / "chat.jsonl"), fields=Fields(format="messages"), max_samples=500)
     trained = train_tokenizer(source, 2000, folder / "training", chat=True)
@@ -92,7 +128,10 @@ def trl(folder: Path, processes: int | None) -> None:
     )
     start = time.perf_counter()
     data = load_dataset(
-        "json", data_files=str(folder / "chat.jsonl"), split="train", cache_dir=str(folder / f"trl{processes}")
+        "json",
+        data_files=str(folder / "chat.jsonl"),
+        split="train",
+        cache_dir=str(folder / f"trl{processes}"),
     )
     trainer = SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=found)
     seconds = time.perf_counter() - start
@@ -103,7 +142,9 @@ def trl(folder: Path, processes: int | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--count", type=int, default=20_000, help="conversations")
-    parser.add_argument("--template", default="qwen2_5", help="of ChatML, in tests/portable/templates, without marks")
+    parser.add_argument(
+        "--template", default="qwen2_5", help="of ChatML, in tests/portable/templates, without marks"
+    )
     parser.add_argument("--one", choices=("ours", "trl", "trl in processes"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -176,7 +176,9 @@ def _listed(documents: Sequence[int]) -> str:
 
 def _marked(pieces: list[tuple[str, bool]], colour: bool) -> str:
     opening, closing = ("\x1b[32m", "\x1b[0m") if colour else ("[[", "]]")
-    return "".join(f"{opening}{_plain(text)}{closing}" if trained else _plain(text) for text, trained in pieces)
+    return "".join(
+        f"{opening}{_plain(text)}{closing}" if trained else _plain(text) for text, trained in pieces
+    )
 
 
 def _plain(text: str) -> str:

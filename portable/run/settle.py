@@ -43,7 +43,12 @@ class Settled:
 
 
 def settle(
-    config: RunConfig, backend_name: str, ranks: int = 1, *, writes: bool = True, downloads: bool | None = None
+    config: RunConfig,
+    backend_name: str,
+    ranks: int = 1,
+    *,
+    writes: bool = True,
+    downloads: bool | None = None,
 ) -> Settled:
     """Resolve and check a config. Opens no device.
 
@@ -66,7 +71,9 @@ def settle(
     if config.precision == "auto":
         precision = _precision_begun_with(config, existing) or package.default_precision(in_rank=False)
         known |= {} if precision is None else {"precision": precision}
-    known["data.format"] = recognise_format(config.data, config.model.task, downloads=writes if downloads is None else downloads)
+    known["data.format"] = recognise_format(
+        config.data, config.model.task, downloads=writes if downloads is None else downloads
+    )
     config = config.replaced(known)
     package.check(config, world)
     check_trackers(config.log.trackers)
