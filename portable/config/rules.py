@@ -44,8 +44,10 @@ def derived(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if model.name_or_path is not None:
         found["model.config"] = None
-    if model.task in PADDED_TASKS or config.data.format not in ("auto", "text"):
+    if model.task in PADDED_TASKS:
         found["data.packing"] = False
+    elif config.data.format not in ("auto", "text"):
+        found["data.packing"] = "documents"
     if train.epochs is not None:
         found["train.steps"] = None
     if train.eval_every_epochs is not None:
@@ -101,10 +103,16 @@ def _model(config: RunConfig) -> Iterator[ConflictError]:
 
 def _data(config: RunConfig) -> Iterator[ConflictError]:
     data, task = config.data, config.model.task
-    if data.packing and task in PADDED_TASKS:
+    packing = "true" if data.packing is True else data.packing
+    if packing and task in PADDED_TASKS:
         yield ConflictError(
             ("data.packing", "model.task"),
-            f"data.packing true does not work with model.task {task}; set data.packing to false",
+            f"data.packing {packing} does not work with model.task {task}; set data.packing to false",
+        )
+    if packing == "documents" and task == "masked-lm":
+        yield ConflictError(
+            ("data.packing", "model.task"),
+            "data.packing documents is for model.task causal-lm, not masked-lm; set data.packing to false",
         )
     if data.vocab_size is not None and data.tokenizer is not None:
         yield ConflictError(

@@ -212,19 +212,21 @@ class DataConfig(Section):
         description="Length of a target text in tokens (seq2seq-lm). Null: data.seq_len.",
         json_schema_extra=IDENTITY,
     )
-    packing: Flag = Field(
+    packing: Flag | Literal["documents"] = Field(
         default=True,
-        description="Concatenate texts into full sequences without padding (language models only). False: "
-        "one text per sequence, truncated or padded to data.seq_len, as always in seq2seq-lm and "
-        "sequence-classification. The default for conversations is false.",
+        description="True: concatenate texts into full sequences without padding (language models only). "
+        "documents: pack whole texts into sequences in which they do not see each other: attention stays "
+        "within a text, and positions restart (causal-lm only). False: one text per sequence, truncated or "
+        "padded to data.seq_len, as always in seq2seq-lm and sequence-classification. The default for "
+        "conversations is documents.",
         json_schema_extra=IDENTITY,
     )
     eval_fraction: float = Field(
         default=0.01,
         ge=0,
         lt=1,
-        description="Share held out for evaluation: the end of the packed text, or without packing a fixed "
-        "choice of records. 0: no evaluation.",
+        description="Share held out for evaluation: the end of the concatenated text, or with data.packing "
+        "documents or false a fixed choice of records. 0: no evaluation.",
         json_schema_extra=IDENTITY,
     )
     num_workers: int = Field(

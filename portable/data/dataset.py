@@ -6,13 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from portable.data.cache import CacheDamagedError, TokenCache
 from portable.data.chat_template import ChatTemplate, chat_template
 from portable.data.classes import Classes, KnownClasses, Problem, classes_of
+from portable.data.packing import PackedDocuments, packed_sizes, planned
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
@@ -65,13 +66,15 @@ class DataSizes:
     vocab_size: int | None
     """One more than the tokenizer's largest id."""
     seq_len: int
-    packing: bool
+    packing: bool | Literal["documents"]
     documents: int | None = None
     tokens: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
     cut: float = 0.0
     """The share of truncated tokens in documents longer than ``seq_len``."""
+    waste: float | None = None
+    """With packed documents, the share of positions to train on that are padding."""
     truncated: Truncated | None = None
     """What truncation does to conversations, or to texts where it does not only cut their ends."""
     trained: float | None = None
@@ -87,7 +90,8 @@ class DataSizes:
 
     def __str__(self) -> str:
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
-        made = f"samples of {self.seq_len} tokens, {'packed' if self.packing else 'padded'}"
+        packed = "whole documents packed" if self.packing == "documents" else "packed"
+        made = f"samples of {self.seq_len} tokens, {packed if self.packing else 'padded'}"
         how = f"{self.tokenizer}{vocabulary}; {made}"
         if self.cached is None:
             return f"{self.source}: sizes are known after tokenizing by {how}"
@@ -96,6 +100,8 @@ class DataSizes:
             f"{self.train_samples:,} to train, {self.eval_samples:,} to evaluate"
         )
         text += "" if self.trained is None else f"; {self.trained:.1%} of the tokens are trained"
+        if self.waste is not None:
+            text += f"; {self.waste:.2%} of the positions are padding"
         return text if self.cut <= MAX_CUT else f"{text}; {self.cut:.0%} of the tokens are cut off"
 
     @property
@@ -117,8 +123,8 @@ class DataSizes:
     def _cut_warning(self) -> str:
         return (
             f"data.seq_len: {self.cut:.0%} of the tokens are cut off, because documents are truncated to "
-            f"{self.seq_len} tokens; raise it, set data.packing (language models), or for .txt files set "
-            "data.text_split to paragraph or line"
+            f"{self.seq_len} tokens; raise it, set data.packing to true (language models), or for .txt files "
+            "set data.text_split to paragraph or line"
         )
 
 
@@ -356,6 +362,9 @@ class Reading:
                 left=self.pad_left,
                 pair=_pair_frame(settings, self.tokenizer) if paired else None,
             )
+        if settings.packing == "documents":
+            plan = planned(tokens, part, length)
+            return PackedDocuments(tokens, plan, length, vocabulary.pad, settings.truncation)
         if settings.packing:
             return PackedCausal(tokens, part, length)
         return PaddedCausal(tokens, part, length, vocabulary.pad, settings.truncation)
@@ -546,14 +555,14 @@ def _mask_token(vocabulary: Vocabulary) -> int:
     return vocabulary.mask
 
 
-def _packs(settings: DataConfig, task: str) -> bool:
-    return settings.packing and task in (CAUSAL, MASKED)
+def _packs(settings: DataConfig, task: str) -> bool | Literal["documents"]:
+    return settings.packing if task in (CAUSAL, MASKED) else False
 
 
 def _parts(
     settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None = None
 ) -> tuple[Part, Part]:
-    if not _packs(settings, task):
+    if settings.packing == "documents" or not _packs(settings, task):
         left_out = None if cut is None else cut.left_out
         return split_documents(tokens.documents, settings.eval_fraction, left_out)
     blocks = packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
@@ -584,19 +593,25 @@ def _sizes(
     cut: Truncated | None = None,
 ) -> DataSizes:
     known: dict[str, Any] = {}
+    packing = _packs(settings, task)
     if tokens is not None:
         train, held_out = _parts(settings, task, tokens, cut)
+        counts = (train.num_samples, held_out.num_samples)
+        if packing == "documents":
+            packed = [packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out)]
+            counts = (packed[0].samples, packed[1].samples)
+            known["waste"] = packed[0].waste
         trained = tokens.meta.get("trained_tokens")
-        known = {
+        known |= {
             "truncated": cut,
             "trained": None if trained is None else trained / max(1, tokens.total_tokens),
             "prompt_left": tokens.meta.get("prompt_left", ""),
             "documents": tokens.documents,
             "tokens": tokens.total_tokens,
-            "train_samples": train.num_samples,
-            "eval_samples": held_out.num_samples,
+            "train_samples": counts[0],
+            "eval_samples": counts[1],
             "cut": 0.0
-            if _packs(settings, task)
+            if packing is True
             else _cut_share(
                 tokens, settings.seq_len + (task == CAUSAL), settings.target_seq_len or settings.seq_len
             ),
@@ -607,6 +622,6 @@ def _sizes(
         tokenizer=tokenizer or "a byte-pair encoding trained on it",
         vocab_size=vocab_size,
         seq_len=settings.seq_len,
-        packing=_packs(settings, task),
+        packing=packing,
         **known,
     )

@@ -35,6 +35,10 @@ class Samples(ABC):
     num_samples: int
     valid_tokens: int | None = None
     """The number of valid labels per sample, if it is the same for all."""
+    waste: float = 0.0
+    """The share of positions that packing leaves to padding."""
+    context: float | None = None
+    """The mean length of the document that a token is in, where attention stays within it."""
 
     def __len__(self) -> int:
         return self.num_samples
@@ -49,7 +53,7 @@ class Samples(ABC):
         return {name: torch.from_numpy(values) for name, values in self.arrays(places).items()}
 
     @abstractmethod
-    def documents(self, index: int) -> range:
+    def documents(self, index: int) -> Sequence[int]:
         """The numbers of the source's documents in a sample, from 0."""
 
     @abstractmethod

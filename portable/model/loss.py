@@ -19,6 +19,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from portable.model.document_attention import DocumentAttention
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -44,6 +46,7 @@ class Objective:
         self.of_routers = self._terms.of_routers
         self._sequences = global_batch_size
         self._head = head
+        self._attention = DocumentAttention(model)
         self._criterion = _CRITERIA.get(getattr(model.config, "problem_type", None), _cross_entropy)
 
     def __call__(self, model: nn.Module, batch: Batch, valid: Tensor) -> Tensor:
@@ -56,14 +59,14 @@ class Objective:
             an fp32 scalar on the device. The loss of the step is its sum over all micro-batches and ranks.
         """
         labels = batch["labels"]
-        loss, output = _passed(model, batch, self._head, self._terms, self._criterion)
+        loss, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
         loss = loss / valid.clamp(min=1)
         # With SPMD, where all ranks run one program, the batch holds the sequences of all ranks.
         return self._terms.added(loss, output, share=labels.shape[0] / self._sequences)
 
     def evaluated(self, model: nn.Module, batch: Batch) -> Tensor:
         """The summed loss of a micro-batch, without the model's auxiliary terms."""
-        return _passed(model, batch, self._head, None, self._criterion)[0]
+        return _passed(model, batch, self._head, self._attention, self._criterion)[0]
 
 
 class ModelTerms:
@@ -135,21 +138,23 @@ def token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) 
     Returns:
         an fp32 scalar on the device.
     """
-    return _passed(model, batch, head, None, _cross_entropy)[0]
+    return _passed(model, batch, head, DocumentAttention(model), _cross_entropy)[0]
 
 
 def _passed(
     model: nn.Module,
     batch: Batch,
     head: ChunkedHead | None,
-    terms: ModelTerms | None,
+    attention: DocumentAttention,
     criterion: Criterion,
+    terms: ModelTerms | None = None,
 ) -> tuple[Tensor, Any]:
     """Return the summed loss of a forward pass, and the model's output."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
     in_parts = head is not None and head.pays(labels)
     with ExitStack() as stack:
+        inputs = stack.enter_context(attention.within(inputs))
         if terms is not None:
             inputs |= stack.enter_context(terms.requested(labels))
         if head is not None and in_parts:

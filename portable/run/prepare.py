@@ -9,6 +9,7 @@ from portable.batch_plan import total_steps
 from portable.data import build_data
 from portable.data.classes import SINGLE
 from portable.model import build as models
+from portable.model.document_attention import check_documents
 from portable.model.flops import flops_per_token, parameter_count
 from portable.model.labels import (
     adopt_labels,
@@ -100,8 +101,10 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     model = models.build_model(model_config, config.model)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
     architecture, parameters = type(model).__name__, parameter_count(model)
-    flops = flops_per_token(model, model_config, config.data.seq_len)
+    flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
+    if config.data.packing == "documents":
+        check_documents(model)
     config = _with_micro_batch(settled, backend, model_config, data)
     steps = total_steps(config, len(data.train))
     # A new model has no special tokens to lose.

@@ -1,0 +1,344 @@
+"""Runs of ``portable-train`` itself on a GPU, each compared with the truth: a part of a visit.
+
+``python -m benchmarks.visit_runs parity`` trains as a user would, and prints one line of JSON with what was
+measured. Exits with 1 if a promise was broken. Without a GPU, or with ``--small``, models are tiny and run
+on the CPU. Most launches are forks of this process, which has imported everything and never touches the
+device: a visit has no minutes for imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# The question whether there is a GPU must not start CUDA, which no fork could use then.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+import torch
+
+from benchmarks.chaos import Run, until
+from converters import Tensor, open_checkpoint
+from portable.cli import main as portable_train
+from portable.reporting.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+LOADED = ("gpu.backend", "gpu.fsdp.engine", "portable.run.rank", "transformers.models.llama.modeling_llama")
+STEPS = 12
+KILLS = 5
+CLOSE = 1e-4
+"""Largest relative difference of a GPU's losses from the CPU's in fp32: it sums in another order."""
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+HALF_BILLION = {
+    "model_type": "llama",
+    "vocab_size": 32768,
+    "hidden_size": 1280,
+    "intermediate_size": 3456,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+BERT = {"model_type": "bert", "max_position_embeddings": 128}
+SMALL_BERT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+class BrokenError(Exception):
+    """What was promised did not hold."""
+
+
+@dataclass
+class Place:
+    """Where a check runs."""
+
+    folder: Path
+    device: str
+    small: bool
+
+    def train(self, name: str, **settings: Any) -> Path:
+        """Run ``portable-train`` with dotted settings (``__`` for a dot) in the folder ``name``.
+
+        Raises:
+            BrokenError: it failed.
+        """
+        output = self.folder / name
+        given = {"backend": self.device, "output_dir": str(output), "log.trackers": []}
+        given |= {key.replace("__", "."): value for key, value in settings.items()}
+        given.setdefault("data.cache_dir", str(self.folder / "cache"))
+        flags = [
+            f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in given.items()
+        ]
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            os._exit(_command(flags))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code:
+            raise BrokenError(f"{name}: portable-train ended with {code}; its error is above")
+        return output
+
+    def tiny(self, name: str, **settings: Any) -> Path:
+        """Train the tiny Llama for some steps in fp32, logging each."""
+        given: dict[str, Any] = {
+            "precision": "fp32",
+            "model__config": TINY,
+            "data__seq_len": 64,
+            "data__max_samples": 40,
+            "data__eval_fraction": 0,
+            "train__steps": STEPS,
+            "train__warmup_steps": 2,
+            "train__eval_every": None,
+            "checkpoint__every_steps": 4,
+            "log__every_steps": 1,
+            "log__sample_tokens": 0,
+        }
+        return self.train(name, **given | settings)
+
+
+def _command(flags: Sequence[str]) -> int:
+    try:
+        return portable_train(flags)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stderr.flush()
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+def difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of two runs' losses.
+
+    Raises:
+        BrokenError: they have different lengths.
+    """
+    if len(found) != len(expected) or not expected:
+        raise BrokenError(f"{len(found)} losses where {len(expected)} were expected")
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise BrokenError(text)
+
+
+def _falls(found: Sequence[float], by: float) -> None:
+    third = max(1, len(found) // 3)
+    first, last = sum(found[:third]) / third, sum(found[-third:]) / third
+    _require(last < first - by, f"the loss went from {first:.3f} to {last:.3f}")
+
+
+def _rate(folder: Path) -> dict[str, Any]:
+    """The last throughput and the largest memory in the metrics."""
+    rows = read_metrics(folder)
+    rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
+    peaks = [row["memory"] for row in rows if row.get("memory")]
+    found: dict[str, Any] = {}
+    if rates:
+        found["tokens_per_second"] = round(max(rates))
+    if peaks:
+        found["peak_gib"] = round(max(peaks) / 2**30, 2)
+    return found
+
+
+def quickstart(place: Place) -> dict[str, Any]:
+    """The command that a user types first, then the conversion of its checkpoint."""
+    begun = time.monotonic()
+    folder = place.folder / "quickstart"
+    command = [sys.executable, "-m", "portable.cli", f"--output_dir={folder}"]
+    few = ["--train.steps=8", "--log.every_steps=1"] if place.small else []
+    _require(subprocess.run([*command, *few], check=False).returncode == 0, "portable-train failed")
+    seconds = time.monotonic() - begun
+    _falls(losses(folder), 0.05 if place.small else 0.5)
+    out = place.folder / "out"
+    command = [sys.executable, "-m", "converters.cli", str(folder), str(out)]
+    _require(subprocess.run(command, check=False).returncode == 0, "portable-convert failed")
+    return {"seconds": round(seconds, 1), "loss": losses(folder)[-1], **_rate(folder)}
+
+
+def parity(place: Place) -> dict[str, Any]:
+    """The device's losses beside the CPU's in fp32, for each strategy."""
+    expected = losses(place.tiny("cpu", backend="cpu"))
+    found = {}
+    for strategy in ("no_shard", "full_shard"):
+        found[strategy] = difference(losses(place.tiny(strategy, strategy=strategy)), expected)
+        _require(found[strategy] < CLOSE, f"{strategy}: losses differ by {found[strategy]:.1e}")
+    return {f"{name} from cpu": f"{value:.1e}" for name, value in found.items()}
+
+
+def resume(place: Place) -> dict[str, Any]:
+    """A run in two launches equals one launch bit for bit: losses, weights and moments."""
+    kinds: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        "bf16": {"precision": "bf16", "memory__activation_checkpointing": "full"},
+        "sharded": {"precision": "bf16", "strategy": "full_shard"},
+    }
+    for name, settings in kinds.items():
+        whole = place.tiny(f"{name}-whole", **settings)
+        place.tiny(f"{name}-parts", train__stop_after=5, **settings)
+        parts = place.tiny(f"{name}-parts", **settings)
+        _require(losses(parts) == losses(whole), f"{name}: the resumed run's losses are others")
+        _same_state(parts, whole, name)
+    return {"equal bit for bit": ", ".join(kinds)}
+
+
+def _same_state(found: Path, expected: Path, name: str) -> None:
+    """Compare the newest checkpoints of two runs byte for byte."""
+    one, other = (dict(_tensors(folder)) for folder in (found, expected))
+    _require(one.keys() == other.keys(), f"{name}: other tensors")
+    for key, tensor in one.items():
+        same = not isinstance(tensor, Tensor) or bytes(tensor.read()) == bytes(other[key].read())
+        _require(same and (isinstance(tensor, Tensor) or tensor == other[key]), f"{name}: {key} differs")
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    checkpoint = open_checkpoint(folder)
+    yield from checkpoint.tensors.items()
+    _require(checkpoint.optimizer is not None, f"{folder.name}: no optimizer state")
+    assert checkpoint.optimizer is not None
+    for name, state in checkpoint.optimizer.state.items():
+        yield from ((f"{name} {key}", value) for key, value in state.items())
+
+
+def move(place: Place) -> dict[str, Any]:
+    """From the CPU to the device and back, in the middle of a run."""
+    whole = losses(place.tiny("whole", backend="cpu"))
+    place.tiny("moved", backend="cpu", train__stop_after=4)
+    place.tiny("moved", train__stop_after=8)
+    place.tiny("moved", strategy="full_shard", train__stop_after=10)
+    found = difference(losses(place.tiny("moved", backend="cpu")), whole)
+    _require(found < CLOSE, f"losses differ by {found:.1e}")
+    return {"difference": f"{found:.1e}"}
+
+
+def kill(place: Place) -> dict[str, Any]:
+    """SIGKILL at random moments; the run that ends equals an undisturbed one byte for byte."""
+    changes = {"backend": place.device, "train.steps": 40}
+    whole = Run(place.folder, place.folder / "whole", 40, ranks=1, changes=changes)
+    whole.start("no_shard")
+    _require(whole.wait()[0] == 0, "the undisturbed run failed")
+    run = Run(place.folder, place.folder / "killed", 40, ranks=1, changes=changes)
+    dice = random.Random(0)
+    reached = []
+    for number in count():
+        run.start("no_shard")
+        if number == KILLS:
+            code, output = run.wait()
+            _require(code == 0, f"the last launch ended with {code}: {output[-500:]}")
+            break
+        target = run.step() + dice.randint(1, 5)
+        until(lambda: run.begun() or not run.running())
+        until(lambda wanted=target: run.step() >= wanted or not run.running())  # type: ignore[misc]
+        run.kill_everything()
+        run.wait()
+        reached.append(run.step())
+    _require(run.model() == whole.model(), "the weights differ from those of an undisturbed run")
+    _require(run.losses() == whole.losses(), "the losses differ from those of an undisturbed run")
+    return {"kills": KILLS, "at steps": " ".join(map(str, reached))}
+
+
+def llama(place: Place) -> dict[str, Any]:
+    """Half a billion parameters in bf16: trained, saved, resumed, exported."""
+    settings: dict[str, Any] = {
+        "precision": "bf16",
+        "strategy": "full_shard",
+        "model__config": TINY if place.small else HALF_BILLION,
+        "data__seq_len": 128 if place.small else 1024,
+        "data__max_samples": 200,
+        "train__steps": 12 if place.small else 40,
+        "train__global_batch_size": 4 if place.small else 16,
+        "train__micro_batch_size": 2 if place.small else 8,
+        "checkpoint__every_steps": None,
+        "log__every_steps": 2,
+    }
+    half = settings["train__steps"] // 2
+    place.train("llama", train__stop_after=half, **settings)
+    folder = place.train("llama", **settings)
+    _falls(losses(folder), 0.1)
+    saved = sum(path.stat().st_size for path in (folder / "final").iterdir())
+    return {"loss": losses(folder)[-1], "final_mb": round(saved / 1e6), **_rate(folder)}
+
+
+def bert(place: Place) -> dict[str, Any]:
+    """Classification of texts in a JSONL file."""
+    dice = random.Random(0)
+    words = {"good": ["fine", "bright", "warm", "clear"], "bad": ["dull", "grey", "cold", "dim"]}
+    rows = []
+    for _ in range(2000):
+        label = dice.choice(list(words))
+        text = " ".join(dice.choices([*words[label], "a", "film", "about", "time"], k=12))
+        rows.append(json.dumps({"text": f"{text} {dice.choice(words[label])}", "label": label}))
+    source = place.folder / "reviews.jsonl"
+    source.write_text("\n".join(rows) + "\n", "utf-8")
+    folder = place.train(
+        "bert",
+        precision="bf16",
+        model__task="sequence-classification",
+        model__config=BERT | {"vocab_size": 400} | (SMALL_BERT if place.small else {}),
+        data__source=str(source),
+        data__seq_len=32,
+        data__packing=False,
+        train__steps=60,
+        train__global_batch_size=32,
+        train__micro_batch_size=32,
+        train__learning_rate=1e-3 if place.small else 5e-5,
+        log__every_steps=2,
+    )
+    _falls(losses(folder), 0.2)
+    return {"loss": losses(folder)[-1], **_rate(folder)}
+
+
+CHECKS: dict[str, Callable[[Place], dict[str, Any]]] = {
+    check.__name__: check for check in (quickstart, parity, resume, move, kill, llama, bert)
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.visit_runs", description=__doc__)
+    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("--small", action="store_true", help="tiny models; the default without a GPU")
+    options = parser.parse_args(argv)
+    for name in LOADED:
+        importlib.import_module(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory(prefix="visit-") as folder:
+        try:
+            found = CHECKS[options.check](Place(Path(folder), device, options.small or device == "cpu"))
+        except BrokenError as error:
+            print(f"broken: {error}")
+            return 1
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

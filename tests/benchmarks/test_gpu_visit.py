@@ -1,0 +1,82 @@
+"""A visit keeps what was done, ends in time, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks import gpu_visit
+from benchmarks.gpu_visit import CUT, FAILED, PASSED, SLOW, Part, main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HANG = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Part]:
+    """Parts that take no time, in place of those that train."""
+    for name, code in {
+        "figures": "print('{\"rate\": 3}')",
+        "fails": "raise SystemExit('no')",
+        "hangs": HANG,
+    }.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu_visit, "LEAST", 0.0)
+    monkeypatch.setattr(gpu_visit, "GRACE", 0.0)
+    found = [Part("figures", "figures", (), 9), Part("fails", "fails", (), 9), Part("hangs", "hangs", (), 99)]
+    monkeypatch.setattr(gpu_visit, "PARTS", found)
+    return found
+
+
+def results(out: Path) -> dict[str, Any]:
+    parts: dict[str, Any] = json.loads((out / "visit.json").read_text())["parts"]
+    return parts
+
+
+def test_goes_on_where_it_stopped(parts: list[Part], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["--out", str(out), "--minutes", "0.03"]) == 1
+    first = results(out)
+    assert {name: result["status"] for name, result in first.items()} == {
+        "figures": PASSED,
+        "fails": FAILED,
+        "hangs": CUT,
+    }
+    assert first["figures"]["figures"] == {"rate": 3}
+    assert first["fails"]["last"] == "no"
+    assert "| figures | passed |" in (out / "visit.md").read_text()
+
+    parts[2] = Part("hangs", "hangs", (), 0.2)
+    assert main(["--out", str(out), "--again", "figures"]) == 1
+    second = results(out)
+    assert second["fails"] == first["fails"]  # not run again
+    assert second["figures"]["seconds"] != first["figures"]["seconds"]
+    assert second["hangs"]["status"] == SLOW
+    assert "$ python -m hangs" in (out / "log.txt").read_text()
+
+
+def test_tests_that_passed_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile("""
+        from pathlib import Path
+        def test_passes():
+            with Path("ran").open("a") as file:
+                file.write("1")
+        def test_fails(): assert Path("mended").exists()
+    """)
+    given = ["-p", "benchmarks.visit_tests", "--outcomes", "outcomes.jsonl", "-p", "no:cacheprovider"]
+    assert pytester.runpytest_inprocess(*given).ret == 1
+    pytester.path.joinpath("mended").touch()
+    assert pytester.runpytest_inprocess(*given).ret == 0
+    assert pytester.runpytest_inprocess(*given).ret == 0
+    assert pytester.path.joinpath("ran").read_text() == "1"
+    rows = [json.loads(line) for line in pytester.path.joinpath("outcomes.jsonl").read_text().splitlines()]
+    assert [row["outcome"] for row in rows] == ["passed", "failed", "passed"]
+    assert "assert" in rows[1]["error"]
