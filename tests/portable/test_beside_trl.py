@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +21,8 @@ from tests.portable.test_chat_masks import MARKED, encode, talks
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from portable.config import RunConfig
 
 if sys.version_info < (3, 11):

@@ -472,7 +472,7 @@ def test_the_settled_config_has_the_format(learned: Path) -> None:
     from portable.config import load_config
 
     settled = load_config(learned / "run" / "config.yaml")
-    assert (settled.data.format, settled.data.packing) == ("messages", False)
+    assert (settled.data.format, settled.data.packing) == ("messages", "documents")
 
 
 def test_the_report_shows_samples(learned: Path) -> None:
