@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,9 +24,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-if sys.version_info < (3, 11):
-    pytest.skip("TRL needs Python 3.11", allow_module_level=True)
-trl = pytest.importorskip("trl")
+trl: Any = pytest.importorskip("trl", reason="TRL needs Python 3.11")
 
 
 def trainer(name: str, rows: list[dict[str, Any]], folder: Path, **options: Any) -> Any:
@@ -87,7 +84,7 @@ def answers(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-class OrderedSFT(Ordered, trl.SFTTrainer):  # type: ignore[misc]
+class OrderedSFT(Ordered, trl.SFTTrainer):  # type: ignore[misc, name-defined]
     """TRL's trainer with a given order of samples."""
 
 
