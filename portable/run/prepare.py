@@ -95,18 +95,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     models.check_length(model_config, config)
     special_tokens = SpecialTokens(model_config, config.model)
     problem = problem_of(model_config, config.model)  # before the labels decide it
-    data = build_data(
-        config.data,
-        task=config.model.task,
-        seed=config.seed,
-        decoder_start_token_id=special_tokens.decoder_start,
-        label_shift=special_tokens.label_shift,
-        known_classes=known_classes(model_config, config.model),
-        problem=problem,
-        pad_left=classifies_last_position(model_config),
-        progress=True,  # only the rank that builds the cache shows it
-        **tokenizer_hints(config, model_config),
-    )
+    data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)
     special_tokens.prepare(data.tokenizer)
     model = models.build_model(model_config, config.model)
@@ -138,6 +127,22 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         until=min(steps, config.train.stop_after or steps),
         schedule=build_schedule(config.train, steps),
         notes=tuple(notes),
+    )
+
+
+def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens: SpecialTokens) -> Data:
+    """The data of a run, tokenized if it is not cached; before the labels decide the kind of problem."""
+    return build_data(
+        config.data,
+        task=config.model.task,
+        seed=config.seed,
+        decoder_start_token_id=special_tokens.decoder_start,
+        label_shift=special_tokens.label_shift,
+        known_classes=known_classes(model_config, config.model),
+        problem=problem_of(model_config, config.model),
+        pad_left=classifies_last_position(model_config),
+        progress=True,  # only the rank that builds the cache shows it
+        **tokenizer_hints(config, model_config),
     )
 
 

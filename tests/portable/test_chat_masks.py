@@ -38,7 +38,7 @@ TOOLS = [
         },
     }
 ]
-CALLS = [
+CALLS: list[dict[str, Any]] = [
     {"role": "user", "content": "Add 2 and 3"},
     {
         "role": "assistant",
@@ -83,7 +83,7 @@ def trained(name: str, encoded: Encoded, at: int = 0) -> str:
 def test_marks_of_the_template(name: str) -> None:
     """Token for token what transformers makes of TRL's template, which is what TRL trains on."""
     cases: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [(talk, {}) for talk in talks(name).values()]
-    if name in ("qwen2_5", "qwen3", "gptoss", "glm4moe"):
+    if name in ("qwen2_5", "qwen3", "gptoss"):
         cases.append((CALLS, {"tools": TOOLS}))
     for messages, options in cases:
         tokens, mask = theirs(name, messages, **options)
