@@ -1,8 +1,8 @@
 """Tokenizing conversations, beside TRL: ``python -m benchmarks.conversations``.
 
-Both read the same JSONL file with the same tokenizer and template, and end with tokens and the mask of what the
-assistant says: here in the token cache, there in the prepared data set of an ``SFTTrainer``. TRL needs to be
-installed. Each program runs in a process of its own, in an empty cache; the time is without imports.
+Both read the same JSONL file with the same tokenizer and template, and end with tokens and the mask of what
+the assistant says: here in the token cache, there in the prepared data set of an ``SFTTrainer``. TRL needs to
+be installed. Each program runs in a process of its own, in an empty cache; the time is without imports.
 """
 
 from __future__ import annotations
@@ -19,46 +19,11 @@ from pathlib import Path
 
 from benchmarks.machine import cpu_model
 
-WORDS = [
-    "the",
-    "model",
-    "of",
-    "a",
-    "token",
-    "is",
-    "what",
-    "we",
-    "said",
-    "about",
-    "it",
-    "and",
-    "then",
-    "there",
-    "was",
-    "more",
-    "to",
-    "say",
-    "so",
-    "let",
-    "us",
-    "go",
-    "on",
-    "with",
-    "some",
-    "long",
-    "answer",
-    "that",
-    "has",
-    "many",
-    "different",
-    "words",
-    "in",
-    "it",
-    "while",
-    "nobody",
-    "reads",
-    "them",
-]
+TEXT = """
+the model of a token is what we said about it and then there was more to say so let us go on with some long
+answer that has many different words in it while nobody reads them
+"""
+WORDS = TEXT.split()
 
 
 def write_conversations(path: Path, count: int) -> None:

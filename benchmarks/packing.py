@@ -60,7 +60,8 @@ class Seen:
         return sum(self.tokens) / len(self.tokens) / statistics.median(self.seconds)
 
     @property
-    def padding(self) -> float:
+    def without(self) -> float:
+        """The share of positions without such a token."""
         return 1 - sum(self.tokens) / sum(self.positions)
 
 
@@ -171,7 +172,7 @@ class Peer:
                     data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
                 )
             else:
-                from trl import SFTConfig, SFTTrainer
+                from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
 
                 given = SFTConfig(
                     **arguments,
@@ -273,15 +274,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                         seen.tokens.append(tokens)
                         seen.positions.append(positions)
     print(f"\n{command_line('benchmarks.packing', argv)}\n\n{machine_in_words(machine)}\n")
-    print("| | s a step | tokens a step | padding | tokens/s | beside packing: true |")
+    print("| | s a step | tokens a step | positions without | tokens/s | beside packing: true |")
     print("|---|---|---|---|---|---|")
     plain: Seen = found["portable-train, packing: true"].seen
     for name, contestant in found.items():
         seen = contestant.seen
-        padding = planned.get(name, seen.padding)
+        without = planned.get(name, seen.without)
         median = statistics.median(seen.seconds)
         print(
-            f"| {name} | {median:.3f} | {sum(seen.tokens) / len(seen.tokens):,.0f} | {padding:.1%} "
+            f"| {name} | {median:.3f} | {sum(seen.tokens) / len(seen.tokens):,.0f} | {without:.1%} "
             f"| {seen.rate:,.0f} | {seen.rate / plain.rate:.2f} |"
         )
     return 0

@@ -65,7 +65,7 @@ TRAIN_OPTIONS = (
     Option(
         "show-data",
         "count",
-        "Print the first N samples of the run, with the tokens that are trained, and stop. Tokenizes the data.",
+        "Print the first N samples of the run, with the tokens that are trained, and stop.",
         "N",
     ),
     Option("eval-only", "switch", "Evaluate the newest checkpoint, or the model as it is, and stop."),

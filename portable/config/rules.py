@@ -47,7 +47,7 @@ def derived(config: RunConfig) -> dict[str, Any]:
         found["model.config"] = None
     if model.task in PADDED_TASKS:
         found["data.packing"] = False
-    elif config.data.format not in ("auto", "text"):
+    elif config.data.format not in ("auto", "text") and model.task == "causal-lm":
         found["data.packing"] = "documents"
     if config.data.eval is not None:
         found["data.eval_fraction"] = 0.0

@@ -122,7 +122,7 @@ def read_conversation(row: Mapping[str, Any], kind: Format, where: str) -> Conve
 
 
 def _messages(row: Mapping[str, Any], where: str) -> Conversation:
-    key = "messages" if "messages" in row else "conversations"
+    key = "conversations" if "conversations" in row and "messages" not in row else "messages"
     listed = _list(row, key, "messages", where)
     return _conversation([_message(message, where, at) for at, message in enumerate(listed)], row, where)
 

@@ -401,7 +401,7 @@ class Reading:
                 mask=_mask_token(vocabulary),
                 suffix=framed.suffix,
                 seed=self.seed,
-                packed=settings.packing,
+                packed=bool(settings.packing),
                 shift=None if self.label_shift is None else self.label_shift(self.tokenizer),
             )
         if self.task == SEQ2SEQ:

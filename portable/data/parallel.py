@@ -22,7 +22,8 @@ from portable.errors import RunError, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def cores() -> int:

@@ -73,20 +73,19 @@ def preview(data: Data, count: int, seed: int) -> Preview:
     tokens, length = data.tokens, data.sizes.seq_len
     lengths, taken = _lengths(data)
     used = [sample for at in range(min(count, len(data.train))) if (sample := _sample(data, at, seed))]
+    mean = tokens.total_tokens / max(1, tokens.documents)
     facts = {
         "source": data.sizes.source,
         "documents": f"{tokens.documents:,}",
         "samples": f"{len(data.train):,} to train, of {length:,} tokens",
-        "tokens": f"{tokens.total_tokens:,}, {tokens.total_tokens / max(1, tokens.documents):,.1f} a document",
+        "tokens": f"{tokens.total_tokens:,}, {mean:,.1f} a document",
         "trained": "all" if data.sizes.trained is None else f"{data.sizes.trained:.1%} of the tokens",
     }
     if data.sizes.truncated is not None and (lost := str(data.sizes.truncated)):
         facts["truncated"] = lost
-    waste = getattr(data.train, "waste", None)
-    if data.sizes.packing is False:
-        waste = 1 - taken / max(1, tokens.documents * length)
-    if waste is not None:
-        facts["padding"] = f"{waste:.1%} of the positions"
+    padded = data.sizes.packing is False
+    waste = 1 - taken / max(1, tokens.documents * length) if padded else data.train.waste
+    facts["padding"] = f"{waste:.1%} of the positions"
     if data.end_of_turn is not None:
         facts["an answer ends with"] = data.tokenizer.decode([data.end_of_turn])
     return Preview(facts, lengths, used)
@@ -118,8 +117,8 @@ def _sample(data: Data, position: int, seed: int) -> Sample:
     filled = len(inputs)
     if "attention_mask" in arrays:
         filled = int(arrays["attention_mask"][0].sum())
-    elif (used := np.flatnonzero(arrays["labels"][0] != IGNORED)).size and "position_ids" in arrays:
-        filled = int(used[-1]) + 1  # what follows in a packed sample is padding
+    elif "document_lengths" in arrays:  # those of the documents, then of the padding
+        filled = int(arrays["document_lengths"][0][: len(data.train.documents(index))].sum())
     runs: list[tuple[list[int], bool]] = []
 
     def add(token: int, trained: bool) -> None:

@@ -117,7 +117,7 @@ class DocumentAttention:
             return
         # The positions are known: transformers would read them to find out.
         with replaced(find_packed_sequence_indices=lambda _: None):
-            if self._kernel == "flash_attention_2":
+            if self._kernel == "flash_attention_2" and lengths is not None:
                 yield arguments | _flash_arguments(lengths, inputs["input_ids"].shape[1])
                 return
             rows = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,11 +20,11 @@ from tests.portable.test_chat_masks import MARKED, encode, talks
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from portable.config import RunConfig
 
-if sys.version_info < (3, 11):
-    pytest.skip("TRL needs Python 3.11", allow_module_level=True)
-trl = pytest.importorskip("trl")
+trl: Any = pytest.importorskip("trl", reason="TRL needs Python 3.11")
 
 
 def trainer(name: str, rows: list[dict[str, Any]], folder: Path, **options: Any) -> Any:
@@ -86,7 +84,7 @@ def answers(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-class OrderedSFT(Ordered, trl.SFTTrainer):  # type: ignore[misc]
+class OrderedSFT(Ordered, trl.SFTTrainer):  # type: ignore[misc, name-defined]
     """TRL's trainer with a given order of samples."""
 
 

@@ -38,7 +38,7 @@ TOOLS = [
         },
     }
 ]
-CALLS = [
+CALLS: list[dict[str, Any]] = [
     {"role": "user", "content": "Add 2 and 3"},
     {
         "role": "assistant",

@@ -88,7 +88,7 @@ def tiny(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) / 10)
-    return model.float().train()  # type: ignore[no-any-return]
+    return model.float().train()
 
 
 def result(model: PreTrainedModel, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
