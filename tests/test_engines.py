@@ -180,6 +180,50 @@ def test_lets_everything_go(name: str, exercised: Callable[[str], tuple[Seen, Pa
     assert after == before
 
 
+# -- whole documents packed --------------------------------------------------------------------------------
+
+DOCUMENTS: dict[str, Any] = {
+    "data__packing": "documents",
+    "data__seq_len": 64,
+    "train__micro_batch_size": 1,
+    "train__global_batch_size": 12,
+    "train__steps": STEPS,
+}
+PACKING = [
+    *((name, size) for name in ("full_shard", "zero2", "zero3") for size in (1, 2, 3)),
+    *(("xla", size) for size in (1, 2, 4)),
+]
+
+
+def packed_losses(config: RunConfig) -> list[tuple[float, float]]:
+    from tests.parity import take_steps
+
+    taken = take_steps(config, STEPS)
+    assert all(count == 1 for count in taken.graphs.values()), taken.graphs  # the shapes never change
+    return list(zip(taken.losses, taken.norms, strict=True))
+
+
+@pytest.fixture(scope="module")
+def document_truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    """Each document alone, in plain torch."""
+    return plain_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **DOCUMENTS))
+
+
+@pytest.mark.parametrize(("name", "size"), PACKING)
+def test_packed_documents_do_not_see_each_other(
+    name: str,
+    size: int,
+    document_truth: list[tuple[float, float]],
+    engines: Engines,
+    corpus: Path,
+    tmp_path: Path,
+) -> None:
+    config = configured(tmp_path, corpus, **DOCUMENTS, **ENGINES[name].settings)
+    seen = engines.run(name, size, packed_losses, config)
+    assert [loss for loss, _ in seen] == pytest.approx([loss for loss, _ in document_truth], rel=LOSSES)
+    assert [norm for _, norm in seen] == pytest.approx([norm for _, norm in document_truth], rel=1e-4)
+
+
 # -- one long witness for each kind ------------------------------------------------------------------------
 
 LONG_RUN: dict[str, Any] = {"train__micro_batch_size": 3, "train__global_batch_size": 6, "train__steps": LONG}

@@ -47,6 +47,8 @@ def derived(config: RunConfig) -> dict[str, Any]:
         found["model.config"] = None
     if model.task in PADDED_TASKS:
         found["data.packing"] = False
+    elif config.data.format not in ("auto", "text") and model.task == "causal-lm":
+        found["data.packing"] = "documents"
     if config.data.eval is not None:
         found["data.eval_fraction"] = 0.0
     if checkpoint.export_best:
@@ -106,10 +108,16 @@ def _model(config: RunConfig) -> Iterator[ConflictError]:
 
 def _data(config: RunConfig) -> Iterator[ConflictError]:
     data, task = config.data, config.model.task
-    if data.packing and task in PADDED_TASKS:
+    packing = "true" if data.packing is True else data.packing
+    if packing and task in PADDED_TASKS:
         yield ConflictError(
             ("data.packing", "model.task"),
-            f"data.packing true does not work with model.task {task}; set data.packing to false",
+            f"data.packing {packing} does not work with model.task {task}; set data.packing to false",
+        )
+    if packing == "documents" and task == "masked-lm":
+        yield ConflictError(
+            ("data.packing", "model.task"),
+            "data.packing documents is for model.task causal-lm, not masked-lm; set data.packing to false",
         )
     if data.vocab_size is not None and data.tokenizer is not None:
         yield ConflictError(
@@ -127,6 +135,30 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
                 (f"data.{name}", "model.task"),
                 f"data.{name} is for model.task {only}, not {task}; remove it",
             )
+    for name in ("format", "chat_template", "chat_template_kwargs", "train_on", "split_turns", "truncation"):
+        value = getattr(data, name)
+        if task != "causal-lm" and value and value not in ("auto", "text", "end"):
+            yield ConflictError(
+                (f"data.{name}", "model.task"),
+                f"data.{name} is for model.task causal-lm, not {task}; remove it",
+            )
+        if data.format == "text" and name not in ("format", "truncation") and value:
+            yield ConflictError(
+                (f"data.{name}", "data.format"),
+                f"data.{name} is for conversations, not for data.format text; remove one of the two",
+            )
+    if data.truncation != "end" and data.packing is True and data.format != "auto":
+        yield ConflictError(
+            ("data.truncation", "data.packing"),
+            f"data.truncation {data.truncation} has no effect with data.packing true, which cuts nothing; "
+            "remove one of the two",
+        )
+    if data.train_on == "completion" and (data.split_turns or data.format in ("messages", "sharegpt")):
+        other = "data.split_turns" if data.split_turns else f"data.format {data.format}"
+        yield ConflictError(
+            ("data.train_on", "data.split_turns" if data.split_turns else "data.format"),
+            f"data.train_on completion does not work with {other}; set data.train_on to assistant",
+        )
     if data.source is None and task in PADDED_TASKS:
         yield ConflictError(
             ("data.source", "model.task"),

@@ -125,6 +125,44 @@ class DataConfig(Section):
         "config on a large dataset.",
         json_schema_extra=OF_SOURCE,
     )
+    format: Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca"] = Field(
+        default="auto",
+        description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
+        "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
+        "messages); alpaca (instruction, input, output). auto: recognized by the first record's columns.",
+        json_schema_extra=OF_SOURCE,
+    )
+    chat_template: PathText | None = Field(
+        default=None,
+        description="Template that turns a conversation into text: a file (.jinja), the name of one of the "
+        "tokenizer's templates, or chatml. Null: the tokenizer's own. It is saved with the tokenizer.",
+    )
+    chat_template_kwargs: OpenMapping = Field(
+        default_factory=dict,
+        description="Further variables of the template, such as enable_thinking: false. strftime_now sets "
+        "the date that a template writes as today's; the default is 2025-01-01, so that the tokens are "
+        "always the same.",
+    )
+    train_on: Literal["assistant", "completion", "last_assistant", "all"] | None = Field(
+        default=None,
+        description="Tokens of a conversation that the loss counts: all that the assistant says (assistant), "
+        "its last message (last_assistant), what follows the prompt (completion), or all. Null: completion "
+        "if the record has a prompt (prompt_completion, alpaca), else assistant.",
+        json_schema_extra=OF_SOURCE,
+    )
+    split_turns: Flag = Field(
+        default=False,
+        description="Make a sample of each of the assistant's messages, with the conversation before it. For "
+        "templates that show earlier turns otherwise than the last one, such as those that drop thinking.",
+        json_schema_extra=OF_SOURCE,
+    )
+    truncation: Literal["end", "start", "drop", "error"] = Field(
+        default="end",
+        description="What happens to a text or conversation longer than data.seq_len, if not packed: cut at "
+        "its end, at its start, leave it out (drop), or end the run (error). A conversation of which no "
+        "trained token remains is left out. The counts are printed.",
+        json_schema_extra=IDENTITY,
+    )
     text_field: str = Field(
         default="text",
         min_length=1,
@@ -197,19 +235,21 @@ class DataConfig(Section):
         description="Length of a target text in tokens (seq2seq-lm). Null: data.seq_len.",
         json_schema_extra=IDENTITY,
     )
-    packing: Flag = Field(
+    packing: Flag | Literal["documents"] = Field(
         default=True,
-        description="Concatenate texts into full sequences without padding (language models only). False: "
-        "one text per sequence, truncated or padded to data.seq_len, as always in seq2seq-lm and "
-        "sequence-classification.",
+        description="True: concatenate texts into full sequences without padding (language models only). "
+        "documents: pack whole texts into sequences in which they do not see each other: attention stays "
+        "within a text, and positions restart (causal-lm only). False: one text per sequence, truncated or "
+        "padded to data.seq_len, as always in seq2seq-lm and sequence-classification. The default for "
+        "conversations is documents.",
         json_schema_extra=IDENTITY,
     )
     eval_fraction: float = Field(
         default=0.01,
         ge=0,
         lt=1,
-        description="Share held out for evaluation: the end of the packed text, or without packing a fixed "
-        "choice of records. 0: nothing is held out, as by default with data.eval.",
+        description="Share held out for evaluation: the end of the concatenated text, or with data.packing "
+        "documents or false a fixed choice of records. 0: nothing is held out, as by default with data.eval.",
         json_schema_extra=IDENTITY,
     )
     eval: OpenMapping | None = Field(
@@ -568,6 +608,17 @@ class XlaConfig(Section):
         default=None,
         description="The sharded dim of parameters, to override the default: a mapping from regular "
         "expressions, searched in parameter names, to a dim, or null to replicate. The first match counts.",
+    )
+    scan_layers: Flag = Field(
+        default=False,
+        description="Compile layers that are alike once and run them in a loop, so that compile time does "
+        "not grow with depth.",
+    )
+    attention_rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="Compute attention for this many tokens of a sequence at a time, so that its scores take "
+        "memory for these rows alone; the backward pass computes them again. Null: all at once.",
     )
     compilation_cache: PathText = Field(
         default="auto",

@@ -13,7 +13,6 @@ _LONGEST = 120
 _A_SETTING = "train.steps"  # if it is a candidate, all settings are
 
 _NO_ADAPTER = "adapters are not supported yet, all weights are trained; leave it out"
-_ALL_TEXT = "the loss covers the whole text, and templates are not applied yet; put whole texts into the data"
 _NO_REWARDS = "training on preferences or rewards is not supported yet; leave it out"
 _HUB = "nothing is uploaded; leave it out, and upload <output_dir>/final yourself"
 _BEST = "set checkpoint.best_mode: max where greater is better, min where not"
@@ -141,9 +140,11 @@ ELSEWHERE = {
     "validation_file": _VALIDATION,
     "validation_split_percentage": "set data.eval_fraction, a share of 1",
     # TRL's.
-    "assistant_only_loss": _ALL_TEXT,
+    "chat_template_path": "data.chat_template",
+    "truncation_mode": "data.truncation",
+    "assistant_only_loss": "set data.train_on to assistant, the default for conversations",
     "beta": _NO_REWARDS,
-    "completion_only_loss": _ALL_TEXT,
+    "completion_only_loss": "set data.train_on to completion, the default for records with a prompt",
     "dataset_config": "data.config_name",
     "dataset_kwargs": _DATA_WORK,
     "dataset_mixer": "data.source",
@@ -166,11 +167,13 @@ ELSEWHERE = {
     # axolotl's.
     "adapter": _NO_ADAPTER,
     "base_model": "model.name_or_path",
-    "chat_template": _ALL_TEXT,
+    "chat_template": "data.chat_template",
     "dataset_prepared_path": "data.cache_dir",
     "datasets": "data.source",
-    "eot_tokens": _ALL_TEXT,
-    "eval_sample_packing": "data.packing",
+    "chat_template_jinja": "data.chat_template",
+    "excess_length_strategy": "data.truncation",
+    "eot_tokens": "the token that ends an answer is found in the data; leave it out",
+    "eval_sample_packing": "set data.packing to documents",
     "evals_per_epoch": "set train.eval_every_epochs to one divided by it",
     "flash_attention": "set model.attention to flash_attention_2",
     "load_in_4bit": _NO_ADAPTER,
@@ -180,7 +183,7 @@ ELSEWHERE = {
     "pad_to_sequence_len": "set data.packing; if it is false, sequences are padded to data.seq_len",
     "plugins": "there are no plug-ins; leave it out",
     "processor_type": "only text models are supported; leave it out",
-    "sample_packing": "data.packing",
+    "sample_packing": "set data.packing to documents",
     "saves_per_epoch": "set checkpoint.every_epochs to one divided by it",
     "sdp_attention": "set model.attention to sdpa",
     "sequence_len": "data.seq_len",
@@ -189,7 +192,7 @@ ELSEWHERE = {
     "strict": _BY_ITSELF,
     "test_datasets": _VALIDATION,
     "tokenizer_type": "data.tokenizer",
-    "train_on_inputs": _ALL_TEXT,
+    "train_on_inputs": "set data.train_on to all if it is true; false is the default for conversations",
     "val_set_size": "data.eval_fraction",
     "xformers_attention": "set model.attention to sdpa",
     # LLaMA-Factory's.
@@ -200,16 +203,17 @@ ELSEWHERE = {
     "eval_dataset": _VALIDATION,
     "finetuning_type": _NO_ADAPTER,
     "flash_attn": "model.attention",
-    "mask_history": _ALL_TEXT,
-    "neat_packing": "data.packing",
+    "default_system": "put a system message into each record",
+    "mask_history": "set data.train_on to last_assistant",
+    "neat_packing": "set data.packing to documents",
     "peft_config": _NO_ADAPTER,
     "plot_loss": "loss.svg is always drawn; leave it out",
     "quantization_bit": _NO_ADAPTER,
-    "stage": "set model.task; put a prompt and its answer into one text",
-    "template": _ALL_TEXT,
+    "stage": "set model.task",
+    "template": "data.chat_template",
     "tokenized_path": "data.cache_dir",
     "train_dataset": "data.source",
-    "train_on_prompt": _ALL_TEXT,
+    "train_on_prompt": "set data.train_on to all",
     "use_peft": _NO_ADAPTER,
     "val_size": "data.eval_fraction",
     "video_max_pixels": "only text models are supported; leave it out",

@@ -25,6 +25,7 @@ from converters.containers.pickle_reader import plain
 from converters.errors import printable
 from converters.storage.guarded import LinkError, read_small
 from portable.config.flags import path_given
+from portable.data.preview import PREVIEW_FILE
 from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes, human_count, human_time
@@ -109,6 +110,8 @@ class Run:
     events: list[dict[str, Any]]
     settings: dict[str, Any]
     unreadable: str = ""
+    preview: dict[str, Any] | None = None
+    """Facts, lengths and samples of its data; None without a file."""
 
     @classmethod
     def read(cls, folder: Place) -> Run:
@@ -126,6 +129,7 @@ class Run:
             rows, bad_rows = read_rows(folder / METRICS_FILE)
             events, bad_events = _events(folder)
             settings, bad_settings = _settings(folder / CONFIG_FILE)
+            preview = read_preview(folder / PREVIEW_FILE)
         except FileNotFoundError:
             raise UserError(f"{folder}: has no {METRICS_FILE}; give the output_dir of a run") from None
         except OSError as error:
@@ -140,7 +144,7 @@ class Run:
             for number, name in ((bad_rows, METRICS_FILE), (bad_events, EVENTS_FILE))
             if number
         ] + ([f"{CONFIG_FILE} ({bad_settings})"] if bad_settings else [])
-        return cls(folder, rows, events, settings, ", ".join(unreadable))
+        return cls(folder, rows, events, settings, ", ".join(unreadable), preview)
 
     # -- x axes ---------------------------------------------------------------------------------------------
 
@@ -298,6 +302,7 @@ def page(runs: Sequence[Run]) -> str:
                 "series": curves,
                 "events": run.described(),
                 "facts": fact,
+                "data": run.preview,
                 "confusions": run.confusions(),
             }
             for name, curves, run, fact in zip(names, series, runs, facts, strict=True)
@@ -385,6 +390,31 @@ def _events(folder: Place) -> tuple[list[dict[str, Any]], int]:
         return read_rows(folder / EVENTS_FILE, "event")
     except OSError:
         return [], 0
+
+
+def read_preview(path: Place) -> dict[str, Any] | None:
+    """The samples of a run's data, as far as they have the form that a run writes; None without a file."""
+    try:
+        found = json.loads(read_small(path, limit=_MOST_CONFIG))
+        facts, lengths, samples = found["facts"], found["lengths"], found["samples"]
+        return {
+            "facts": [[str(name)[:_MOST_NAME], str(fact)[:_MOST_PATH]] for name, fact in facts.items()][:20],
+            "lengths": [
+                [low, high, many]
+                for low, high, many in lengths[:100]
+                if count(low) and count(many) and (high is None or count(high))
+            ],
+            "samples": [
+                {
+                    "title": f"sample {int(sample['position'])}: {int(sample['tokens'])} tokens, "
+                    f"{int(sample['trained'])} trained",
+                    "pieces": [[str(text), trained is True] for text, trained in sample["pieces"]],
+                }
+                for sample in samples[:10]
+            ],
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
 
 
 class _Loader(yaml.SafeLoader):

@@ -43,7 +43,7 @@ class Reporter(Events):
         output: Output,
         progress: Progress,
         total_steps: int,
-        tokens_per_sample: int,
+        tokens_per_sample: float,
         flops_per_token: float,
         precision: str,
         trackers: Sequence[str],

@@ -83,13 +83,25 @@ def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
 
 
 def sample_prompt(prepared: Prepared) -> torch.Tensor:
-    """``log.sample_prompt``, or the beginning of a held-out sample; int64 ``[1, length]``."""
+    """``log.sample_prompt``, or the beginning of a held-out sample; int64 ``[1, length]``.
+
+    A chat model is asked by ``log.sample_prompt`` as by a user, and a conversation ends before an answer.
+    """
     data, given = prepared.data, prepared.config.log.sample_prompt
     if given is not None:
+        if data.end_of_turn is not None and data.tokenizer.chat_template:
+            asked = [{"role": "user", "content": given}]
+            chat: list[int] = data.tokenizer.apply_chat_template(
+                asked, add_generation_prompt=True, return_dict=False
+            )
+            return torch.tensor([chat], dtype=torch.int64)
         ids: list[int] = data.tokenizer(given)["input_ids"]
         return torch.tensor([ids], dtype=torch.int64)
     samples = data.eval if data.eval is not None else data.train
     batch = samples.batch([(0, 0)])
+    if data.end_of_turn is not None:
+        trained = (batch["labels"][0] != IGNORED).int()
+        return batch["input_ids"][:, : int(trained.argmax()) + 1]
     valid = int((batch["labels"] != IGNORED).sum())
     return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
 

@@ -12,6 +12,7 @@ from portable.data.documents import listed
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
+from portable.model.document_attention import check_documents
 from portable.model.flops import flops_per_token, parameter_count
 from portable.model.labels import (
     adopt_labels,
@@ -105,18 +106,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     special_tokens = SpecialTokens(model_config, config.model)
     problem = problem_of(model_config, config.model)  # before the labels decide it
     known = known_classes(model_config, config.model)
-    data = build_data(
-        config.data,
-        task=config.model.task,
-        seed=config.seed,
-        decoder_start_token_id=special_tokens.decoder_start,
-        label_shift=special_tokens.label_shift,
-        known_classes=known,
-        problem=problem,
-        pad_left=classifies_last_position(model_config),
-        progress=True,  # only the rank that builds the cache shows it
-        **tokenizer_hints(config, model_config),
-    )
+    data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
     measures = measures_of(config.train.metrics, Setting(of_task, data.label_names, data.tokenizer))
@@ -126,10 +116,12 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     judge = judge_of(config, data, measures)
     special_tokens.prepare(data.tokenizer)
     model = models.build_model(model_config, config.model)
-    aligned = special_tokens.align(model, data.tokenizer, data.target_frame)
+    aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
     architecture, parameters = type(model).__name__, parameter_count(model)
-    flops = flops_per_token(model, model_config, config.data.seq_len)
+    flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
+    if config.data.packing == "documents":
+        check_documents(model)
     config = _with_micro_batch(settled, backend, model_config, data)
     steps = total_steps(config, len(data.train))
     # A new model has no special tokens to lose.
@@ -159,6 +151,22 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         measures=measures,
         judge=judge,
         notes=tuple(notes),
+    )
+
+
+def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens: SpecialTokens) -> Data:
+    """The data of a run, tokenized if it is not cached; before the labels decide the kind of problem."""
+    return build_data(
+        config.data,
+        task=config.model.task,
+        seed=config.seed,
+        decoder_start_token_id=special_tokens.decoder_start,
+        label_shift=special_tokens.label_shift,
+        known_classes=known_classes(model_config, config.model),
+        problem=problem_of(model_config, config.model),
+        pad_left=classifies_last_position(model_config),
+        progress=True,  # only the rank that builds the cache shows it
+        **tokenizer_hints(config, model_config),
     )
 
 
@@ -211,8 +219,7 @@ def notes_on(
             "note: the model is trained on the next token alone, as with disable_ngram_loss; "
             "transformers adds losses of the tokens after it"
         )
-    if data.warning is not None:
-        lines.append(f"warning: {data.warning}")
+    lines += [f"warning: {warning}" for warning in data.warnings]
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.checkpoint.resume_source import resume_source
 from portable.config import dump_yaml
+from portable.data.preview import PREVIEW_FILE, SHOWN, preview
 from portable.durable import write_durably
 from portable.errors import UserError
 from portable.loop import Cadence, train
@@ -106,9 +108,17 @@ def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
         if isinstance(output.place, Path):
             recover_export(output.place / FINAL)
         write_durably(output.work / CONFIG_FILE, dump_yaml(config))
+        _write_preview(prepared, output)
         output.publish()
     profiler = Profiler(output.work / "profile", backend.rank) if profile else None
     return Open(output, checkpoints, restored, profiler)
+
+
+def _write_preview(prepared: Prepared, output: Output) -> None:
+    """Write some samples for the report, which needs no data then."""
+    if prepared.config.model.task == "causal-lm" and not (output.work / PREVIEW_FILE).exists():
+        shown = preview(prepared.data, SHOWN, prepared.config.seed).as_json()
+        write_durably(output.work / PREVIEW_FILE, json.dumps(shown, ensure_ascii=False) + "\n")
 
 
 def _train(prepared: Prepared, opened: Open) -> int:
@@ -202,7 +212,7 @@ def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress],
         output=opened.output,
         progress=opened.restored.progress,
         total_steps=prepared.steps,
-        tokens_per_sample=config.data.seq_len,
+        tokens_per_sample=config.data.seq_len * (1 - prepared.data.train.waste),
         flops_per_token=prepared.flops_per_token,
         precision=config.precision,
         trackers=config.log.trackers,

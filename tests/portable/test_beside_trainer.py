@@ -149,15 +149,21 @@ class _Orders(torch.utils.data.Sampler[int]):
         return iter(order)
 
 
-def arguments(config: RunConfig, folder: Path, accumulation: int) -> transformers.TrainingArguments:
-    """By the table: what there is on its left, from what stands on its right."""
+def arguments(
+    config: RunConfig,
+    folder: Path,
+    accumulation: int,
+    kind: Any = transformers.TrainingArguments,
+    **more: Any,
+) -> Any:
+    """By the table: what there is on its left, from what stands on its right; ``kind`` may be TRL's."""
     train = config.train
     assert train.micro_batch_size != "auto"
     assert train.micro_batch_size * accumulation == train.global_batch_size
     length: dict[str, Any] = {"max_steps": train.steps}
     if train.epochs is not None:
         length = {"num_train_epochs": train.epochs}
-    return transformers.TrainingArguments(
+    return kind(
         output_dir=str(folder),
         per_device_train_batch_size=train.micro_batch_size,
         gradient_accumulation_steps=accumulation,
@@ -179,6 +185,7 @@ def arguments(config: RunConfig, folder: Path, accumulation: int) -> transformer
         use_cpu=True,
         disable_tqdm=True,
         **length,
+        **more,
     )
 
 
