@@ -19,7 +19,7 @@ HELD_OUT = "held_out"
 """The name of the share that ``data.eval_fraction`` holds out, beside sources of ``data.eval``."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _OF_ONE_SOURCE = ("config_name", "split", "max_samples", "format")
-"""Not taken over by a source of its own: they say which part of the training's source is read, and as what."""
+"""Not taken over by a source of its own: which part of the training's source is read, and as what."""
 
 
 class EvaluationSourceError(ValueError):
