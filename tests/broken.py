@@ -107,6 +107,30 @@ MUTANTS: dict[str, Mutant] = {
             "tests/portable/test_command_line.py",
         ),
     ),
+    "rows that fill up a batch count in a metric": Mutant(
+        "portable/evaluation/builtin.py",
+        "valid = labels != IGNORED",
+        "valid = labels == labels",
+        ("tests/portable/test_metrics.py::test_one_class_per_text",),
+    ),
+    "the best checkpoint is deleted as an old one": Mutant(
+        "portable/checkpoint/store.py",
+        "            if step not in best:",
+        "            if step not in ():",
+        ("tests/portable/test_best_checkpoints.py::test_the_best_stay_beside_the_last",),
+    ),
+    "a resumed run forgets how long it has waited": Mutant(
+        "portable/run/restore.py",
+        "return Progress(state.step, state.samples, state.skipped_steps, state.standing)",
+        "return Progress(state.step, state.samples, state.skipped_steps)",
+        ("tests/portable/test_best_checkpoints.py::test_a_resumed_run_ends_at_the_same_step",),
+    ),
+    "a new best is not saved": Mutant(
+        "portable/loop.py",
+        "save_due = save_due or verdict.save or verdict.stop",
+        "save_due = save_due or verdict.stop",
+        ("tests/portable/test_best_checkpoints.py::test_the_best_stay_beside_the_last",),
+    ),
 }
 
 
