@@ -11,7 +11,7 @@ from torch import nn
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require
 from portable.model.layers import transformer_layers
-from portable.model.loss import Objective
+from portable.model.loss import Objective, added
 from portable.model.parameters import replace_tensors, state_tensors
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from tpu.activation_checkpointing import recompute
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from converters import Checkpoint
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
+    from portable.model.loss import Measure
     from portable.model.tensors import ReadableTensor
     from tpu.graphs import Graphs
     from tpu.layout import Layout, Spec
@@ -132,7 +133,7 @@ class XlaEngine:
             return loss.detach()
 
         with self.graphs.recording():
-            loss = self._with_compute_copies(passes)
+            loss: Tensor = self._with_compute_copies(passes)
         if not last or self._accumulated is not None:
             self._add_gradients()
             self.graphs.run("micro-batch", [loss, *(self._accumulated or {}).values()])
@@ -199,7 +200,7 @@ class XlaEngine:
             gradient.zero_()
         return norm
 
-    def _with_compute_copies(self, function: Callable[[], Tensor]) -> Tensor:
+    def _with_compute_copies(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` with tensors cast to the compute type; gradients reach the master weights.
 
         If the strategy gathers parameters once for forward and backward pass, the copies are unsharded.
@@ -207,8 +208,7 @@ class XlaEngine:
         copies = dict(self._compute_copies())
         if not copies:
             return function()
-        result: Tensor = torch.func.functional_call(self._caller, copies, (function,))
-        return result
+        return torch.func.functional_call(self._caller, copies, (function,))
 
     def _compute_copies(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
@@ -237,12 +237,18 @@ class XlaEngine:
         return [name for name, finite in zip(gradients, sound, strict=True) if not finite]
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.model.eval()
-        loss = self._with_compute_copies(partial(self._objective.evaluated, self.model, batch))
+        sums: dict[str, Tensor] = self._with_compute_copies(
+            partial(self._objective.evaluated, self.model, batch, measure)
+        )
         self.model.train()
-        self.graphs.run("evaluation", [loss])
-        return loss
+        self.graphs.run(measure.kind, list(sums.values()))
+        # Added in a graph of its own, which is small: the first micro-batch has no totals yet.
+        first, totals = not totals, added(totals, sums)
+        kind = f"{'first ' * first}{measure.kind} total"
+        self.graphs.run(kind, list(totals.values()))
+        return totals
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
