@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from portable.loop import evaluate
+from portable.evaluation.evaluate import evaluate
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
@@ -44,7 +44,7 @@ class Seen:
 
     Attributes:
         losses, norms: of each step.
-        evaluated: the loss on the held-out samples, after the last step.
+        evaluated: the metrics on the held-out samples, after the last step.
         continued: the tokens of a generated text, the prompt included.
         skipped: updates left out, as the engine counts them, after one whose loss was not finite.
         models: in this process before the exercise and after it.
@@ -52,7 +52,7 @@ class Seen:
 
     losses: list[float]
     norms: list[float]
-    evaluated: float
+    evaluated: dict[str, float]
     continued: list[int]
     skipped: int
     models: tuple[int, int]
@@ -70,14 +70,16 @@ def exercise(config: RunConfig, folder: Path) -> Seen:
     return Seen(*seen, models=(before, models_present()))
 
 
-def _exercise(config: RunConfig, folder: Path) -> tuple[list[float], list[float], float, list[int], int]:
+def _exercise(
+    config: RunConfig, folder: Path
+) -> tuple[list[float], list[float], dict[str, float], list[int], int]:
     with opened(config) as trial:
         backend, engine, run = trial.backend, trial.engine, trial.run
         results = [trial.step() for _ in range(run.steps)]
         losses = backend.read([result.loss for result in results])
         norms = backend.read([result.grad_norm for result in results])
         assert run.data.eval is not None
-        evaluated = evaluate(backend, engine, eval_batches(run, run.data.eval))
+        evaluated = evaluate(backend, engine, eval_batches(run, run.data.eval), run.measures)
         prompt = torch.arange(8)[None]
         continued = engine.generate(prompt, max_new_tokens=4, seed=0)[0].tolist()
         save(engine, folder / "trained")
@@ -146,6 +148,7 @@ def test_evaluates_and_generates(
 ) -> None:
     seen, _ = exercised(name)
     assert seen.evaluated == pytest.approx(one[0].evaluated, rel=LOSSES)
+    assert 0 < seen.evaluated["accuracy"] < 1
     assert seen.continued[:8] == list(range(8)) and len(seen.continued) == 12
     if name != "xla":  # which draws from a generator of its own
         assert seen.continued == one[0].continued

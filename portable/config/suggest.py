@@ -15,7 +15,7 @@ _A_SETTING = "train.steps"  # if it is a candidate, all settings are
 _NO_ADAPTER = "adapters are not supported yet, all weights are trained; leave it out"
 _NO_REWARDS = "training on preferences or rewards is not supported yet; leave it out"
 _HUB = "nothing is uploaded; leave it out, and upload <output_dir>/final yourself"
-_BEST = "no best checkpoint is selected; leave it out, and see eval_loss in metrics.jsonl"
+_BEST = "set checkpoint.best_mode: max where greater is better, min where not"
 _BY_ITSELF = "that is automatic; leave it out"
 _ACCUMULATION = (
     "set train.global_batch_size to the product of micro-batch, devices and accumulation steps; how often to "
@@ -24,7 +24,7 @@ _ACCUMULATION = (
 _EVALUATION = "set train.eval_every (steps) or train.eval_every_epochs; null: only at the end"
 _SAVING = "set checkpoint.every_steps or checkpoint.every_epochs"
 _TRACKERS = "set log.trackers; a tracker's other settings are its environment variables"
-_VALIDATION = "evaluation data is held out of data.source: set data.eval_fraction"
+_VALIDATION = "set data.eval, such as {source: test.jsonl}, or data.eval_fraction to hold some out"
 _DATA_WORK = "texts are tokenized once, on all cores, and cached in data.cache_dir; leave it out"
 _FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
 _LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
@@ -54,6 +54,9 @@ ELSEWHERE = {
     "do_train": "training is the default; leave it out",
     "dtype": "precision",
     "early_stop": "train.stop_after",
+    "early_stopping": "set train.early_stopping_patience, and train.early_stopping_threshold",
+    "early_stopping_patience": "train.early_stopping_patience",
+    "early_stopping_threshold": "train.early_stopping_threshold",
     "eval_batch_size": "evaluation takes train.micro_batch_size; leave it out",
     "eval_delay": _EVALUATION,
     "eval_steps": "train.eval_every",
@@ -71,7 +74,7 @@ ELSEWHERE = {
     "group_by_length": "sequences have one length; set data.packing so that none is padding",
     "ignore_data_skip": "checkpoint.resume_samples",
     "label_smoothing_factor": "label smoothing is not supported; leave it out",
-    "load_best_model_at_end": _BEST,
+    "load_best_model_at_end": "checkpoint.export_best",
     "local_rank": "the launcher sets each process's rank; leave it out",
     "log_level": _BY_ITSELF,
     "logging_dir": "logs are written to output_dir; leave it out",
@@ -90,7 +93,7 @@ ELSEWHERE = {
     "max_steps": "train.steps",
     "max_target_length": "data.target_seq_len",
     "max_train_samples": "data.max_samples",
-    "metric_for_best_model": _BEST,
+    "metric_for_best_model": "checkpoint.best_metric",
     "mixed_precision": "precision",
     "model_max_length": "data.seq_len",
     "model_name": "model.name_or_path",

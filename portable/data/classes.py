@@ -98,6 +98,50 @@ def classes_of(
     return Classes(own, (), problem, tuple(float(name) for name in names))
 
 
+def classes_as(
+    training: Classes,
+    trained: TokenCache,
+    declared: Sequence[str] | None,
+    tokens: TokenCache,
+    own_declared: Sequence[str] | None = None,
+) -> Classes:
+    """Map the labels of evaluation data to the outputs that the training data has.
+
+    Args:
+        training: the outputs of the model.
+        trained: the training data. declared: its class names, if it has them.
+        tokens: the evaluation data, which need not have every class. own_declared: its class names.
+
+    Raises:
+        UserError: if it has other labels.
+    """
+    if training.problem == REGRESSION or tokens.values is not None:
+        known = KnownClasses("the model", training.names)
+        return classes_of(tokens, own_declared, known, training.problem)
+    _check_kind(tokens.label_kind, tokens.label_names, training.problem)
+    ids = {name: index for index, name in enumerate(training.names)}
+    for label, index in zip(trained.label_names if training.ids else (), training.ids, strict=True):
+        ids[_spelt(label, declared)] = index
+    folded = {name.casefold(): index for name, index in ids.items()}
+    found = []
+    for label in tokens.label_names:
+        name = _spelt(label, own_declared)
+        found_id = ids.get(name, folded.get(name.casefold()) if len(folded) == len(ids) else None)
+        if found_id is None:
+            raise UserError(
+                f"data.label_field: the label {name!r} is not one of the training data's classes "
+                f"({listed(training.names)}); remove these records, or train with this class"
+            )
+        found.append(found_id)
+    return Classes(training.names, tuple(found), training.problem)
+
+
+def _spelt(label: int | str, declared: Sequence[str] | None) -> str:
+    """The name of a label, which may be an index of ``declared``."""
+    inside = declared is not None and isinstance(label, int) and 0 <= label < len(declared)
+    return declared[label] if inside else str(label)  # type: ignore[index]
+
+
 _WANTED = {
     SINGLE: "one class per text (an integer or a string)",
     MULTI: "a list of classes per text (integers or strings), or of a number with a fraction for each class",

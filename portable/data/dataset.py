@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from portable.config.evaluation_sources import ALONE, HELD_OUT, evaluation_sources, key_of, of_source
+from portable.config.sections import DataConfig
 from portable.data.cache import CacheDamagedError, TokenCache
 from portable.data.chat_template import ChatTemplate, chat_template
-from portable.data.classes import Classes, KnownClasses, Problem, classes_of
+from portable.data.classes import Classes, KnownClasses, Problem, classes_as, classes_of
 from portable.data.packing import PackedDocuments, packed_sizes, planned
 from portable.data.samples import (
     PackedCausal,
@@ -41,9 +44,8 @@ from portable.errors import UserError
 from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
-    from portable.config import DataConfig
     from portable.data.conversations import Format
 
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
@@ -83,6 +85,8 @@ class DataSizes:
     """What a generation prompt of the template has that no answer in the data begins with."""
     cached: Path | None = None
     """The token cache, if it exists."""
+    evals: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    """Source and samples of each of ``data.eval``, by name."""
     opened: Any = field(default=None, compare=False, repr=False)
     """The tokenizer, if it is available locally."""
     target_frame: Frame | None = field(default=None, compare=False, repr=False)
@@ -93,11 +97,17 @@ class DataSizes:
         packed = "whole documents packed" if self.packing == "documents" else "packed"
         made = f"samples of {self.seq_len} tokens, {packed if self.packing else 'padded'}"
         how = f"{self.tokenizer}{vocabulary}; {made}"
+        own = "".join(
+            f"; evaluation{f' {name}' if name else ''}: {source}"
+            + ("" if samples is None else f", {samples:,} samples")
+            for name, (source, samples) in self.evals.items()
+        )
         if self.cached is None:
-            return f"{self.source}: sizes are known after tokenizing by {how}"
+            return f"{self.source}: sizes are known after tokenizing by {how}{own}"
+        held_out = f", {self.eval_samples:,} to evaluate" if self.eval_samples or not self.evals else ""
         text = (
             f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
-            f"{self.train_samples:,} to train, {self.eval_samples:,} to evaluate"
+            f"{self.train_samples:,} to train{held_out}{own}"
         )
         text += "" if self.trained is None else f"; {self.trained:.1%} of the tokens are trained"
         if self.waste is not None:
@@ -134,7 +144,8 @@ class Data:
 
     tokenizer: Any
     train: Samples
-    eval: Samples | None
+    evals: Mapping[str, Samples]
+    """To evaluate on, by name; a single source has the empty name."""
     sizes: DataSizes
     fingerprint: str
     """A digest of every token and label; equal on all machines with the same text and tokenizer."""
@@ -148,6 +159,13 @@ class Data:
     """All tokens of the source of ``train``."""
     end_of_turn: int | None = None
     """For conversations, the token after which the assistant has said everything."""
+    eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """The same for each source of ``data.eval``. It may change between the launches of a run."""
+
+    @property
+    def eval(self) -> Samples | None:
+        """The first of ``evals``."""
+        return next(iter(self.evals.values()), None)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -205,6 +223,7 @@ def build_data(
     """
     cache = _cache_dir(settings)
     settings, source = _recognised(settings, task, _source(settings, task, cache))
+    eval_sources = _eval_sources(settings, task, source)
     name = settings.tokenizer or model_tokenizer
     if name is not None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **_languages(settings, task))
@@ -226,18 +245,66 @@ def build_data(
     if task == CLASSIFICATION:
         classes = classes_of(opened.tokens, source.class_names, known_classes, problem)
     train, held_out = _parts(settings, task, opened.tokens, opened.truncated)
+    evals = {}
+    for key, (own, own_source) in eval_sources.items():
+        with errors_under(key_of(key)):
+            evals[key] = reading.open(own, own_source, progress=progress)
+    samples = {name: _all_samples(name, reading, one, opened, classes) for name, one in evals.items()}
+    if held_out.num_samples:
+        samples[HELD_OUT if evals else ALONE] = reading.samples(opened, held_out, classes)
+    sizes = _sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens, opened.truncated)
     return Data(
         tokenizer=tokenizer,
         train=reading.samples(opened, train, classes),
-        eval=reading.samples(opened, held_out, classes) if held_out.num_samples else None,
-        sizes=_sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens, opened.truncated),
+        evals=samples,
+        sizes=replace(sizes, evals={key: (evals[key].source.name, len(samples[key])) for key in evals}),
         fingerprint=opened.tokens.fingerprint,
         vocab_size=reading.vocabulary.size,
         classes=classes,
         target_frame=_target_frame(opened.framed, task),
         tokens=opened.tokens,
         end_of_turn=opened.tokens.meta.get("end_of_turn"),
+        eval_fingerprints={key: one.tokens.fingerprint for key, one in evals.items()},
     )
+
+
+def _eval_sources(
+    settings: DataConfig, task: str, training: Source, *, remember: bool = True
+) -> dict[str, tuple[DataConfig, Source]]:
+    """The sources of ``data.eval`` with their settings, by name."""
+    found = {}
+    for name, own in evaluation_sources(settings).items():
+        with errors_under(key_of(name)):
+            source = _source(own, task, _cache_dir(own), remember=remember)
+            if remember or not source.remote:
+                own, source = _recognised(own, task, source, remember=remember)
+            source.check()
+        found[name] = own, source
+        if (remember or not source.remote) and source.key == training.key:
+            raise UserError(f"{key_of(name)}: is the training data itself; name other files or another split")
+    return found
+
+
+def _all_samples(
+    name: str, reading: Reading, opened: Opened, training: Opened, classes: Classes | None
+) -> Samples:
+    """All samples of an evaluation source."""
+    with errors_under(key_of(name)):
+        if classes is not None:
+            declared = training.source.class_names
+            classes = classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
+        part, _ = _parts(opened.settings, reading.task, opened.tokens, opened.truncated)
+        return reading.samples(opened, part, classes)
+
+
+@contextmanager
+def errors_under(key: str) -> Iterator[None]:
+    """Within this context, errors about a setting of ``data`` name the same setting of ``key``."""
+    try:
+        yield
+    except UserError as error:
+        own = "|".join(of_source(DataConfig))
+        raise UserError(re.sub(rf"\bdata\.(?=({own})\b)", f"{key}.", str(error))) from error
 
 
 @dataclass(frozen=True)
@@ -310,15 +377,15 @@ class Reading:
             kwargs=settings.chat_template_kwargs,
         )
 
-    def cached(self, settings: DataConfig, source: Source) -> TokenCache | None:
-        """The tokens of ``source``, if they are cached."""
+    def cached(self, settings: DataConfig, source: Source) -> Opened | None:
+        """``source``, if its tokens are cached."""
         if source.remote:
             return None
-        folder = token_cache_folder(
-            source, self.tokenizer, self.framed(settings), _cache_dir(settings), self.chat(settings)
-        )
+        framed = self.framed(settings)
+        folder = token_cache_folder(source, self.tokenizer, framed, _cache_dir(settings), self.chat(settings))
         with suppress(CacheDamagedError):
-            return TokenCache.open(folder)
+            tokens = TokenCache.open(folder)
+            return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
         return None
 
     def samples(self, opened: Opened, part: Part, classes: Classes | None = None) -> Samples:
@@ -389,6 +456,7 @@ def inspect_data(
     if not source.remote:
         settings, source = _recognised(settings, task, source, remember=False)
     source.check()
+    evals = _eval_sources(settings, task, source, remember=False)
     name = settings.tokenizer or model_tokenizer
     size: int | None = None
     folder: str | None = name
@@ -400,6 +468,7 @@ def inspect_data(
             trained = trained_tokenizer_folder(source, size, cache, **kind)
             folder = str(trained) if is_trained(trained) else None
     tokens = cut = None
+    counted: dict[str, int] = {}
     if folder is not None:
         try:
             tokenizer = load_tokenizer(
@@ -413,12 +482,18 @@ def inspect_data(
             size = reading.vocabulary.size
             target_frame = _target_frame(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}
-            tokens = reading.cached(settings, source)
-            if tokens is not None:
-                cut = _truncated(settings, task, tokens)
+            if (cached := reading.cached(settings, source)) is not None:
+                tokens, cut = cached.tokens, cached.truncated
             elif not source.remote and (chat := reading.chat(settings)) is not None:
                 chat.encode(list(islice(source.documents(), 1)))  # raises what the first record reveals
-    return replace(_sizes(settings, task, source, name, size, tokens, cut), **opened)
+            for key, (own, own_source) in evals.items():
+                if (found := reading.cached(own, own_source)) is not None:
+                    with errors_under(key_of(key)):
+                        counted[key] = _sample_counts(found.settings, task, found.tokens, found.truncated)[0]
+    sizes = _sizes(settings, task, source, name, size, tokens, cut)
+    return replace(
+        sizes, evals={key: (one.name, counted.get(key)) for key, (_, one) in evals.items()}, **opened
+    )
 
 
 def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True) -> str:
@@ -583,6 +658,17 @@ def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
     return cut / max(1, tokens.total_tokens)
 
 
+def _sample_counts(
+    settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None
+) -> tuple[int, int, float | None]:
+    """Samples to train and to evaluate on, and with packed documents the share of padding in the first."""
+    train, held_out = _parts(settings, task, tokens, cut)
+    if _packs(settings, task) != "documents":
+        return train.num_samples, held_out.num_samples, None
+    packed, held = (packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out))
+    return packed.samples, held.samples, packed.waste
+
+
 def _sizes(
     settings: DataConfig,
     task: str,
@@ -595,15 +681,11 @@ def _sizes(
     known: dict[str, Any] = {}
     packing = _packs(settings, task)
     if tokens is not None:
-        train, held_out = _parts(settings, task, tokens, cut)
-        counts = (train.num_samples, held_out.num_samples)
-        if packing == "documents":
-            packed = [packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out)]
-            counts = (packed[0].samples, packed[1].samples)
-            known["waste"] = packed[0].waste
+        *counts, waste = _sample_counts(settings, task, tokens, cut)
         trained = tokens.meta.get("trained_tokens")
-        known |= {
+        known = {
             "truncated": cut,
+            "waste": waste,
             "trained": None if trained is None else trained / max(1, tokens.total_tokens),
             "prompt_left": tokens.meta.get("prompt_left", ""),
             "documents": tokens.documents,

@@ -13,7 +13,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.nn import functional
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from portable.model.document_attention import DocumentAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -30,6 +31,29 @@ if TYPE_CHECKING:
     from portable.model.chunked_loss import ChunkedHead
 
 IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model gives for a micro-batch of an evaluation, on the device.
+
+    Attributes:
+        predictions: the most likely class of each position, with the labels' shape; None if not asked for, or
+            if the labels are numbers.
+        logits: as the model returns them; None if not asked for and never held at once.
+    """
+
+    predictions: Tensor | None
+    logits: Tensor | None
+
+
+class Measure(Protocol):
+    """Adds up what the metrics of a run need; see :class:`portable.evaluation.metrics.Measures`."""
+
+    needs: Literal["logits", "predictions"] | None
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """The sums of a micro-batch, by name."""
 
 
 class Objective:
@@ -64,9 +88,20 @@ class Objective:
         # With SPMD, where all ranks run one program, the batch holds the sequences of all ranks.
         return self._terms.added(loss, output, share=labels.shape[0] / self._sequences)
 
-    def evaluated(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The summed loss of a micro-batch, without the model's auxiliary terms."""
-        return _passed(model, batch, self._head, self._attention, self._criterion)[0]
+    def evaluated(self, model: nn.Module, batch: Batch, measure: Measure) -> dict[str, Tensor]:
+        """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
+        labels = batch["labels"]
+        head = None if measure.needs == "logits" else self._head
+        if head is not None and head.pays(labels):
+            # The head makes the predictions beside the losses: no tensor has the logits of all tokens.
+            with head.predicting(measure.needs is not None) as predicted:
+                loss, _ = _passed(model, batch, head, self._attention, self._criterion)
+            outputs = Outputs(predicted[0] if predicted else None, None)
+        else:
+            loss, output = _passed(model, batch, None, self._attention, self._criterion)
+            classes = measure.needs is not None and not labels.is_floating_point()
+            outputs = Outputs(output.logits.argmax(dim=-1) if classes else None, output.logits)
+        return {"loss": loss, **measure(outputs, batch)}
 
 
 class ModelTerms:
@@ -212,6 +247,21 @@ class _CrossEntropyIs(TorchFunctionMode):
         if func in _LOSSES:
             return self._value
         return func(*args, **(kwargs or {}))
+
+
+def no_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros on the host for :func:`added`, with the shapes of ``sums``."""
+    return {name: torch.zeros(value.shape, dtype=_wide(value)) for name, value in sums.items()}
+
+
+def added(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``totals`` plus ``sums``, by name, on the device: int64 for integers, float64 for floats."""
+    wide = {name: value.detach().to(_wide(value)) for name, value in sums.items()}
+    return {name: totals[name] + value if name in totals else value for name, value in wide.items()}
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.float64 if value.is_floating_point() else torch.int64
 
 
 def count_valid(labels: Tensor) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from portable.batch_plan import total_steps
 from portable.data import build_data
 from portable.data.classes import SINGLE
+from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.flops import flops_per_token, parameter_count
@@ -22,6 +23,7 @@ from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule
 from portable.registry import backend_package
 from portable.run import micro_batch
+from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
 from portable.run.settle import on_device
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
     from portable.data import Data, DataSizes
+    from portable.evaluation.metrics import Measures
+    from portable.evaluation.standing import Judge
     from portable.optim.schedule import Schedule
     from portable.run.settle import Settled
 
@@ -54,6 +58,8 @@ class Prepared:
         steps: length of the schedule.
         until: the step at which this launch ends.
         schedule: learning rate by step.
+        measures: the metrics of an evaluation.
+        judge: compares evaluations; None if nothing follows from them.
         notes: what may surprise the user, one line each.
     """
 
@@ -70,6 +76,8 @@ class Prepared:
     steps: int
     until: int
     schedule: Schedule
+    measures: Measures
+    judge: Judge | None
     notes: tuple[str, ...]
 
     @property
@@ -97,6 +105,9 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     problem = problem_of(model_config, config.model)  # before the labels decide it
     data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)
+    of_task = config.model.task if data.classes is None else data.classes.problem
+    measures = measures_of(config.train.metrics, Setting(of_task, data.label_names))
+    judge = judge_of(config, data, measures)
     special_tokens.prepare(data.tokenizer)
     model = models.build_model(model_config, config.model)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
@@ -126,6 +137,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         steps=steps,
         until=min(steps, config.train.stop_after or steps),
         schedule=build_schedule(config.train, steps),
+        measures=measures,
+        judge=judge,
         notes=tuple(notes),
     )
 

@@ -25,8 +25,9 @@ from portable.ranks.consistency import agree
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
-from portable.run.batches import eval_batches, train_loader
-from portable.run.finish import finish, headline, sample
+from portable.run.batches import train_loader
+from portable.run.evaluation import Evaluations, why_ended
+from portable.run.finish import checkpoint_to_export, finish, headline, sample
 from portable.run.restore import Restored, restore
 from portable.run.save import save
 
@@ -96,6 +97,10 @@ def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
     source = resume_source(config, checkpoints)
     agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
     restored = restore(prepared, source, checkpoints)
+    # A checkpoint of another folder may stand where this run began, and a user may have deleted some.
+    present = {step for step, _ in checkpoints.complete()}
+    standing = restored.progress.standing
+    standing.best = [one for one in standing.best if one[0] in present]
     if restored.external is not None:
         restored.external.check_length(prepared.until)
     if backend.rank == 0:
@@ -140,7 +145,7 @@ def _train(prepared: Prepared, opened: Open) -> int:
     for line in (*prepared.notes, headline(prepared, opened.restored)):
         reporter.say(line)
     batches = watchdog.over(train_loader(prepared, progress.samples))
-    held_out = prepared.data.eval
+    evaluation = Evaluations(prepared, engine, reporter, watchdog.over)
     gc.collect()
     gc.freeze()  # the model and the libraries stay: no collection need visit them
     try:
@@ -150,7 +155,7 @@ def _train(prepared: Prepared, opened: Open) -> int:
                     backend,
                     engine,
                     batches,
-                    None if held_out is None else lambda: watchdog.over(eval_batches(prepared, held_out)),
+                    evaluation if prepared.data.evals else None,
                     progress=progress,
                     cadence=_cadence(prepared),
                     schedule=prepared.schedule,
@@ -168,7 +173,9 @@ def _train(prepared: Prepared, opened: Open) -> int:
             reporter.on_stop(progress)
             reporter.say(f"stopped at step {progress.step}, checkpoint saved; run the same command to go on")
             return EXIT_STOPPED
-        complete = progress.step == prepared.steps
+        complete = progress.ended or progress.step == prepared.steps
+        if progress.ended:
+            reporter.say(why_ended(progress))
         reporter.on_end(progress, complete=complete)
         if complete:
             sample(prepared, engine, reporter)
@@ -177,7 +184,9 @@ def _train(prepared: Prepared, opened: Open) -> int:
         reporter.close()
         gc.unfreeze()
     if backend.rank == 0:
-        finish(prepared, output, reporter, checkpoints.latest(), opened.profiler, complete=complete)
+        latest = checkpoints.latest()
+        chosen = checkpoint_to_export(prepared, checkpoints, progress, reporter)
+        finish(prepared, output, reporter, latest, opened.profiler, complete=complete, exported=chosen)
     output.publish()
     return EXIT_DONE
 

@@ -35,7 +35,7 @@ TRAINER = {
     "gradient_accumulation_steps": "train.global_batch_size to the product of",
     "gradient_checkpointing": "memory.activation_checkpointing",
     "learning_rate": "train.learning_rate",
-    "load_best_model_at_end": "leave it out",
+    "load_best_model_at_end": "checkpoint.export_best",
     "logging_steps": "log.every_steps",
     "lr_scheduler_type": "train.schedule",
     "max_grad_norm": "train.max_grad_norm",
