@@ -18,8 +18,8 @@ ALONE = ""
 HELD_OUT = "held_out"
 """The name of the share that ``data.eval_fraction`` holds out, beside sources of ``data.eval``."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_OF_ONE_SOURCE = ("config_name", "split", "max_samples")
-"""Not taken over by a source of its own: they say which part of the training's source is read."""
+_OF_ONE_SOURCE = ("config_name", "split", "max_samples", "format")
+"""Not taken over by a source of its own: they say which part of the training's source is read, and as what."""
 
 
 class EvaluationSourceError(ValueError):
@@ -78,7 +78,7 @@ def _with(data: DataConfig, key: str, inside: dict[str, Any], known: dict[str, k
     if "source" in inside:
         values |= {name: known[name].default for name in _OF_ONE_SOURCE}
     try:
-        return type(data).model_validate({**values, **inside, "eval": None})
+        return type(data).model_validate({**values, **inside, "eval": None, "eval_fraction": 0.0})
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
         message = f"{key}.{name} must be {known[name].allowed}, got {inside.get(name)!r}"

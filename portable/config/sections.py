@@ -148,11 +148,13 @@ class DataConfig(Section):
         description="Tokens of a conversation that the loss counts: all that the assistant says (assistant), "
         "its last message (last_assistant), what follows the prompt (completion), or all. Null: completion "
         "if the record has a prompt (prompt_completion, alpaca), else assistant.",
+        json_schema_extra=OF_SOURCE,
     )
     split_turns: Flag = Field(
         default=False,
         description="Make a sample of each of the assistant's messages, with the conversation before it. For "
         "templates that show earlier turns otherwise than the last one, such as those that drop thinking.",
+        json_schema_extra=OF_SOURCE,
     )
     truncation: Literal["end", "start", "drop", "error"] = Field(
         default="end",
@@ -606,6 +608,17 @@ class XlaConfig(Section):
         default=None,
         description="The sharded dim of parameters, to override the default: a mapping from regular "
         "expressions, searched in parameter names, to a dim, or null to replicate. The first match counts.",
+    )
+    scan_layers: Flag = Field(
+        default=False,
+        description="Compile layers that are alike once and run them in a loop, so that compile time does "
+        "not grow with depth.",
+    )
+    attention_rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="Compute attention for this many tokens of a sequence at a time, so that its scores take "
+        "memory for these rows alone; the backward pass computes them again. Null: all at once.",
     )
     compilation_cache: PathText = Field(
         default="auto",

@@ -293,12 +293,7 @@ def _all_samples(
         if classes is not None:
             declared = training.source.class_names
             classes = classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
-        part, _ = _parts(
-            opened.settings.model_copy(update={"eval_fraction": 0.0}),
-            reading.task,
-            opened.tokens,
-            opened.truncated,
-        )
+        part, _ = _parts(opened.settings, reading.task, opened.tokens, opened.truncated)
         return reading.samples(opened, part, classes)
 
 
@@ -382,15 +377,15 @@ class Reading:
             kwargs=settings.chat_template_kwargs,
         )
 
-    def cached(self, settings: DataConfig, source: Source) -> TokenCache | None:
-        """The tokens of ``source``, if they are cached."""
+    def cached(self, settings: DataConfig, source: Source) -> Opened | None:
+        """``source``, if its tokens are cached."""
         if source.remote:
             return None
-        folder = token_cache_folder(
-            source, self.tokenizer, self.framed(settings), _cache_dir(settings), self.chat(settings)
-        )
+        framed = self.framed(settings)
+        folder = token_cache_folder(source, self.tokenizer, framed, _cache_dir(settings), self.chat(settings))
         with suppress(CacheDamagedError):
-            return TokenCache.open(folder)
+            tokens = TokenCache.open(folder)
+            return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
         return None
 
     def samples(self, opened: Opened, part: Part, classes: Classes | None = None) -> Samples:
@@ -487,16 +482,14 @@ def inspect_data(
             size = reading.vocabulary.size
             target_frame = _target_frame(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}
-            tokens = reading.cached(settings, source)
-            if tokens is not None:
-                cut = _truncated(settings, task, tokens)
+            if (cached := reading.cached(settings, source)) is not None:
+                tokens, cut = cached.tokens, cached.truncated
             elif not source.remote and (chat := reading.chat(settings)) is not None:
                 chat.encode(list(islice(source.documents(), 1)))  # raises what the first record reveals
             for key, (own, own_source) in evals.items():
                 if (found := reading.cached(own, own_source)) is not None:
                     with errors_under(key_of(key)):
-                        parts = _parts(own, task, found, _truncated(own, task, found))
-                        counted[key] = sum(part.num_samples for part in parts)
+                        counted[key] = _sample_counts(found.settings, task, found.tokens, found.truncated)[0]
     sizes = _sizes(settings, task, source, name, size, tokens, cut)
     return replace(
         sizes, evals={key: (one.name, counted.get(key)) for key, (_, one) in evals.items()}, **opened
@@ -665,6 +658,17 @@ def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
     return cut / max(1, tokens.total_tokens)
 
 
+def _sample_counts(
+    settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None
+) -> tuple[int, int, float | None]:
+    """Samples to train and to evaluate on, and with packed documents the share of padding in the first."""
+    train, held_out = _parts(settings, task, tokens, cut)
+    if _packs(settings, task) != "documents":
+        return train.num_samples, held_out.num_samples, None
+    packed, held = (packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out))
+    return packed.samples, held.samples, packed.waste
+
+
 def _sizes(
     settings: DataConfig,
     task: str,
@@ -677,15 +681,11 @@ def _sizes(
     known: dict[str, Any] = {}
     packing = _packs(settings, task)
     if tokens is not None:
-        train, held_out = _parts(settings, task, tokens, cut)
-        counts = (train.num_samples, held_out.num_samples)
-        if packing == "documents":
-            packed = [packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out)]
-            counts = (packed[0].samples, packed[1].samples)
-            known["waste"] = packed[0].waste
+        *counts, waste = _sample_counts(settings, task, tokens, cut)
         trained = tokens.meta.get("trained_tokens")
-        known |= {
+        known = {
             "truncated": cut,
+            "waste": waste,
             "trained": None if trained is None else trained / max(1, tokens.total_tokens),
             "prompt_left": tokens.meta.get("prompt_left", ""),
             "documents": tokens.documents,

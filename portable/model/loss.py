@@ -253,13 +253,19 @@ class _CrossEntropyIs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def no_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros on the host for :func:`added`, with the shapes of ``sums``."""
+    return {name: torch.zeros(value.shape, dtype=_wide(value)) for name, value in sums.items()}
+
+
 def added(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``totals`` plus ``sums``, by name, on the device: int64 for integers, float64 for floats."""
-    wide = {
-        name: value.detach().to(torch.float64 if value.is_floating_point() else torch.int64)
-        for name, value in sums.items()
-    }
+    wide = {name: value.detach().to(_wide(value)) for name, value in sums.items()}
     return {name: totals[name] + value if name in totals else value for name, value in wide.items()}
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.float64 if value.is_floating_point() else torch.int64
 
 
 def count_valid(labels: Tensor) -> int:

@@ -302,6 +302,7 @@ def page(runs: Sequence[Run]) -> str:
                 "series": curves,
                 "events": run.described(),
                 "facts": fact,
+                "data": run.preview,
                 "confusions": run.confusions(),
                 "data": run.preview,
             }

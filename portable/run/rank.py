@@ -63,7 +63,9 @@ def run_rank(
             writes = not eval_only and replay is None
             settled = settle(config, backend_name, writes=writes)
         if replay is not None:  # compiled layers cannot be looked into
-            settled = replace(settled, config=settled.config.replaced({"compile": False}))
+            settled = replace(
+                settled, config=settled.config.replaced({"compile": False, "xla.scan_layers": False})
+            )
         prepared = prepare(settled, backend)
     except UserError as error:
         if backend.world_size == 1:
