@@ -172,7 +172,7 @@ class Peer:
                     data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
                 )
             else:
-                from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
+                from trl import SFTConfig, SFTTrainer
 
                 given = SFTConfig(
                     **arguments,

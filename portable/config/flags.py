@@ -134,9 +134,9 @@ class _Parser:
 
     def _value(self, setting: keys.Setting, flag: str, inline: str | None) -> Any:
         if setting.takes(bool):
-            words: dict[str, Any] = {word: word for word in setting.choices}
-            words |= dict.fromkeys(_NULL) if setting.takes(type(None)) else {}
-            return self._truth(flag, inline, words, setting.allowed)
+            more: dict[str, Any] = {word: word for word in setting.choices}
+            more |= dict.fromkeys(_NULL) if setting.takes(type(None)) else {}
+            return self._truth(flag, inline, more, setting.allowed)
         if not setting.takes(tuple):
             return read(setting, self._one(flag, inline, setting.allowed))
         words = [inline] if inline is not None else self._words()

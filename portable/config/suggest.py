@@ -144,6 +144,8 @@ ELSEWHERE = {
     "truncation_mode": "data.truncation",
     "assistant_only_loss": "set data.train_on to assistant, the default for conversations",
     "beta": _NO_REWARDS,
+    "packing_strategy": "set data.packing to documents, as bfd does, or to true, as wrapped does",
+    "padding_free": "set data.packing to documents, which leaves hardly any padding",
     "completion_only_loss": "set data.train_on to completion, the default for records with a prompt",
     "dataset_config": "data.config_name",
     "dataset_kwargs": _DATA_WORK,

@@ -84,7 +84,7 @@ def answers(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-class OrderedSFT(Ordered, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+class OrderedSFT(Ordered, trl.SFTTrainer):  # type: ignore[misc]
     """TRL's trainer with a given order of samples."""
 
 

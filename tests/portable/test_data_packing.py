@@ -12,12 +12,16 @@ import pytest
 import torch
 
 from portable.config import DataConfig, load_config
-from portable.data import build_data, inspect_data, packing
+from portable.data import build_data, inspect_data, locate, packing
 from portable.data.packing import PackedDocuments, PackedSizes, best_fit, packed_sizes, planned
 from portable.data.samples import IGNORED, PaddedCausal, Part, split_documents
 from portable.errors import UserError
+from portable.registry import create_backend
+from portable.run.prepare import prepare
+from portable.run.replay import _sample
 from portable.run.settle import settle
 from tests.portable.data_support import Settings, corpus, replace, token_cache, write_jsonl
+from tests.runs import configured, write_corpus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -189,6 +193,25 @@ def test_conversations_keep_their_masks(truncation: str, tmp_path: Path) -> None
 
     packed, padded = (answers(config.data.model_copy(update={"packing": to})) for to in ("documents", False))
     assert packed == padded and len(packed) > 30
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    """FLOPs have the attention within documents; a step that is replayed names the documents of a sample."""
+    source, flops = write_corpus(tmp_path), {}
+    for how in (True, "documents"):
+        config = configured(tmp_path, source, data__packing=how, data__seq_len=64)
+        backend = create_backend("cpu")
+        run = prepare(settle(config, backend.name), backend)
+        flops[how] = run.flops_per_token
+    context = run.data.train.context
+    assert context is not None and 10 < context < 64
+    # 12 for each layer, unit of the hidden size and position that a token attends to.
+    assert flops[True] - flops["documents"] == pytest.approx(12 * 2 * 48 * (64 - context))
+    _, index = locate(5, len(run.data.train), run.config.seed)
+    numbers = run.data.train.documents(index)
+    assert len(numbers) > 1
+    told = f"of document {', '.join(map(str, numbers))} of the source"
+    assert told in _sample(run, 5)
 
 
 def test_no_text_with_two_tokens(tmp_path: Path) -> None:
