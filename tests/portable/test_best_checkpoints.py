@@ -191,6 +191,14 @@ def test_a_signal_comes_before_an_evaluation(
     assert kept(tmp_path)[-1] == 5 and told == dict.fromkeys(range(1, 6), 1)
 
 
+def test_it_counts_on_in_another_folder(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """A run that moves to another folder is as patient as before; the best there are its own."""
+    assert leg(tmp_path / "one", corpus, **PATIENT, train__stop_after=4) == 0
+    moved = PATIENT | {"checkpoint__resume": str(tmp_path / "one" / "checkpoints" / "step-000004")}
+    assert leg(tmp_path / "two", corpus, **moved, checkpoint__export_best=True) == 0
+    assert kept(tmp_path / "two") == [5] and (tmp_path / "two" / "final").exists()
+
+
 def test_the_judge() -> None:
     standing, judge = Standing(), Judge("eval_loss", "min", keep_best=1, patience=2, threshold=0.1)
     values = [3.0, 2.95, 2.85, 2.84, float("nan")]
@@ -298,6 +306,10 @@ def test_nothing_is_held_out_then(sources: dict[str, Path], tmp_path: Path, corp
         (
             {"checkpoint.keep_best": 1, "checkpoint.best_metric": "eval_f1"},
             "checkpoint.best_metric: no evaluation of this run has eval_f1; it has eval_loss, eval_perp",
+        ),
+        (
+            {"checkpoint.keep_best": 1, "checkpoint.best_metric": "eval_loss/news"},
+            "checkpoint.best_metric: no evaluation of this run has eval_loss/news",
         ),
         ({"train.metrics": ["rouge"]}, "train.metrics: 'rouge' is no metric of causal-lm"),
         (
