@@ -56,6 +56,12 @@ def evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
     return {name: _with(data, key_of(name), inside, known) for name, inside in given.items()}
 
 
+def evaluation_names(data: DataConfig) -> list[str]:
+    """The names of all that a run evaluates on."""
+    names = list(evaluation_sources(data))
+    return [*names, HELD_OUT if names else ALONE] if data.eval_fraction > 0 else names
+
+
 def key_of(name: str) -> str:
     """The dotted key of the source ``name``."""
     return f"data.eval.{name}" if name else "data.eval"

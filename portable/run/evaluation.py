@@ -12,7 +12,7 @@ from portable.reporting.metrics import EVALUATION
 from portable.run.batches import eval_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from portable.backend import Batch, Engine
     from portable.config import RunConfig
@@ -45,8 +45,11 @@ def _name(value: str, source: str) -> str:
     return f"{EVALUATION}{value}/{source}" if source else f"{EVALUATION}{value}"
 
 
-def judge_of(config: RunConfig, data: Data, measures: Measures) -> Judge | None:
+def judge_of(config: RunConfig, sources: Collection[str], measures: Measures) -> Judge | None:
     """What compares evaluations; None if nothing follows from them.
+
+    Args:
+        config: of the run. sources: the names of what it evaluates on. measures: its metrics.
 
     Raises:
         UserError: if no evaluation has ``checkpoint.best_metric``, or nothing tells which way it is better.
@@ -54,13 +57,13 @@ def judge_of(config: RunConfig, data: Data, measures: Measures) -> Judge | None:
     checkpoint, patience = config.checkpoint, config.train.early_stopping_patience
     if checkpoint.keep_best is None and patience is None:
         return None
-    if not data.evals:
+    if not sources:
         raise UserError("data.eval_fraction: the data is too small to hold any out; set data.eval")
-    metric = checkpoint.best_metric or _name("loss", next(iter(data.evals)))
+    metric = checkpoint.best_metric or _name("loss", next(iter(sources)))
     value, _, source = metric.removeprefix(EVALUATION).partition("/")
     names = measures.names
-    known = [_name(name, one) for one in data.evals for name in names or ("loss",)]
-    own = names is None and metric.startswith(EVALUATION) and source in data.evals
+    known = [_name(name, one) for one in sources for name in names or ("loss",)]
+    own = names is None and metric.startswith(EVALUATION) and source in sources
     if metric not in known and not own:
         more = "" if names is not None else ", and those of your own metrics"
         raise UserError(

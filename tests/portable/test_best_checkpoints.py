@@ -9,6 +9,7 @@ import pytest
 
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
+from portable.commands.dry_run import dry_run
 from portable.config import load_config
 from portable.data import build_data
 from portable.errors import UserError
@@ -17,6 +18,7 @@ from portable.reporting.html_report import Run
 from portable.reporting.metrics import read_metrics
 from portable.run import evaluation
 from portable.run.rank import run_rank
+from portable.run.settle import settle
 from tests.runs import configured, tiny
 
 if TYPE_CHECKING:
@@ -326,6 +328,9 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], told_so: str, tmp_path
     with pytest.raises(UserError) as caught:
         run_rank("cpu", load_config(None, tiny(tmp_path / "run", corpus) | given))
     assert told_so in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        dry_run(settle(load_config(None, tiny(tmp_path / "run", corpus) | given), "cpu"))
+    assert told_so in str(caught.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
