@@ -169,7 +169,7 @@ class ChatTemplate:
         self._frame = frame
         self._train_on = train_on
         self._split_turns = split_turns
-        self._kwargs = dict(kwargs or {})
+        self._kwargs = {**tokenizer.special_tokens_map, **(kwargs or {})}
         for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
             self._compiled(text)
 
@@ -177,8 +177,7 @@ class ChatTemplate:
     def key(self) -> str:
         """What the tokens depend on, besides the source and the tokenizer."""
         content = [VERSION, self._templates, self._train_on, self._split_turns, self._kwargs, DAY]
-        special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
-        return json.dumps([*content, special], sort_keys=True, default=str)
+        return json.dumps(content, sort_keys=True, default=str)
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """Tokenize conversations and completions.
@@ -229,7 +228,11 @@ class ChatTemplate:
             train_on = "assistant" if conversation.prompt is None else "completion"
         conversation = self._with_arguments(conversation)
         messages = conversation.messages
-        text = self._render(conversation, messages)
+        marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
+        if marked:
+            text, spans = self._marked(conversation, messages)
+        else:
+            text = self._render(conversation, messages)
         if train_on == "all":
             return _Draft(text, conversation, whole=True)
         if train_on == "completion":
@@ -245,10 +248,10 @@ class ChatTemplate:
             raise UserError(
                 f"data.source: {conversation.where}: the assistant says nothing; remove the record"
             )
-        if _MARKED.search(self._template(conversation)):
-            spans = self._marked(conversation, messages)
-            if train_on == "last_assistant":
-                spans = spans[len(self._marked(conversation, messages[: answers[0]])) if answers[0] else 0 :]
+        if marked:
+            if train_on == "last_assistant" and answers[0]:
+                _, before = self._marked(conversation, messages[: answers[0]])
+                spans = spans[len(before) :]
             if not spans:
                 raise self._failure(conversation, "{% generation %} marks nothing in it")
             return _Draft(text, conversation, tuple(spans))
@@ -287,7 +290,6 @@ class ChatTemplate:
         kwargs = {**self._kwargs, **conversation.template_kwargs}
         day = datetime.fromisoformat(str(kwargs.pop("strftime_now", DAY)))
         return {
-            **self._tokenizer.special_tokens_map,
             "strftime_now": day.strftime,
             "tools": None if conversation.tools is None else list(conversation.tools),
             "documents": None,
@@ -308,11 +310,12 @@ class ChatTemplate:
         except Exception as error:  # templates are foreign code
             raise self._failure(conversation, f"the template fails ({_reason(error)})") from error
 
-    def _marked(self, conversation: Conversation, messages: Sequence[Message]) -> list[_Span]:
+    def _marked(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, list[_Span]]:
+        """The rendered text, and what the template marks in it."""
         from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
         try:
-            _, spans = _render_with_assistant_indices(
+            text, spans = _render_with_assistant_indices(
                 compiled_template=self._compiled(self._template(conversation)),
                 messages=list(messages),
                 add_generation_prompt=False,
@@ -320,7 +323,7 @@ class ChatTemplate:
             )
         except Exception as error:
             raise self._failure(conversation, f"the template fails ({_reason(error)})") from error
-        return [(start, end) for start, end in spans if end > start]
+        return text, [(start, end) for start, end in spans if end > start]
 
     def _with_arguments(self, conversation: Conversation) -> Conversation:
         """The conversation with its calls' arguments as a string, if the template cannot take objects."""

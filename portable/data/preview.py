@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from portable.data.dataset import Data
 
-PREVIEW_FILE = "data_samples.json"
 SHOWN = 3
 """Samples in a run's file, for its report."""
 _BINS = 12

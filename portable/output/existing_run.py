@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from portable.paths import Place
 
 CONFIG_FILE = "config.yaml"
+PREVIEW_FILE = "data_samples.json"
+"""Samples to look at."""
 FINAL = "final"
 """Folder of the exported model."""
 

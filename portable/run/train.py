@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from portable.checkpoint.resume_source import resume_source
 from portable.config import dump_yaml
-from portable.data.preview import PREVIEW_FILE, SHOWN, preview
+from portable.data.preview import SHOWN, preview
 from portable.durable import write_durably
 from portable.errors import UserError
 from portable.loop import Cadence, train
-from portable.output.existing_run import CONFIG_FILE, FINAL, check_unchanged
+from portable.output.existing_run import CONFIG_FILE, FINAL, PREVIEW_FILE, check_unchanged
 from portable.output.export import recover_export
 from portable.paths import storage_errors
 from portable.planner.meta_model import inspect

@@ -128,6 +128,7 @@ def test_the_losses_are_trls(tmp_path: Path) -> None:
         **settings,
         model__config={**TINY_MODEL, "num_hidden_layers": 1, "vocab_size": 512},
         data__tokenizer=str(tmp_path / "tokenizer"),
+        data__packing=False,
         data__seq_len=60,
         checkpoint__export=False,
     )
