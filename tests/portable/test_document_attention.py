@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,8 +21,6 @@ from tests.runs import configured
 from tests.tiny_models import tiny_config
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedModel
 
     from portable.backend import Batch
@@ -249,3 +248,5 @@ def test_a_model_that_cannot_is_refused_by_name(
 
 def test_the_lists_agree() -> None:
     assert set(READ_THEIR_MASK) <= KEEP_DOCUMENTS_APART <= set(TYPES)
+    page = Path(__file__).parents[2] / "docs" / "packing.md"
+    assert f"{len(KEEP_DOCUMENTS_APART)} types in all" in page.read_text("utf-8")
