@@ -236,7 +236,7 @@ def _trace_step(
         plan=plan,
         first_sample=0,
         learning_rate=config.train.learning_rate,
-        max_grad_norm=config.train.max_grad_norm,
+        max_grad_norm=config.train.max_grad_norm or 0.0,
     )
 
 
