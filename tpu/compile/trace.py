@@ -1,8 +1,8 @@
 """Write the graphs that a run would compile for a TPU. Needs no TPU, no weights, and not the model's memory.
 
 The graphs come from a process of its own with as many virtual devices as the slice has
-(:mod:`tpu.compile.tracing`). They are those of the run, sharding annotations and donated buffers included. One
-difference is left: torch_xla passes 3200 or more arguments as one tuple, and here they stay apart.
+(:mod:`tpu.compile.tracing`). They are those of the run, sharding annotations and donated buffers included.
+One difference is left: torch_xla passes 3200 or more arguments as one tuple, and here they stay apart.
 """
 
 from __future__ import annotations
