@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def use_fixed_shapes(model: Any) -> None:
-    """Make mixtures of experts compute every expert for every token; see :func:`every_expert`."""
+
+def use_fixed_shapes(model: Any, along_tokens: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Make mixtures of experts compute every expert for every token; see :func:`every_expert`.
+
+    Args:
+        model: is changed.
+        along_tokens: shards a tensor ``[experts, tokens, ...]`` along its tokens.
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    experts = any(type(module).__name__.endswith("Experts") for module in model.modules())
+    experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    for module in experts:
+        module.along_tokens = along_tokens
     if experts and hasattr(model, "set_experts_implementation"):
         ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT, every_expert)
         model.set_experts_implementation(EVERY_EXPERT)
@@ -40,9 +50,11 @@ def every_expert(
     """
     numbers = torch.arange(experts.num_experts, device=chosen.device)
     shares = (weights.unsqueeze(-1) * (chosen.unsqueeze(-1) == numbers)).sum(dim=1)
-    inner = _products(experts, "gate_up_proj" if experts.has_gate else "up_proj", hidden.unsqueeze(0))
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    # Else the products take the sharding of the weights, and all tokens are sent to every device.
+    inner = experts.along_tokens(_products(experts, name, hidden.unsqueeze(0)))
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    outer = _products(experts, "down_proj", inner)
+    outer = experts.along_tokens(_products(experts, "down_proj", experts.along_tokens(inner)))
     if experts.has_post_expert_norm:
         outer = experts.post_expert_norm(outer)
     return (outer * shares.t().unsqueeze(-1)).sum(dim=0).to(hidden.dtype)

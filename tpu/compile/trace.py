@@ -2,6 +2,7 @@
 
 The graphs come from a process of its own with as many virtual devices as the slice has
 (:mod:`tpu.compile.tracing`). They are those of the run, sharding annotations and donated buffers included.
+One difference is left: torch_xla passes 3200 or more arguments as one tuple, and here they stay apart.
 """
 
 from __future__ import annotations
