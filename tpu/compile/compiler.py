@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -60,7 +61,9 @@ def find_library() -> Library:
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder) / "libtpu.so"
         if path.is_file():
-            return Library(path, metadata.version("libtpu"))
+            with suppress(metadata.PackageNotFoundError):
+                return Library(path, metadata.version("libtpu"))
+            return Library(path, None)
     raise UserError(
         "--compile: needs libtpu, the TPU's compiler; install it with: "
         "pip install 'portable-trainer[tpu-compile]', or name the library in TPU_LIBRARY_PATH"
