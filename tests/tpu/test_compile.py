@@ -21,7 +21,7 @@ from portable.planner.memory_model import Setting
 from portable.planner.plan import DeviceBytes, Option
 from tests.tpu import hlo_modules as hlo
 from tpu.compile import compiler, trace
-from tpu.compile.compiler import compile_graphs, exhausted, find_library, refused
+from tpu.compile.compiler import compile_graphs, died, exhausted, find_library, refused
 from tpu.compile.hlo import Computation
 from tpu.compile.libtpu import compile_options
 from tpu.compile.protobuf import Message, WireError, field, varint
@@ -301,6 +301,20 @@ def test_one_line_of_an_account_of_memory() -> None:
     )
     assert exhausted(newer) == "it takes 37.2 GiB of 15.8 GiB"
     assert refused("no\nmore", "") == "no"
+
+
+def test_one_line_of_a_dead_compiler() -> None:
+    log = "W0000 00:00:1.2 3 a.cc:4] noise\nF0000 00:00:1755.25  913 hlo.cc:528] Check failed: a == b\n***"
+    assert died(-6, ["step"], log) == (
+        "--compile: libtpu ended by SIGABRT while it compiled step: hlo.cc:528] Check failed: a == b; try "
+        "another libtpu"
+    )
+    assert died(-9, ["a", "b"], log) == (
+        "--compile: libtpu's process was killed while it compiled b; the host may be out of memory"
+    )
+    assert died(3, [], "") == (
+        "--compile: libtpu ended with exit code 3 as it started: it left no message; try another libtpu"
+    )
 
 
 def graph(**sizes: Any) -> CompiledGraph:

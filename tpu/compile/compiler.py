@@ -140,7 +140,9 @@ def _run(folder: Path, wanted: Slice, graphs: int) -> None:
             text=True,
         )
     begun: list[str] = []
-    bar = tqdm(total=graphs, desc="compiling", unit="graph", leave=False, disable=not at_a_terminal())
+    layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
+    hidden = not at_a_terminal()
+    bar = tqdm(total=graphs, desc="compiling", leave=False, disable=hidden, bar_format=layout)
     ended = threading.Event()
 
     def follow() -> None:
@@ -167,11 +169,17 @@ def _run(folder: Path, wanted: Slice, graphs: int) -> None:
         assert worker.stdout is not None
         worker.stdout.close()
     if not (folder / ANSWER).is_file():
-        raise UserError(_died(code, begun, (folder / LOG).read_text("utf-8", "replace")))
+        raise UserError(died(code, begun, (folder / LOG).read_text("utf-8", "replace")))
 
 
-def _died(code: int, begun: Sequence[str], log: str) -> str:
-    """Why the compiler's process left no answer, in one line."""
+def died(code: int, begun: Sequence[str], log: str) -> str:
+    """Why the compiler's process left no answer, in one line.
+
+    Args:
+        code: its exit code; the negative number of a signal.
+        begun: the graphs that it had begun with.
+        log: what it wrote on standard error.
+    """
     where = f"while it compiled {begun[-1]}" if begun else "as it started"
     how = f"with exit code {code}"
     if code < 0:
