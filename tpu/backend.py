@@ -123,7 +123,8 @@ class XlaBackend:
         return value  # SPMD sums over all devices already
 
     def read(self, values: Sequence[Tensor]) -> list[float]:
-        return [float(value) for value in self._layout.read(values)]
+        read = self._layout.read(values)
+        return [float(number) for value in read for number in value.double().reshape(-1).tolist()]
 
     def any(self, flag: bool) -> bool:
         return any_rank(flag)

@@ -11,18 +11,20 @@ from torch import nn
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require
 from portable.model.layers import transformer_layers
-from portable.model.loss import Objective
-from portable.model.parameters import replace_tensors, state_tensors
+from portable.model.loss import Objective, added, no_totals
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from tpu.activation_checkpointing import recompute
+from tpu.attention import attend_by_rows
 from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.layout import constrain
 from tpu.optim import Optimizer
+from tpu.parameters import Parameters
 from tpu.runtime import xla
 from tpu.saving import Saver, Staged
+from tpu.scan_layers import LoopedLayers, Segment, find_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from converters import Checkpoint
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
+    from portable.model.loss import Measure
     from portable.model.tensors import ReadableTensor
     from tpu.graphs import Graphs
     from tpu.layout import Layout, Spec
@@ -58,9 +61,19 @@ class XlaEngine:
         buffers = config.xla.buffer_dtype
         self._buffer_dtype = None if buffers is None else DTYPES[buffers]
         self._gather_once = config.strategy in GATHERED_ONCE
-        self._place(model)
-        self._constrain_activations(model)
-        for _, layer in transformer_layers(model):
+        attend_by_rows(model, config.xla.attention_rows, layout)
+        segments = find_segments(model) if config.xla.scan_layers else []
+        stacks = [names for segment in segments for names in segment.parameters(model)]
+        self._held = Parameters(model, layout, {names[0]: names for names in stacks})
+        self._parameters = self._held.by_name
+        self._caller = _Caller(model, self._held)
+        self._constrain_activations(model, segments)
+        for segment in segments:
+            self._loop(model, segment, recompute=recomputed(config))
+        in_loops = {name for segment in segments for name in segment.names}
+        for name, layer in transformer_layers(model):
+            if name in in_loops:
+                continue  # a loop recomputes its layers itself, and does not interleave them
             if recomputed(config):
                 recompute(layer)
             if config.xla.optimization_barrier_in_backward:
@@ -71,11 +84,14 @@ class XlaEngine:
             "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
             "layers; use none, or set output_router_logits: false in the model's config",
         )
-        self._caller = _Caller(model)
-        self._parameters = dict(model.named_parameters())
+        require(
+            not (self._objective.of_routers and segments),
+            "xla.scan_layers: the router loss needs what every layer's router returns, which a loop does not "
+            "hand out; set it to false, or output_router_logits: false in the model's config",
+        )
         ends: Any = model
         self._head = getattr(ends.get_output_embeddings(), "weight", None) if layout.shards else None
-        self._optimizer = Optimizer(config.train, model, layout)
+        self._optimizer = Optimizer(config.train, model, layout, self._held)
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()
@@ -84,25 +100,23 @@ class XlaEngine:
 
     # -- setting up --------------------------------------------------------------------------------------
 
-    def _place(self, model: nn.Module) -> None:
-        """Allocate the meta-device model: each device its shards, the host one shard at a time."""
-        layout = self._layout
+    def _loop(self, model: nn.Module, segment: Segment, *, recompute: bool) -> None:
+        """Make the layers of ``segment`` one loop over the stacks of their parameters."""
+        layout, stacks = self._layout, []
+        for names in segment.parameters(model):
+            stack = self._parameters[names[0]]
+            cut = layout.sharding(self._spec_of(names[0], stack)[1:])
+            whole = layout.sharding(layout.replicated(stack.dim() - 1))
+            computed = partial(self._caller.stack, names[0])
+            stacks.append((computed, (whole if self._gather_once else cut, cut)))
+        LoopedLayers(model, segment, stacks, self._along_batch, recompute=recompute)
 
-        def parameter(name: str, meta: nn.Parameter) -> nn.Parameter:
-            placed = layout.zeros(meta.shape, meta.dtype, layout.parameter(name, meta.shape))
-            return nn.Parameter(placed, requires_grad=meta.requires_grad)
-
-        def buffer(name: str, value: Tensor) -> Tensor:
-            return layout.whole(value)
-
-        replace_tensors(model, parameter, buffer)
-        layout.check_rules()
-
-    def _constrain_activations(self, model: nn.Module) -> None:
+    def _constrain_activations(self, model: nn.Module, segments: Iterable[Segment]) -> None:
         """Keep activations and logits sharded along the batch. Propagation from the parameters would choose
         otherwise: with a tied table, each device would hold the logits of all tokens."""
         whole: Any = model
-        layers = [layer for _, layer in transformer_layers(model)]
+        in_loops = {name for segment in segments for name in segment.names}
+        layers = [layer for name, layer in transformer_layers(model) if name not in in_loops]
         for layer in layers:  # the first input may be a sum with a replicated tensor
             layer.register_forward_pre_hook(self._constrain_input)
         for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
@@ -132,7 +146,7 @@ class XlaEngine:
             return loss.detach()
 
         with self.graphs.recording():
-            loss = self._with_compute_copies(passes)
+            loss: Tensor = self._with_compute_copies(passes)
         if not last or self._accumulated is not None:
             self._add_gradients()
             self.graphs.run("micro-batch", [loss, *(self._accumulated or {}).values()])
@@ -161,7 +175,7 @@ class XlaEngine:
         return gradients
 
     def _spec_of(self, name: str, tensor: Tensor) -> Spec:
-        return self._layout.parameter(name, tensor.shape)
+        return self._held.spec(name, tensor.shape)
 
     def _spec(self, name: str, tensor: Tensor) -> Spec:
         if isinstance(tensor, nn.Parameter):
@@ -199,7 +213,7 @@ class XlaEngine:
             gradient.zero_()
         return norm
 
-    def _with_compute_copies(self, function: Callable[[], Tensor]) -> Tensor:
+    def _with_compute_copies(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` with tensors cast to the compute type; gradients reach the master weights.
 
         If the strategy gathers parameters once for forward and backward pass, the copies are unsharded.
@@ -207,8 +221,7 @@ class XlaEngine:
         copies = dict(self._compute_copies())
         if not copies:
             return function()
-        result: Tensor = torch.func.functional_call(self._caller, copies, (function,))
-        return result
+        return torch.func.functional_call(self._caller, copies, (function,))
 
     def _compute_copies(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
@@ -217,11 +230,11 @@ class XlaEngine:
                 copy = parameter.to(self._compute)
             if self._gather_once or parameter is self._head:
                 whole = self._layout.sharding(self._layout.replicated(parameter.dim()))
-                cut = self._layout.sharding(self._layout.parameter(name, parameter.shape))
+                cut = self._layout.sharding(self._spec_of(name, parameter))
                 # The head's gradient is reduced unsharded: a shard would need the gradients of all logits.
                 copy = constrain(copy, whole, whole if parameter is self._head else cut)
             if copy is not parameter:
-                yield f"model.{name}", copy
+                yield self._caller.name(name), copy
         if self._buffer_dtype is not None:
             for name, buffer in self.model.named_buffers():
                 if buffer.is_floating_point():
@@ -233,16 +246,32 @@ class XlaEngine:
     def unsound_gradients(self) -> list[str]:
         present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         gradients = present if self._accumulated is None else self._accumulated
-        sound = self._layout.read([torch.isfinite(gradient).all() for gradient in gradients.values()])
-        return [name for name, finite in zip(gradients, sound, strict=True) if not finite]
+        names = [self._held.names(name) for name in gradients]
+        finite = [
+            torch.isfinite(gradient).reshape(len(held), -1).all(dim=1)
+            for held, gradient in zip(names, gradients.values(), strict=True)
+        ]
+        sound = self._layout.read(finite)
+        pairs = (
+            pair for held, values in zip(names, sound, strict=True) for pair in zip(held, values, strict=True)
+        )
+        return [name for name, one in pairs if not one]
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.model.eval()
-        loss = self._with_compute_copies(partial(self._objective.evaluated, self.model, batch))
+        sums: dict[str, Tensor] = self._with_compute_copies(
+            partial(self._objective.evaluated, self.model, batch, measure)
+        )
         self.model.train()
-        self.graphs.run("evaluation", [loss])
-        return loss
+        # Zeros are buffers like later totals, so the first micro-batch has the graph of all others.
+        totals = dict(totals) or {name: self._layout.whole(zero) for name, zero in no_totals(sums).items()}
+        totals = added(totals, sums)
+        for total in totals.values():
+            whole = self._layout.sharding(self._layout.replicated(total.dim()))
+            xla._xla_mark_sharding(total, whole)
+        self.graphs.run(measure.kind, list(totals.values()))
+        return totals
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
@@ -278,9 +307,8 @@ class XlaEngine:
     # -- weights and checkpoints -------------------------------------------------------------------------
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        for name, tensor in state_tensors(self.model).items():
-            if name in weights:
-                self._layout.fill(tensor, self._spec(name, tensor), weights[name])
+        for name, tensor in self._held.state().items():
+            self._held.fill(name, tensor, self._spec(name, tensor), weights)
 
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)
@@ -289,12 +317,16 @@ class XlaEngine:
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         steps = self._optimizer.steps()
-        moments = {
-            name: {**self._staged(tensors), **({"step": steps[name]} if name in steps else {})}
-            for name, tensors in self._optimizer.tensors().items()
-        }
+        moments: dict[str, dict[str, Any]] = {}
+        for name, tensors in self._optimizer.tensors().items():
+            for one in self._held.names(name):
+                moments[one] = {"step": steps[one]} if one in steps else {}
+            for key, staged in self._staged(tensors).items():
+                for one, part in self._apart(name, staged).items():
+                    moments[one][key] = part
+        model = self._staged(self._held.state())
         state = {
-            "model": self._staged(state_tensors(self.model)),
+            "model": {one: part for name, s in model.items() for one, part in self._apart(name, s).items()},
             "optim": {"state": moments, "param_groups": self._optimizer.groups(self._rate)},
         }
         return self._saver.save(state, folder, background=background)
@@ -308,13 +340,33 @@ class XlaEngine:
             for (name, tensor), parts in zip(tensors.items(), shards, strict=True)
         }
 
+    def _apart(self, name: str, staged: Staged) -> dict[str, Staged]:
+        stacked = name in self._held.stacks
+        shape = staged.shape[1:] if stacked else staged.shape
+        return {
+            one: Staged(shape, staged.dtype, shards)
+            for one, shards in self._held.apart(name, staged.shards).items()
+        }
+
 
 class _Caller(nn.Module):
-    """A module around the model, so that ``functional_call`` can replace its tensors around any function."""
+    """A module around model and stacks, so that ``functional_call`` can replace tensors in any function."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, held: Parameters) -> None:
         super().__init__()
         self.model = model
+        self._places = {name: f"stack{place}" for place, name in enumerate(held.stacks)}
+        for name, place in self._places.items():
+            self.register_parameter(place, held.by_name[name])
+
+    def name(self, name: str) -> str:
+        """What ``functional_call`` calls the tensor that the engine calls ``name``."""
+        return self._places.get(name, f"model.{name}")
+
+    def stack(self, name: str) -> Tensor:
+        """The stack called ``name``, as it is at present."""
+        value: Tensor = getattr(self, self._places[name])
+        return value
 
     def forward(self, function: Callable[[], Tensor]) -> Tensor:
         return function()

@@ -23,20 +23,34 @@ if TYPE_CHECKING:
 
     from portable.config import TrainConfig
     from tpu.layout import Layout, Spec
+    from tpu.parameters import Parameters
 
 State = dict[str, torch.Tensor]
 
 
 class Rule(Protocol):
-    """The update of one parameter, in fp32. ``step`` (from 1) and ``rate`` are scalars on the device."""
+    """The update of one parameter, in fp32. ``step`` (from 1) and ``rate`` are scalars on the device.
+
+    Where ``stacked``, it is that of many of one shape, along the first dim, each by itself.
+    """
 
     counts_steps: bool
 
-    def initial(self, parameter: Tensor, spec: Spec) -> dict[str, tuple[tuple[int, ...], Spec]]:
+    def initial(
+        self, parameter: Tensor, spec: Spec, *, stacked: bool
+    ) -> dict[str, tuple[tuple[int, ...], Spec]]:
         """Shape and spec of each state tensor; they start as zeros."""
 
     def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, step: Tensor, rate: Tensor, decay: float
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        step: Tensor,
+        rate: Tensor,
+        decay: float,
+        *,
+        stacked: bool,
     ) -> tuple[Tensor, State]:
         """The new parameter and state."""
 
@@ -49,11 +63,21 @@ class AdamW:
     def __init__(self, betas: tuple[float, float], eps: float) -> None:
         self._betas, self._eps = betas, eps
 
-    def initial(self, parameter: Tensor, spec: Spec) -> dict[str, tuple[tuple[int, ...], Spec]]:
+    def initial(
+        self, parameter: Tensor, spec: Spec, *, stacked: bool
+    ) -> dict[str, tuple[tuple[int, ...], Spec]]:
         return {name: (tuple(parameter.shape), spec) for name in ("exp_avg", "exp_avg_sq")}
 
     def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, step: Tensor, rate: Tensor, decay: float
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        step: Tensor,
+        rate: Tensor,
+        decay: float,
+        *,
+        stacked: bool,
     ) -> tuple[Tensor, State]:
         beta1, beta2 = self._betas
         first = state["exp_avg"].lerp(gradient, 1 - beta1)
@@ -77,11 +101,21 @@ class Sgd:
     def __init__(self, momentum: float) -> None:
         self._momentum = momentum
 
-    def initial(self, parameter: Tensor, spec: Spec) -> dict[str, tuple[tuple[int, ...], Spec]]:
+    def initial(
+        self, parameter: Tensor, spec: Spec, *, stacked: bool
+    ) -> dict[str, tuple[tuple[int, ...], Spec]]:
         return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
 
     def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, step: Tensor, rate: Tensor, decay: float
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        step: Tensor,
+        rate: Tensor,
+        decay: float,
+        *,
+        stacked: bool,
     ) -> tuple[Tensor, State]:
         gradient = gradient + parameter * decay
         if not self._momentum:
@@ -101,9 +135,11 @@ class Adafactor:
     def __init__(self, rule: adafactor.Rule) -> None:
         self._rule = rule
 
-    def initial(self, parameter: Tensor, spec: Spec) -> dict[str, tuple[tuple[int, ...], Spec]]:
+    def initial(
+        self, parameter: Tensor, spec: Spec, *, stacked: bool
+    ) -> dict[str, tuple[tuple[int, ...], Spec]]:
         shape = tuple(parameter.shape)
-        if len(shape) < 2:
+        if len(shape) - stacked < 2:
             return {"variance": (shape, spec)}
         rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
         return {
@@ -112,14 +148,22 @@ class Adafactor:
         }
 
     def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, step: Tensor, rate: Tensor, decay: float
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        step: Tensor,
+        rate: Tensor,
+        decay: float,
+        *,
+        stacked: bool,
     ) -> tuple[Tensor, State]:
         fresh, rate_now = step**adafactor.BETA2_DECAY, rate
         if self._rule.scaled:
-            size = torch.maximum(_root_mean_square(parameter), torch.full_like(step, adafactor.EPS2))
+            size = torch.maximum(_root_mean_square(parameter, stacked), torch.full_like(step, adafactor.EPS2))
             rate_now = size * torch.minimum(rate, step**-0.5)
         squares = gradient * gradient + self._rule.added
-        if parameter.dim() < 2:
+        if parameter.dim() - stacked < 2:
             variance = state["variance"] + fresh * (squares - state["variance"])
             new = {"variance": variance}
         else:
@@ -130,12 +174,15 @@ class Adafactor:
             variance = rows / mean.clamp(min=self._rule.least_mean) * columns
             new = {"row_var": rows, "col_var": columns}
         change = gradient * variance.clamp(min=self._rule.least_variance).rsqrt()
-        clipped = change / (_root_mean_square(change) / adafactor.CLIP).clamp(min=1.0)
+        clipped = change / (_root_mean_square(change, stacked) / adafactor.CLIP).clamp(min=1.0)
         return parameter * (1 - rate * decay) - rate_now * clipped, new
 
 
-def _root_mean_square(tensor: Tensor) -> Tensor:
-    return tensor.square().mean().sqrt()
+def _root_mean_square(tensor: Tensor, stacked: bool) -> Tensor:
+    """Of a parameter, a scalar; of stacked ones, each its own, of shape ``[parameters, 1, ...]``."""
+    if not stacked:
+        return tensor.square().mean().sqrt()
+    return tensor.square().mean(dim=tuple(range(1, tensor.dim())), keepdim=True).sqrt()
 
 
 def build_rule(settings: TrainConfig) -> Rule:
@@ -155,20 +202,23 @@ class Optimizer:
     argument for them instead of hundreds.
     """
 
-    def __init__(self, settings: TrainConfig, model: nn.Module, layout: Layout) -> None:
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    def __init__(self, settings: TrainConfig, model: nn.Module, layout: Layout, held: Parameters) -> None:
+        trained = {name: p for name, p in held.by_name.items() if p.requires_grad}
         self._rule = build_rule(settings)
         self._names = list(trained)
         self._parameters = trained
         self._layout = layout
-        self._groups = _torch_groups(settings, trained, decaying(model))
+        self._held = held
+        apart = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._groups = _torch_groups(settings, apart, decaying(model))
         self._decay = {name: group["weight_decay"] for group in self._groups for name in group["params"]}
         self._steps = layout.whole(torch.zeros(len(trained)))
         self._state: dict[str, State] = {}
         self._places: dict[str, dict[str, tuple[tuple[int, ...], Spec]]] = {}
         for name, parameter in trained.items():
-            spec = layout.parameter(name, parameter.shape)
-            places = self._places[name] = self._rule.initial(parameter, spec)
+            spec = held.spec(name, parameter.shape)
+            places = self._rule.initial(parameter, spec, stacked=name in held.stacks)
+            self._places[name] = places
             self._state[name] = {
                 key: layout.zeros(shape, torch.float32, place) for key, (shape, place) in places.items()
             }
@@ -189,7 +239,13 @@ class Optimizer:
                     continue
                 parameter, state = self._parameters[name], self._state[name]
                 moved, new = self._rule.update(
-                    parameter, gradients[name].float(), state, counted[index], rate, self._decay[name]
+                    parameter,
+                    gradients[name].float(),
+                    state,
+                    counted[index],
+                    rate,
+                    self._decay[name],
+                    stacked=name in self._held.stacks,
                 )
                 parameter.copy_(torch.where(allowed, moved, parameter))
                 for key, value in new.items():
@@ -205,7 +261,11 @@ class Optimizer:
         if not self._rule.counts_steps:
             return {}
         counts = self._layout.own_copy(self._steps)
-        return {name: counts[index].clone() for index, name in enumerate(self._names)}
+        return {
+            one: counts[index].clone()
+            for index, name in enumerate(self._names)
+            for one in self._held.names(name)
+        }
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
         """Parameter groups with their hyperparameters, in the form of torch's optimizers."""
@@ -215,16 +275,21 @@ class Optimizer:
         """Restore the state of a checkpoint; parameters that it lacks keep zeros."""
         steps = torch.zeros(len(self._names))
         for index, name in enumerate(self._names):
-            values = dict(stored.get(name, {}))
-            step = values.pop("step", 0.0)
-            steps[index] = float(step.read()) if isinstance(step, StoredTensor) else float(step)
-            if not values and name not in stored:
-                continue
-            for key, tensor in self._state[name].items():
-                value = values.get(key)
-                if not isinstance(value, StoredTensor) or value.shape != tuple(tensor.shape):
-                    raise CheckpointError(f"{key} of {name} is missing, or not of shape {list(tensor.shape)}")
-                self._layout.fill(tensor, self._places[name][key][1], value)
+            sources: dict[str, dict[str, StoredTensor]] = {}
+            for one in self._held.names(name):
+                values = dict(stored.get(one, {}))
+                step = values.pop("step", 0.0)
+                steps[index] = float(step.read()) if isinstance(step, StoredTensor) else float(step)
+                if not values and one not in stored:
+                    continue
+                for key, tensor in self._state[name].items():
+                    value = values.get(key)
+                    shape = tuple(tensor.shape)[name in self._held.stacks :]
+                    if not isinstance(value, StoredTensor) or value.shape != shape:
+                        raise CheckpointError(f"{key} of {one} is missing, or not of shape {list(shape)}")
+                    sources.setdefault(key, {})[one] = value
+            for key, found in sources.items():
+                self._held.fill(name, self._state[name][key], self._places[name][key][1], found)
         self._steps = self._layout.whole(steps)
 
 

@@ -36,6 +36,7 @@ def _import() -> Any:
     os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.uses_tpu() else "CPU")
     try:
         import torch_xla
+        import torch_xla.core.xla_builder
         import torch_xla.debug.metrics
         import torch_xla.distributed.spmd.xla_sharding
         import torch_xla.runtime
@@ -51,6 +52,7 @@ def _release(version: str) -> list[str]:
 
 torch_xla: Any = _import()
 xr: Any = torch_xla.runtime
+xb: Any = torch_xla.core.xla_builder
 xs: Any = torch_xla.distributed.spmd.xla_sharding
 xla_metrics: Any = torch_xla.debug.metrics
 xla: Any = torch_xla._XLAC

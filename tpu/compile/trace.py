@@ -70,7 +70,7 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
         "XLA_HLO_DEBUG": "1",  # the line of code of each operation
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tpu.compile.tracing", str(folder), hardware],
+        [sys.executable, "-m", "tpu.compile.tracing", str(answer), hardware],
         input=pickle.dumps(config),
         env=environment,
         stdout=subprocess.DEVNULL,

@@ -20,16 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.data.classes import SINGLE
+from portable.data.dataset import CLASSIFICATION
 from portable.errors import UserError, one_line
+from portable.evaluation.builtin import Setting, measures_of
 from portable.loop import train_step
 from portable.model import build as models
+from portable.model.labels import problem_of
 from portable.model.parameters import state_tensors
 from portable.planner.activations import fake_batch
 from portable.planner.passes import Request
 from portable.run.micro_batch import batch_plan
 from tpu.backend import XlaBackend
 from tpu.compile.protobuf import field
-from tpu.compile.trace import ANSWER
 from tpu.graphs import Graphs
 from tpu.layout import Layout
 from tpu.runtime import xla
@@ -211,8 +214,9 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     batch = fake_batch(model, request)
     engine = backend.prepare(model, config)
     _trace_step(backend, engine, batch, plan, config)
-    if config.data.eval_fraction:
-        engine.evaluate(backend.place(batch))
+    if config.data.eval_fraction or config.data.eval is not None:
+        measures = measures_of(config.train.metrics, _setting(config, model_config))
+        engine.evaluate(backend.place(batch), measures, {})
     bound = models.positions(model_config)
     tokens = config.log.sample_tokens
     tokens = tokens if bound is None else min(tokens, bound - PROMPT_TOKENS)
@@ -220,6 +224,13 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
         prompt = torch.zeros(1, PROMPT_TOKENS + tokens - 1, dtype=torch.int64)
         engine.generate(prompt, max_new_tokens=1, seed=0)
     return list(backend.graphs.written.values())
+
+
+def _setting(config: RunConfig, model_config: Any) -> Setting:
+    """The classes are the model's; those of the data are not known."""
+    if config.model.task != CLASSIFICATION:
+        return Setting(config.model.task)
+    return Setting(problem_of(model_config, config.model) or SINGLE, tuple(model_config.id2label.values()))
 
 
 def _trace_step(
@@ -237,7 +248,7 @@ def _trace_step(
         plan=plan,
         first_sample=0,
         learning_rate=config.train.learning_rate,
-        max_grad_norm=config.train.max_grad_norm,
+        max_grad_norm=config.train.max_grad_norm or 0.0,
     )
 
 
@@ -259,7 +270,8 @@ class _OneMicroBatch:
 
 
 def main() -> int:
-    folder, hardware = Path(sys.argv[1]), sys.argv[2]
+    answers, hardware = Path(sys.argv[1]), sys.argv[2]
+    folder = answers.parent
     config: RunConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
     answer: dict[str, Any]
     try:
@@ -267,9 +279,9 @@ def main() -> int:
         answer["host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     except UserError as error:
         answer = {"error": one_line(error)}
-    partial = folder / f"{ANSWER}.partial"
+    partial = answers.with_suffix(".partial")
     partial.write_text(json.dumps(answer), "utf-8")
-    partial.rename(folder / ANSWER)
+    partial.rename(answers)
     sys.stderr.flush()
     os._exit(0)  # the runtime's threads take seconds to end
 

@@ -1,0 +1,114 @@
+"""Attention a few rows at a time, against that of all at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from portable.config import load_config
+from portable.errors import UserError
+from tests.tpu.test_parity import MODELS, ONE_LAYER, assert_close, assert_frugal, on_cpu, on_xla
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.xla import XlaPool
+
+TOKENS = 21  # not a multiple of the rows
+
+
+def case(name: str) -> dict[str, Any]:
+    draws = torch.Generator().manual_seed(1)
+    among = torch.rand(2, 1, TOKENS, TOKENS, generator=draws) > 0.5
+    among |= torch.eye(TOKENS, dtype=torch.bool)
+    cases: dict[str, dict[str, Any]] = {
+        "causal": {"is_causal": True},
+        "mask": {"attn_mask": among},
+        "added": {"attn_mask": among.float() * 3},
+        "padding": {"attn_mask": torch.rand(2, 1, 1, TOKENS, generator=draws) > 0.2},
+        "all": {"scale": 0.1},
+    }
+    return cases[name]
+
+
+CASES = ["causal", "mask", "added", "padding", "all"]
+
+
+def attended(name: str, device: str) -> list[torch.Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 4, TOKENS, 8, generator=draws).to(device) for _ in range(4)]
+    inputs: Any = [tensor.requires_grad_() for tensor in given[:3]]
+    options: Any = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in case(name).items()}
+    result = functional.scaled_dot_product_attention(*inputs[:3], **options)
+    (result * given[3]).sum().backward()
+    return [tensor.detach().cpu() for tensor in (result, *(i.grad for i in inputs if i.grad is not None))]
+
+
+def by_rows(names: list[str]) -> tuple[dict[str, list[torch.Tensor]], list[int]]:
+    from tpu import attention, runtime
+    from tpu.layout import Layout
+    from tpu.runtime import xla
+
+    runtime.start()
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="llama"))
+    layout = Layout(load_config(None, {"backend": "xla"}), 1)
+    attention.attend_by_rows(model, 8, layout)
+    found = {name: attended(name, "xla:0") for name in names}
+    query = torch.zeros(2, 4, TOKENS, 8, device="xla:0")
+    text = xla._get_xla_tensors_hlo([functional.scaled_dot_product_attention(query, query, query)])
+    attention.attend_by_rows(model, None, layout)
+    whole = xla._get_xla_tensors_hlo([functional.scaled_dot_product_attention(query, query, query)])
+    scores = f"[2,4,{TOKENS},{TOKENS}]"
+    flat = f"[8,{TOKENS},{TOKENS}]"
+    return found, [t.count(scores) + t.count(flat) for t in (text, whole)]
+
+
+def test_is_the_attention_of_all_rows(xla: XlaPool) -> None:
+    found, scores = xla.run(1, by_rows, CASES)
+    for name in CASES:
+        for ours, theirs in zip(found[name], attended(name, "cpu"), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6, msg=name)
+    assert scores[0] == 0 < scores[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"xla__scan_layers": False},
+        {
+            "xla__scan_layers": True,
+            "memory__activation_checkpointing": "full",
+            "model__config": {**ONE_LAYER["model__config"], "num_hidden_layers": 2},
+        },
+    ],
+    ids=["alone", "within the loop over layers"],
+)
+def test_the_loss_is_that_of_all_rows(
+    settings: dict[str, Any], tmp_path: Path, corpus: Path, xla: XlaPool
+) -> None:
+    wanted = {**ONE_LAYER, "xla__attention_rows": 8, **settings}
+    truth = {"model__config": wanted["model__config"]}
+    steps = on_xla(xla, 4, tmp_path / "xla", corpus, 4, **wanted)
+    assert_close(steps, on_cpu(tmp_path / "cpu", corpus, 4, **truth), 1e-6)
+    assert_frugal(steps, {"step": 1})
+
+
+def test_a_model_with_attention_of_its_own_is_refused(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    settings = {**MODELS["bert"], "model__attention": "eager", "xla__attention_rows": 8}
+    said = xla.run(1, refusal, tmp_path, corpus, settings)
+    assert said == "xla.attention_rows: bert computes its attention itself (eager); remove it"
+
+
+def refusal(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
+    from tests.parity import take_steps
+    from tests.runs import configured
+
+    try:
+        take_steps(configured(folder, corpus, backend="xla", **settings), 1)
+    except UserError as error:
+        return str(error)
+    return "none"
