@@ -21,6 +21,7 @@ from portable.formatting import human_bytes
 from portable.planner.compiled import Compiled, CompiledGraph
 from portable.temporary_folder import scratch_folder
 from portable.terminal import at_a_terminal
+from tpu.compile.hlo import short
 from tpu.compile.slices import Slice, find_slice
 from tpu.compile.trace import trace_graphs
 from tpu.compile.worker import ANSWER, JOB, Job
@@ -244,7 +245,7 @@ def refused(message: str, place: str) -> str:
 def _place(text: str) -> str:
     operation = re.search(r'op_name="([^"]+)"', text)
     file, line = re.search(r'source_file="([^"]+)"', text), re.search(r"source_line=(\d+)", text)
-    found = [operation[1] if operation else "", f"{file[1]}:{line[1]}" if file and line else ""]
+    found = [operation[1] if operation else "", f"{short(file[1])}:{line[1]}" if file and line else ""]
     return f" of {' at '.join(filter(None, found))}" if any(found) else ""
 
 
