@@ -284,7 +284,7 @@ Total hbm usage >= 35.13G:
   Largest program allocations in hbm:
 
   1. Size: 1.12G
-     Operator: op_type="aten__mm" op_name="aten__mm.1" source_file="/venv/site-packages/models/llama.py" source_line=12
+     Operator: op_type="aten__mm" op_name="aten__mm.1" source_file="/site-packages/models/llama.py" source_line=12
      Shape: bf16[24576,24576]{1,0:T(8,128)(2,1)}
      Allocation type: HLO temp
      ==========================
