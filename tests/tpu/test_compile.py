@@ -284,7 +284,7 @@ Total hbm usage >= 35.13G:
   Largest program allocations in hbm:
 
   1. Size: 1.12G
-     Operator: op_type="aten__mm" op_name="aten__mm.1" source_file="/site-packages/models/llama.py" source_line=12
+     Operator: op_type="aten__mm" op_name="aten__mm.1" source_file="/site-packages/llama.py" source_line=12
      Shape: bf16[24576,24576]{1,0:T(8,128)(2,1)}
      Allocation type: HLO temp
      ==========================
@@ -294,7 +294,7 @@ Total hbm usage >= 35.13G:
 def test_one_line_of_an_account_of_memory() -> None:
     assert exhausted(OUT_OF_MEMORY) == (
         "it takes 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
-        "of aten__mm.1 at models/llama.py:12"
+        "of aten__mm.1 at llama.py:12"
     )
     newer = (
         "E1000: Ran out of memory on HBM, HLO temporaries (37.25G) exceeds available HBM (15.75G). HLO: m."
