@@ -131,6 +131,24 @@ MUTANTS: dict[str, Mutant] = {
         "save_due = save_due or verdict.stop",
         ("tests/portable/test_best_checkpoints.py::test_the_best_stay_beside_the_last",),
     ),
+    "a compiled loop counts as one pass": Mutant(
+        "tpu/compile/report.py",
+        "self.read(body, times * trips)",
+        "self.read(body, times)",
+        ("tests/tpu/test_compile.py::test_loops_count_as_often_as_they_run",),
+    ),
+    "the results of a compiled graph are whole on every chip": Mutant(
+        "tpu/compile/libtpu.py",
+        "+ field(12, varint(1))",
+        "+ field(12, varint(0))",
+        ("tests/tpu/test_compile.py::test_options_are_those_of_torch_xla",),
+    ),
+    "the state of a run is left out of the peak while a smaller graph runs": Mutant(
+        "portable/planner/compiled.py",
+        "return max(self.state_bytes + self.code_bytes + self.working_bytes, self.needed_bytes)",
+        "return max(graph.argument_bytes + graph.code_bytes + graph.working_bytes for graph in self.graphs)",
+        ("tests/tpu/test_compile.py::test_peak_and_comparison",),
+    ),
 }
 
 
