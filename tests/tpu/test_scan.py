@@ -307,7 +307,7 @@ def test_random_numbers_differ_between_iterations_and_are_drawn_once(recompute: 
     assert torch.equal(results, gradient)  # of a sum: what was kept, scaled
 
 
-def dropped_within(_: int) -> tuple[torch.Tensor, torch.Tensor]:
+def dropped_within() -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout in a loop within a loop, before and after it."""
     from tpu import runtime
     from tpu.scan import Scan
@@ -317,7 +317,7 @@ def dropped_within(_: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     loop = Scan(inner, recompute=True)
 
-    def outer(carry: Any, slices: Any, _: Any) -> Any:
+    def outer(carry: Any, slices: Any, shared: Any) -> Any:
         before = torch.nn.functional.dropout(slices[0], 0.5)
         _, (within,) = loop(carry, (slices[0],))
         return carry, (torch.cat([before, within, torch.nn.functional.dropout(slices[0], 0.5)]),)
@@ -331,7 +331,7 @@ def dropped_within(_: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_random_numbers_of_loops_within_loops(xla: XlaPool) -> None:
-    results, gradient = xla.run(1, dropped_within, 0)
+    results, gradient = xla.run(1, dropped_within)
     rows = [tuple(row.tolist()) for row in results.flatten(0, 1)]
     assert len(set(rows)) == len(rows) == 3 * 6
     assert torch.equal(results.unflatten(1, (3, 2)).sum(1), gradient)
