@@ -9,6 +9,7 @@ import torch
 
 from converters import open_checkpoint
 from portable.errors import UserError
+from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.parity import Steps, opened, take_steps
 from tests.ranks import RankError
@@ -172,6 +173,11 @@ def test_checkpoints_are_those_without_a_loop(tmp_path: Path, corpus: Path, xla:
     ours, truth = (
         open_checkpoint(path / "checkpoints" / "step-000008") for path in (folder, tmp_path / "truth")
     )
+    rows, wanted = (read_metrics(path) for path in (folder, tmp_path / "truth"))
+    for name in ("loss", "eval_loss"):  # each leg evaluates at its end as well
+        found, expected = ({row["step"]: row[name] for row in each if name in row} for each in (rows, wanted))
+        assert 8 in expected
+        assert {step: found[step] for step in expected} == pytest.approx(expected, rel=1e-6), name
     assert ours.tensors.keys() == truth.tensors.keys()
     assert ours.optimizer is not None and truth.optimizer is not None
     assert ours.optimizer.state.keys() == truth.optimizer.state.keys()
