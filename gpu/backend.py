@@ -136,7 +136,7 @@ class TorchBackend:
         return value
 
     def read(self, values: Sequence[Tensor]) -> list[float]:
-        numbers: list[float] = torch.stack([value.detach().double() for value in values]).tolist()
+        numbers: list[float] = torch.cat([value.detach().double().reshape(-1) for value in values]).tolist()
         return numbers
 
     def any(self, flag: bool) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.config import RunConfig
+    from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
 
@@ -106,6 +107,14 @@ class TorchPackage:
         from gpu import footprint
 
         return footprint
+
+    def compile(
+        self, config: RunConfig, device: str | None, devices: int, topology: str | None, logits: int
+    ) -> Compiled:
+        raise UserError(
+            f"--compile: backend {self.name} has no compiler that works without its device; name a TPU with "
+            "--device"
+        )
 
     def create(self) -> Backend:
         from gpu.backend import TorchBackend

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from portable.config import RunConfig
+    from portable.model.loss import Measure
     from portable.model.tensors import ReadableTensor
     from portable.optim.non_finite import Health
 
@@ -111,8 +112,18 @@ class Engine(Protocol):
         A host sync. All ranks call it, before :meth:`update`.
         """
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """Summed token loss of this rank's micro-batch, an fp32 device scalar (no host sync)."""
+    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Add up one micro-batch of an evaluation. No host sync.
+
+        Args:
+            batch: from :meth:`Backend.place`.
+            measure: what to add up besides the summed ``loss``.
+            totals: of this rank's earlier micro-batches; empty for the first.
+
+        Returns:
+            ``totals`` with this micro-batch, by name: int64 or float64 tensors on the device. On XLA they are
+            those of all ranks.
+        """
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         """Continue ``prompt``, int64 ``[1, length]``; all ranks call it."""
@@ -199,7 +210,10 @@ class Backend(Protocol):
         """Sum a small device tensor over all ranks. No host sync."""
 
     def read(self, values: Sequence[Tensor]) -> list[float]:
-        """Copy device scalars to the host. The only host sync of the training loop."""
+        """Copy device tensors to the host, flattened and one after another.
+
+        The only host sync of the training loop.
+        """
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank. A collective over the host: no device sync."""

@@ -50,6 +50,7 @@ def run(invocation: Invocation) -> int:
         from portable.checkpoint.resume_source import checkpoints_of
         from portable.commands.dry_run import dry_run
         from portable.commands.resume_info import describe_checkpoint
+        from portable.commands.show_data import show_data
         from portable.ranks import launch
         from portable.registry import backend_package, resolve_backend
         from portable.run.rank import run_rank
@@ -73,6 +74,8 @@ def run(invocation: Invocation) -> int:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
         if invocation.dry_run:
             return dry_run(settle(config, name, writes=False)) if os.environ["RANK"] == "0" else 0
+        if invocation.show_data is not None:
+            raise UserError("--show-data: start it alone, not by a launcher of ranks")
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         return run_rank(name, config, *switches)
@@ -80,6 +83,8 @@ def run(invocation: Invocation) -> int:
     package.check_ranks(ranks)
     if invocation.dry_run:
         return dry_run(settle(config, name, ranks, writes=False))
+    if invocation.show_data is not None:
+        return show_data(settle(config, name, ranks, writes=False, downloads=True), invocation.show_data)
     trains = not invocation.eval_only and invocation.replay is None
     settled = settle(config, name, ranks, writes=trains)
     if ranks == 1 and not settled.config.memory.offloads:
@@ -97,6 +102,10 @@ def run(invocation: Invocation) -> int:
 def _check_switches(invocation: Invocation) -> None:
     if invocation.profile and invocation.eval_only:
         raise UserError("--profile: records training steps, and --eval-only takes none; remove one")
+    if invocation.show_data is not None and (
+        invocation.profile or invocation.eval_only or invocation.dry_run or invocation.replay is not None
+    ):
+        raise UserError("--show-data: prints samples and trains nothing; remove the other switch")
     if invocation.replay is not None and (invocation.profile or invocation.eval_only):
         raise UserError(
             "--replay: takes one step once more and trains nothing; remove --profile or --eval-only"

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from portable.errors import RunError
+from portable.evaluation.standing import Standing
 from portable.model.loss import count_valid
 from portable.ranks.stop_signals import stop_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
     from portable.backend import Backend, Batch, Engine
     from portable.batch_plan import BatchPlan
+    from portable.evaluation.standing import Verdict
     from portable.optim.schedule import Schedule
 
 
@@ -39,11 +41,28 @@ class Progress:
         step: optimizer steps done.
         samples: sequences consumed, which is the position in the data.
         skipped: steps with a skipped update, as of the last read from the device.
+        standing: what the evaluations came to.
+        ended: whether they ended the run early.
     """
 
     step: int
     samples: int
     skipped: int = 0
+    standing: Standing = field(default_factory=Standing)
+    ended: bool = False
+
+
+class Evaluation(Protocol):
+    """The evaluations of a run, and what follows from them. All ranks call each method."""
+
+    def __call__(self, progress: Progress, *, counts: bool) -> Verdict:
+        """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.standing``."""
+
+    def lacks(self, progress: Progress, *, counts: bool) -> bool:
+        """Whether the evaluation after ``progress.step`` is missing; the arguments are those of a call."""
+
+    def ends(self, progress: Progress) -> bool:
+        """Whether the run ends early, by the evaluations so far."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,8 @@ class Cadence:
     """Intervals in optimizer steps; 0 means never.
 
     Attributes:
+        stops_early: whether ``until`` is not the end of the schedule. A run in one launch might not evaluate
+            there, so that evaluation does not count.
         eval_samples: evaluate after each step that reaches a multiple of this many samples; 0 means never.
         save_samples: the same for saving.
     """
@@ -59,6 +80,7 @@ class Cadence:
     log_every: int
     eval_every: int
     save_every: int
+    stops_early: bool = False
     eval_samples: float = 0.0
     save_samples: float = 0.0
 
@@ -71,13 +93,6 @@ class Events:
 
     def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
         """Called every ``log_every`` steps, with values read from the device."""
-
-    def on_eval(self, progress: Progress, loss: float) -> None:
-        """Called after an evaluation."""
-
-    def lacks_eval(self, progress: Progress) -> bool:
-        """Whether the evaluation after ``progress.step`` is missing. Called on resuming."""
-        return False
 
     def on_save(self, progress: Progress) -> None:
         """Write a checkpoint. Called on all ranks."""
@@ -130,7 +145,7 @@ def train(
     backend: Backend,
     engine: Engine,
     micro_batches: Iterator[Batch],
-    eval_batches: Callable[[], Iterable[Batch]] | None,
+    evaluation: Evaluation | None,
     *,
     progress: Progress,
     cadence: Cadence,
@@ -151,19 +166,21 @@ def train(
     start = Progress(progress.step, progress.samples, progress.skipped)
     saved = progress.step
 
-    def due_evaluation() -> Callable[[], Iterable[Batch]] | None:
-        due = (
-            progress.step == cadence.until
-            or _due(progress.step, cadence.eval_every)
-            or _passed(progress, plan, cadence.eval_samples)
-        )
-        return eval_batches if due else None
+    def regular() -> bool:
+        """Whether an evaluation is due wherever this launch ends."""
+        ends = progress.step == cadence.until and not cadence.stops_early
+        by_samples = _passed(progress, plan, cadence.eval_samples)
+        return ends or _due(progress.step, cadence.eval_every) or by_samples
 
-    # The last launch may have ended between its checkpoint and the evaluation after it.
-    if progress.step > 0 and (batches := due_evaluation()) and backend.any(events.lacks_eval(progress)):
-        events.on_eval(progress, evaluate(backend, engine, batches()))
+    def due_evaluation() -> Evaluation | None:
+        return evaluation if regular() or progress.step == cadence.until else None
+
+    # A signal ends a launch with a checkpoint, but without the evaluation that was due.
+    if progress.step > 0 and (due := due_evaluation()) and due.lacks(progress, counts=regular()):
+        due(progress, counts=regular())
+    progress.ended = evaluation is not None and evaluation.ends(progress)
     with stop_signals() as stop_requested:
-        while progress.step < cadence.until:
+        while progress.step < cadence.until and not progress.ended:
             learning_rate = schedule(progress.step)
             result = train_step(
                 backend,
@@ -184,31 +201,24 @@ def train(
             log_due = last or _due(progress.step, cadence.log_every)
             save_due = last or _due(progress.step, cadence.save_every)
             save_due = save_due or _passed(progress, plan, cadence.save_samples)
-            if log_due or save_due:
+            due = due_evaluation() if not stopping or progress.step == cadence.until else None
+            if log_due or save_due or due:
                 _check_skipped(engine, plan, start, progress, events)
             if log_due:
                 loss, grad_norm = backend.read([result.loss, result.grad_norm])
                 events.on_log(progress, loss, grad_norm, learning_rate)
             paused = time.perf_counter()
+            if due:  # before the save, which holds what follows from it
+                verdict = due(progress, counts=regular())
+                progress.ended = verdict.stop
+                save_due = save_due or verdict.save or verdict.stop
             if save_due and progress.step > saved:
                 events.on_save(progress)
                 saved = progress.step
-            if (not stopping or progress.step == cadence.until) and (batches := due_evaluation()):
-                events.on_eval(progress, evaluate(backend, engine, batches()))
             events.on_pause(time.perf_counter() - paused)
             if stopping:
-                return progress.step < cadence.until
+                return progress.step < cadence.until and not progress.ended
     return False
-
-
-def evaluate(backend: Backend, engine: Engine, batches: Iterable[Batch]) -> float:
-    """Return the mean loss over all valid tokens of the evaluation batches of all ranks."""
-    losses, valid = [], 0
-    for batch in batches:
-        valid += count_valid(batch["labels"])
-        losses.append(backend.sum(engine.evaluate(backend.place(batch))))
-    *sums, tokens = backend.read([*losses, backend.total(valid)])
-    return math.fsum(sums) / max(tokens, 1)
 
 
 def _due(step: int, every: int) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend
     from portable.config import RunConfig
     from portable.config.rules import ConflictError
+    from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
 
@@ -108,6 +109,22 @@ class BackendPackage(Protocol):
 
     def devices(self) -> tuple[Device, ...]:
         """The devices of this backend that a plan knows by name."""
+
+    def compile(
+        self, config: RunConfig, device: str | None, devices: int, topology: str | None, logits: int
+    ) -> Compiled:
+        """Compile every graph of a run with the device's own compiler, on a machine without the device.
+
+        Args:
+            config: of the run, resolved as for a plan.
+            device: its name, as :meth:`devices` has it; None if only its memory is known.
+            devices: how many.
+            topology: how they are connected, such as ``4x4``; None for the usual way.
+            logits: elements of the logits of a device's micro-batch; larger values are listed.
+
+        Raises:
+            UserError: there is no such compiler or slice, or a graph does not compile.
+        """
 
     def create(self) -> Backend:
         """The backend of this process; rank and world size come from the environment."""

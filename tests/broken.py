@@ -42,6 +42,18 @@ MUTANTS: dict[str, Mutant] = {
         "progress.samples += plan.global_batch_size + 1",
         ("tests/portable/test_moves.py::test_goes_on_from_the_reference", "tests/portable/test_run.py"),
     ),
+    "packed documents see each other": Mutant(
+        "portable/model/document_attention.py",
+        "apart = packed_sequence_compatibility_function(mask_function, positions, documents)",
+        "apart = mask_function",
+        ("tests/portable/test_document_attention.py::test_compiled_layers_are_compiled_once",),
+    ),
+    "packed prompts are trained": Mutant(
+        "portable/data/packing.py",
+        "labels[row, at:end][~trained[self._kept][1:]] = IGNORED",
+        "pass",
+        ("tests/portable/test_data_packing.py::test_conversations_keep_their_masks",),
+    ),
     "files get their name before they are on disk": Mutant(
         "portable/durable.py",
         "    descriptor = os.open(path, os.O_RDONLY)\n    try:\n        os.fsync(descriptor)",

@@ -87,8 +87,9 @@ def of(*languages: str, pages: list[Path] = PAGES) -> list[Block]:
 
 
 def files(page: Path) -> dict[str, str]:
-    """The YAML files that a page tells its reader to write."""
-    named = ((re.match(r"# ([\w-]+\.ya?ml)\n", block.text), block.text) for block in of("yaml", pages=[page]))
+    """The files of YAML and Python that a page tells its reader to write."""
+    name = re.compile(r"# ([\w-]+\.(?:ya?ml|py))\n")
+    named = ((name.match(block.text), block.text) for block in of("yaml", "python", pages=[page]))
     return {found[1]: text for found, text in named if found}
 
 

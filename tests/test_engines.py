@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from portable.loop import evaluate
+from portable.evaluation.evaluate import evaluate
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
@@ -44,7 +44,7 @@ class Seen:
 
     Attributes:
         losses, norms: of each step.
-        evaluated: the loss on the held-out samples, after the last step.
+        evaluated: the metrics on the held-out samples, after the last step.
         continued: the tokens of a generated text, the prompt included.
         skipped: updates left out, as the engine counts them, after one whose loss was not finite.
         models: in this process before the exercise and after it.
@@ -52,7 +52,7 @@ class Seen:
 
     losses: list[float]
     norms: list[float]
-    evaluated: float
+    evaluated: dict[str, float]
     continued: list[int]
     skipped: int
     models: tuple[int, int]
@@ -70,14 +70,16 @@ def exercise(config: RunConfig, folder: Path) -> Seen:
     return Seen(*seen, models=(before, models_present()))
 
 
-def _exercise(config: RunConfig, folder: Path) -> tuple[list[float], list[float], float, list[int], int]:
+def _exercise(
+    config: RunConfig, folder: Path
+) -> tuple[list[float], list[float], dict[str, float], list[int], int]:
     with opened(config) as trial:
         backend, engine, run = trial.backend, trial.engine, trial.run
         results = [trial.step() for _ in range(run.steps)]
         losses = backend.read([result.loss for result in results])
         norms = backend.read([result.grad_norm for result in results])
         assert run.data.eval is not None
-        evaluated = evaluate(backend, engine, eval_batches(run, run.data.eval))
+        evaluated = evaluate(backend, engine, eval_batches(run, run.data.eval), run.measures)
         prompt = torch.arange(8)[None]
         continued = engine.generate(prompt, max_new_tokens=4, seed=0)[0].tolist()
         save(engine, folder / "trained")
@@ -146,6 +148,7 @@ def test_evaluates_and_generates(
 ) -> None:
     seen, _ = exercised(name)
     assert seen.evaluated == pytest.approx(one[0].evaluated, rel=LOSSES)
+    assert 0 < seen.evaluated["accuracy"] < 1
     assert seen.continued[:8] == list(range(8)) and len(seen.continued) == 12
     if name != "xla":  # which draws from a generator of its own
         assert seen.continued == one[0].continued
@@ -175,6 +178,50 @@ def test_lets_everything_go(name: str, exercised: Callable[[str], tuple[Seen, Pa
     """Or a search for the micro-batch, and a notebook's second run, would have the less memory."""
     before, after = exercised(name)[0].models
     assert after == before
+
+
+# -- whole documents packed --------------------------------------------------------------------------------
+
+DOCUMENTS: dict[str, Any] = {
+    "data__packing": "documents",
+    "data__seq_len": 64,
+    "train__micro_batch_size": 1,
+    "train__global_batch_size": 12,
+    "train__steps": STEPS,
+}
+PACKING = [
+    *((name, size) for name in ("full_shard", "zero2", "zero3") for size in (1, 2, 3)),
+    *(("xla", size) for size in (1, 2, 4)),
+]
+
+
+def packed_losses(config: RunConfig) -> list[tuple[float, float]]:
+    from tests.parity import take_steps
+
+    taken = take_steps(config, STEPS)
+    assert all(count == 1 for count in taken.graphs.values()), taken.graphs  # the shapes never change
+    return list(zip(taken.losses, taken.norms, strict=True))
+
+
+@pytest.fixture(scope="module")
+def document_truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    """Each document alone, in plain torch."""
+    return plain_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **DOCUMENTS))
+
+
+@pytest.mark.parametrize(("name", "size"), PACKING)
+def test_packed_documents_do_not_see_each_other(
+    name: str,
+    size: int,
+    document_truth: list[tuple[float, float]],
+    engines: Engines,
+    corpus: Path,
+    tmp_path: Path,
+) -> None:
+    config = configured(tmp_path, corpus, **DOCUMENTS, **ENGINES[name].settings)
+    seen = engines.run(name, size, packed_losses, config)
+    assert [loss for loss, _ in seen] == pytest.approx([loss for loss, _ in document_truth], rel=LOSSES)
+    assert [norm for _, norm in seen] == pytest.approx([norm for _, norm in document_truth], rel=1e-4)
 
 
 # -- one long witness for each kind ------------------------------------------------------------------------

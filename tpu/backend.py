@@ -82,8 +82,14 @@ class XlaBackend:
         if (folder := _compilation_cache(config.xla.compilation_cache)) is not None:
             runtime.cache_graphs(folder)
         use_fixed_shapes(model)
-        self._layout = Layout(config, self.world_size * self.devices_per_rank)
-        return XlaEngine(model, config, self._layout, Graphs(self._warn))
+        self._layout = self._make_layout(config)
+        return XlaEngine(model, config, self._layout, self._make_graphs())
+
+    def _make_layout(self, config: RunConfig) -> Layout:
+        return Layout(config, self.world_size * self.devices_per_rank)
+
+    def _make_graphs(self) -> Graphs:
+        return Graphs(self._warn)
 
     def _warn(self, line: str) -> None:
         if self.rank == 0:
@@ -117,7 +123,8 @@ class XlaBackend:
         return value  # SPMD sums over all devices already
 
     def read(self, values: Sequence[Tensor]) -> list[float]:
-        return [float(value) for value in xla._xla_get_cpu_tensors(list(values))]
+        read = self._layout.read(values)
+        return [float(number) for value in read for number in value.double().reshape(-1).tolist()]
 
     def any(self, flag: bool) -> bool:
         return any_rank(flag)

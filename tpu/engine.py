@@ -11,7 +11,7 @@ from torch import nn
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require
 from portable.model.layers import transformer_layers
-from portable.model.loss import Objective
+from portable.model.loss import Objective, added, no_totals
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from tpu.activation_checkpointing import recompute
 from tpu.attention import attend_by_rows
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from converters import Checkpoint
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
+    from portable.model.loss import Measure
     from portable.model.tensors import ReadableTensor
     from tpu.graphs import Graphs
     from tpu.layout import Layout, Spec
@@ -145,7 +146,7 @@ class XlaEngine:
             return loss.detach()
 
         with self.graphs.recording():
-            loss = self._with_compute_copies(passes)
+            loss: Tensor = self._with_compute_copies(passes)
         if not last or self._accumulated is not None:
             self._add_gradients()
             self.graphs.run("micro-batch", [loss, *(self._accumulated or {}).values()])
@@ -212,7 +213,7 @@ class XlaEngine:
             gradient.zero_()
         return norm
 
-    def _with_compute_copies(self, function: Callable[[], Tensor]) -> Tensor:
+    def _with_compute_copies(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` with tensors cast to the compute type; gradients reach the master weights.
 
         If the strategy gathers parameters once for forward and backward pass, the copies are unsharded.
@@ -220,8 +221,7 @@ class XlaEngine:
         copies = dict(self._compute_copies())
         if not copies:
             return function()
-        result: Tensor = torch.func.functional_call(self._caller, copies, (function,))
-        return result
+        return torch.func.functional_call(self._caller, copies, (function,))
 
     def _compute_copies(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
@@ -241,7 +241,7 @@ class XlaEngine:
                     yield f"model.{name}", buffer.to(self._buffer_dtype)
 
     def health(self) -> Health:
-        return Health.of(xla._xla_get_cpu_tensors([self._account])[0].tolist(), self._limit)
+        return Health.of(self._layout.read([self._account])[0].tolist(), self._limit)
 
     def unsound_gradients(self) -> list[str]:
         present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
@@ -251,19 +251,27 @@ class XlaEngine:
             torch.isfinite(gradient).reshape(len(held), -1).all(dim=1)
             for held, gradient in zip(names, gradients.values(), strict=True)
         ]
-        sound = xla._xla_get_cpu_tensors(finite)
+        sound = self._layout.read(finite)
         pairs = (
             pair for held, values in zip(names, sound, strict=True) for pair in zip(held, values, strict=True)
         )
         return [name for name, one in pairs if not one]
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.model.eval()
-        loss = self._with_compute_copies(partial(self._objective.evaluated, self.model, batch))
+        sums: dict[str, Tensor] = self._with_compute_copies(
+            partial(self._objective.evaluated, self.model, batch, measure)
+        )
         self.model.train()
-        self.graphs.run("evaluation", [loss])
-        return loss
+        # Zeros are buffers like later totals, so the first micro-batch has the graph of all others.
+        totals = dict(totals) or {name: self._layout.whole(zero) for name, zero in no_totals(sums).items()}
+        totals = added(totals, sums)
+        for total in totals.values():
+            whole = self._layout.sharding(self._layout.replicated(total.dim()))
+            xla._xla_mark_sharding(total, whole)
+        self.graphs.run(measure.kind, list(totals.values()))
+        return totals
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
@@ -279,7 +287,7 @@ class XlaEngine:
             tokens = self._with_sampled_token(tokens, self._layout.whole(torch.tensor([position])), noise)
             self.graphs.run("sampled token", [tokens])
         self.model.train()
-        result: Tensor = xla._xla_get_cpu_tensors([tokens])[0][:1]
+        result: Tensor = self._layout.read([tokens])[0][:1]
         return result
 
     def _with_sampled_token(self, tokens: Tensor, position: Tensor, noise: Tensor) -> Tensor:

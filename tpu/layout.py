@@ -154,6 +154,11 @@ class Layout:
                 shards.append(Shard(tuple(s.start for s in slices), values))
         return shards
 
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """CPU copies of whole tensors. Executes what they still need, and waits for it."""
+        copies: list[Tensor] = xla._xla_get_cpu_tensors(list(tensors))
+        return copies
+
     def own_copy(self, tensor: Tensor) -> Tensor:
         """A CPU copy of a replicated tensor, from one of this host's devices."""
         _wait()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.config import RunConfig
+    from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
 
@@ -127,6 +128,13 @@ class XlaPackage:
         from tpu.device_specs import accelerators
 
         return tuple(accelerators())
+
+    def compile(
+        self, config: RunConfig, device: str | None, devices: int, topology: str | None, logits: int
+    ) -> Compiled:
+        from tpu.compile.compiler import compile_run
+
+        return compile_run(config, device, devices, topology, logits)
 
     def create(self) -> Backend:
         from tpu.backend import XlaBackend

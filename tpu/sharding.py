@@ -38,6 +38,7 @@ class ShardingRules:
         self._first_dim = bool(config.xla.shard_param_on_dim_0)
         self._rules = [(_compiled(p), p, dim) for p, dim in (config.xla.sharding or {}).items()]
         self._unused = {pattern for _, pattern, _ in self._rules}
+        self._tables: dict[tuple[int, ...], int] = {}
 
     def dim(self, name: str, shape: Sequence[int]) -> int | None:
         """The dim along which a parameter is sharded; None if it is replicated.
@@ -63,8 +64,10 @@ class ShardingRules:
         if self._first_dim and 0 in divisible:
             return 0
         if _TABLES.search(name) and len(shape) - 1 in divisible:
-            return len(shape) - 1
-        return max(divisible, key=lambda d: shape[d])
+            self._tables[tuple(shape)] = len(shape) - 1
+        # An untied head is sharded like the table before it. The compiler broadcasts a scalar of the update
+        # once for all tensors of a shape; cut along two dims, it would send that from device to device.
+        return self._tables.get(tuple(shape), max(divisible, key=lambda d: shape[d]))
 
     def check_rules(self) -> None:
         """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""

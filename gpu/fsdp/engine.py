@@ -22,7 +22,7 @@ from gpu.fsdp.sharding import shard
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import unsupported
 from portable.model.chunked_loss import chunked_head
-from portable.model.loss import Objective
+from portable.model.loss import Objective, added
 from portable.model.parameters import embeddings, state_tensors
 from portable.model.tensors import fill
 from portable.model.transformers_patches import no_value_checks
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
     from portable.model.chunked_loss import ChunkedHead
+    from portable.model.loss import Measure
     from portable.model.tensors import ReadableTensor
     from portable.optim.optimizers import Optimizer
 
@@ -183,13 +184,13 @@ class TorchEngine:
         return self._scaling.metrics()
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.model.eval()
         self._captured.begin_pass()
         with self._sharded.autocast(), no_value_checks():
-            loss = self._objective.evaluated(self._sharded.forward, batch)
+            sums = self._objective.evaluated(self._sharded.forward, batch, measure)
         self.model.train()
-        return loss
+        return added(totals, sums)
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         self.model.eval()

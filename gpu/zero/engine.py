@@ -29,7 +29,7 @@ from portable.batch_plan import plan_batches
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.loss import Objective
+from portable.model.loss import Objective, added
 from portable.model.parameters import materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from gpu.common.machine import Machine, MeasuredEngine
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
+    from portable.model.loss import Measure
     from portable.model.tensors import ReadableTensor
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -254,12 +255,12 @@ class ZeroEngine:
         return self._scaling.metrics()
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._partitions.refresh()
         self._engine.eval()
-        loss = self._objective.evaluated(self.model, batch)
+        sums = self._objective.evaluated(self.model, batch, measure)
         self._engine.train()
-        return loss
+        return added(totals, sums)
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         self._partitions.refresh()

@@ -156,7 +156,7 @@ class Checkpoints(ABC, Generic[P]):
         def complete() -> None:
             self._complete(handle, written, final, add, manifest)
             if self._rank == 0:
-                self._prune()
+                self._prune({step for step, _ in state.standing.best})
 
         self._pending = _Pending(final, in_background(complete, name="checkpoint"))
 
@@ -191,11 +191,13 @@ class Checkpoints(ABC, Generic[P]):
                 f"{folder}: could not be written ({reason}); last good checkpoint: {self._last or 'none'}"
             ) from error
 
-    def _prune(self) -> None:
+    def _prune(self, best: set[int]) -> None:
+        """Delete old checkpoints, except those of the steps ``best``."""
         if self._keep is None:
             return
-        for _, folder in self.complete()[: -self._keep]:
-            self._remove(folder)
+        for step, folder in self.complete()[: -self._keep]:
+            if step not in best:
+                self._remove(folder)
 
 
 class CheckpointFolder(Checkpoints[Path]):

@@ -12,6 +12,7 @@ from converters import CheckpointError, check_manifest
 from converters.manifest import MANIFEST
 from portable.durable import write_durably
 from portable.errors import DamagedError, UserError, one_line
+from portable.evaluation.standing import Standing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,6 +124,11 @@ class TrainerState:
         """The number of steps whose update was skipped because it was not finite."""
         counted = self.metadata.get("skipped_steps", 0)
         return counted if isinstance(counted, int) else 0
+
+    @property
+    def standing(self) -> Standing:
+        """What the evaluations so far came to."""
+        return Standing.of(self.metadata.get("standing"))
 
     def write(self, folder: Path) -> None:
         write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")

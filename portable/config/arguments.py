@@ -62,6 +62,12 @@ TRAIN_OPTIONS = (
         "N",
     ),
     Option("dry-run", "switch", "Check everything, print the resolved config and the plan, and stop."),
+    Option(
+        "show-data",
+        "count",
+        "Print the first N samples of the run, with the tokens that are trained, and stop.",
+        "N",
+    ),
     Option("eval-only", "switch", "Evaluate the newest checkpoint, or the model as it is, and stop."),
     Option(
         "replay",
@@ -86,6 +92,8 @@ class Invocation:
     nproc: int | None = None
     """Local ranks to start; None for the backend's default."""
     dry_run: bool = False
+    show_data: int | None = None
+    """Samples to print."""
     eval_only: bool = False
     resume_info: str | None = None
     """Path of a checkpoint to describe."""

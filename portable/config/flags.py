@@ -13,7 +13,7 @@ from portable.config.yaml_text import parse_value
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pydantic import BaseModel
 
@@ -134,7 +134,9 @@ class _Parser:
 
     def _value(self, setting: keys.Setting, flag: str, inline: str | None) -> Any:
         if setting.takes(bool):
-            return self._truth(flag, inline, null=setting.takes(type(None)))
+            more: dict[str, Any] = {word: word for word in setting.choices}
+            more |= dict.fromkeys(_NULL) if setting.takes(type(None)) else {}
+            return self._truth(flag, inline, more, setting.allowed)
         if not setting.takes(tuple):
             return read(setting, self._one(flag, inline, setting.allowed))
         words = [inline] if inline is not None else self._words()
@@ -142,14 +144,21 @@ class _Parser:
             raise UserError(f"{flag} needs a value: {setting.allowed}")
         return read(setting, words[0]) if len(words) == 1 else [read_item(setting, word) for word in words]
 
-    def _truth(self, flag: str, inline: str | None, null: bool = False) -> bool | None:
-        known: dict[str, bool | None] = {**_TRUTH, **(dict.fromkeys(_NULL) if null else {})}
+    def _truth(
+        self,
+        flag: str,
+        inline: str | None,
+        words: Mapping[str, Any] | None = None,
+        allowed: str = "true | false",
+    ) -> Any:
+        """A boolean, or what one of ``words`` stands for. A flag without a value is true."""
+        known = {**_TRUTH, **(words or {})}
         if inline is None:
             if not self._rest or _is_flag(self._rest[0]):
                 return True
             inline = self._rest.pop(0)
         if inline.lower() not in known:
-            raise UserError(f"{flag} must be true | false{' or null' * null}, got {inline!r}")
+            raise UserError(f"{flag} must be {allowed}, got {inline!r}")
         return known[inline.lower()]
 
     def _one(self, flag: str, inline: str | None, what: str) -> str:

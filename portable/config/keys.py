@@ -56,6 +56,12 @@ class Setting:
         return isinstance(extra, dict) and bool(extra.get("identity"))
 
     @property
+    def of_source(self) -> bool:
+        """Whether an evaluation source of ``data.eval`` may set it for itself."""
+        extra = self.field.json_schema_extra
+        return isinstance(extra, dict) and bool(extra.get("of_source"))
+
+    @property
     def allowed(self) -> str:
         """Description of the allowed values: ``integer >= 1 or null``."""
         return _words(self.field.annotation, tuple(self.field.metadata))

@@ -55,6 +55,8 @@ relative to the file):
 
 **The same run.** Settings marked † define the run: a run resumes from its checkpoint only if they agree. All
 others may change between launches.
+
+**Evaluation data.** A source of `data.eval` may set the settings marked ‡ for itself.
 """
 
 
@@ -69,7 +71,8 @@ def reference_page() -> str:
 
 def _section(title: str, about: str, settings: list[keys.Setting]) -> str:
     rows = [
-        f"| `{s.key}`{' †' * s.identity} | {_cell(s.allowed)} | {_default(s)} | {_cell(s.description)} |"
+        f"| `{s.key}`{' †' * s.identity}{' ‡' * s.of_source} | {_cell(s.allowed)} | {_default(s)} "
+        f"| {_cell(s.description)} |"
         for s in settings
     ]
     head = ["| key | type | default | what it does |", "| --- | --- | --- | --- |"]

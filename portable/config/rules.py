@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
 from converters.storage.store_errors import redact
+from portable.config.evaluation_sources import EvaluationSourceError, evaluation_sources
 from portable.config.suggest import did_you_mean
 from portable.optim.schedule import SCHEDULES, build_schedule, own_params, warmup_steps
 from portable.registry import BACKENDS, backend_package
@@ -46,6 +47,12 @@ def derived(config: RunConfig) -> dict[str, Any]:
         found["model.config"] = None
     if model.task in PADDED_TASKS:
         found["data.packing"] = False
+    elif config.data.format not in ("auto", "text") and model.task == "causal-lm":
+        found["data.packing"] = "documents"
+    if config.data.eval is not None:
+        found["data.eval_fraction"] = 0.0
+    if checkpoint.export_best:
+        found["checkpoint.keep_best"] = 1
     if train.epochs is not None:
         found["train.steps"] = None
     if train.eval_every_epochs is not None:
@@ -69,7 +76,7 @@ def derived(config: RunConfig) -> dict[str, Any]:
 
 def check(config: RunConfig) -> None:
     """Raise the first ``ConflictError`` among the settings."""
-    for rules in (_model, _data, _train, _machine, _memory, _deepspeed, _fsdp, _checkpoint):
+    for rules in (_model, _data, _train, _machine, _memory, _deepspeed, _fsdp, _checkpoint, _evaluation):
         for conflict in rules(config):
             raise conflict
 
@@ -101,10 +108,16 @@ def _model(config: RunConfig) -> Iterator[ConflictError]:
 
 def _data(config: RunConfig) -> Iterator[ConflictError]:
     data, task = config.data, config.model.task
-    if data.packing and task in PADDED_TASKS:
+    packing = "true" if data.packing is True else data.packing
+    if packing and task in PADDED_TASKS:
         yield ConflictError(
             ("data.packing", "model.task"),
-            f"data.packing true does not work with model.task {task}; set data.packing to false",
+            f"data.packing {packing} does not work with model.task {task}; set data.packing to false",
+        )
+    if packing == "documents" and task == "masked-lm":
+        yield ConflictError(
+            ("data.packing", "model.task"),
+            "data.packing documents is for model.task causal-lm, not masked-lm; set data.packing to false",
         )
     if data.vocab_size is not None and data.tokenizer is not None:
         yield ConflictError(
@@ -122,11 +135,46 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
                 (f"data.{name}", "model.task"),
                 f"data.{name} is for model.task {only}, not {task}; remove it",
             )
+    for name in ("format", "chat_template", "chat_template_kwargs", "train_on", "split_turns", "truncation"):
+        value = getattr(data, name)
+        if task != "causal-lm" and value and value not in ("auto", "text", "end"):
+            yield ConflictError(
+                (f"data.{name}", "model.task"),
+                f"data.{name} is for model.task causal-lm, not {task}; remove it",
+            )
+        if data.format == "text" and name not in ("format", "truncation") and value:
+            yield ConflictError(
+                (f"data.{name}", "data.format"),
+                f"data.{name} is for conversations, not for data.format text; remove one of the two",
+            )
+    if data.truncation != "end" and data.packing is True and data.format != "auto":
+        yield ConflictError(
+            ("data.truncation", "data.packing"),
+            f"data.truncation {data.truncation} has no effect with data.packing true, which cuts nothing; "
+            "remove one of the two",
+        )
+    if data.train_on == "completion" and (data.split_turns or data.format in ("messages", "sharegpt")):
+        other = "data.split_turns" if data.split_turns else f"data.format {data.format}"
+        yield ConflictError(
+            ("data.train_on", "data.split_turns" if data.split_turns else "data.format"),
+            f"data.train_on completion does not work with {other}; set data.train_on to assistant",
+        )
     if data.source is None and task in PADDED_TASKS:
         yield ConflictError(
             ("data.source", "model.task"),
             f"data.source must be set for model.task {task}: the default source has only text",
         )
+
+    try:
+        evaluation_sources(data)
+    except EvaluationSourceError as error:
+        yield ConflictError((error.key, *_inside("data.eval", data.eval)), str(error))
+
+
+def _inside(key: str, value: Any) -> tuple[str, ...]:
+    """``key`` and every key inside its mapping, to find where a value was set."""
+    inner = value.items() if isinstance(value, dict) else ()
+    return (*(name for one, item in inner for name in _inside(f"{key}.{one}", item)), key)
 
 
 def _train(config: RunConfig) -> Iterator[ConflictError]:
@@ -341,3 +389,49 @@ def _checkpoint(config: RunConfig) -> Iterator[ConflictError]:
                 f"checkpoint.{name} {value} is for another program's checkpoint, but checkpoint.resume is "
                 f"{checkpoint.resume}; remove it",
             )
+
+
+def _evaluation(config: RunConfig) -> Iterator[ConflictError]:
+    train, checkpoint = config.train, config.checkpoint
+    judging = [
+        key
+        for key, used in (
+            ("train.early_stopping_patience", train.early_stopping_patience is not None),
+            ("checkpoint.export_best", checkpoint.export_best),
+            ("checkpoint.keep_best", checkpoint.keep_best is not None),
+        )
+        if used
+    ]
+    if judging and config.data.eval is None and config.data.eval_fraction == 0:
+        yield ConflictError(
+            (judging[0], "data.eval_fraction"),
+            f"{judging[0]} needs an evaluation, but data.eval_fraction is 0; set data.eval",
+        )
+    if checkpoint.export_best and checkpoint.keep_best is None:
+        yield ConflictError(
+            ("checkpoint.keep_best", "checkpoint.export_best"),
+            "checkpoint.export_best needs a checkpoint that is kept; set checkpoint.keep_best to 1",
+        )
+    for key, used in (
+        ("checkpoint.best_metric", checkpoint.best_metric is not None),
+        ("checkpoint.best_mode", checkpoint.best_mode != "auto"),
+    ):
+        if used and not judging:
+            yield ConflictError(
+                (key,),
+                f"{key} has no effect without checkpoint.keep_best or train.early_stopping_patience; set one",
+            )
+    if train.early_stopping_threshold > 0 and train.early_stopping_patience is None:
+        yield ConflictError(
+            ("train.early_stopping_threshold",),
+            "train.early_stopping_threshold has no effect without train.early_stopping_patience; set it",
+        )
+    if (
+        train.early_stopping_patience is not None
+        and train.eval_every is None
+        and train.eval_every_epochs is None
+    ):
+        yield ConflictError(
+            ("train.early_stopping_patience", "train.eval_every"),
+            "train.early_stopping_patience needs evaluations during training; set train.eval_every",
+        )

@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from portable.config.types import IDENTITY, AnyCase, Flag, Names, OneOrMany, OpenMapping, PathText, Section
+from portable.config.types import (
+    IDENTITY,
+    OF_SOURCE,
+    AnyCase,
+    Flag,
+    Names,
+    OneOrMany,
+    OpenMapping,
+    PathText,
+    Section,
+)
 from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
@@ -95,53 +105,101 @@ class DataConfig(Section):
         default=None,
         description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), "
         "local or by URL. Null: the source code of Python's standard library, without a download.",
+        json_schema_extra=OF_SOURCE,
     )
     config_name: str | None = Field(
         default=None,
         description="Configuration of the hub dataset, if it has several (such as wikitext-2-raw-v1).",
+        json_schema_extra=OF_SOURCE,
     )
     split: str = Field(
         default="train",
         min_length=1,
         description="Split of the hub dataset to train on; slices such as train[:10%] work.",
+        json_schema_extra=OF_SOURCE,
     )
     max_samples: int | None = Field(
         default=None,
         ge=1,
         description="Use at most this many records of the source, from its start. Null: all. To test a "
         "config on a large dataset.",
+        json_schema_extra=OF_SOURCE,
+    )
+    format: Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca"] = Field(
+        default="auto",
+        description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
+        "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
+        "messages); alpaca (instruction, input, output). auto: recognized by the first record's columns.",
+        json_schema_extra=OF_SOURCE,
+    )
+    chat_template: PathText | None = Field(
+        default=None,
+        description="Template that turns a conversation into text: a file (.jinja), the name of one of the "
+        "tokenizer's templates, or chatml. Null: the tokenizer's own. It is saved with the tokenizer.",
+    )
+    chat_template_kwargs: OpenMapping = Field(
+        default_factory=dict,
+        description="Further variables of the template, such as enable_thinking: false. strftime_now sets "
+        "the date that a template writes as today's; the default is 2025-01-01, so that the tokens are "
+        "always the same.",
+    )
+    train_on: Literal["assistant", "completion", "last_assistant", "all"] | None = Field(
+        default=None,
+        description="Tokens of a conversation that the loss counts: all that the assistant says (assistant), "
+        "its last message (last_assistant), what follows the prompt (completion), or all. Null: completion "
+        "if the record has a prompt (prompt_completion, alpaca), else assistant.",
+        json_schema_extra=OF_SOURCE,
+    )
+    split_turns: Flag = Field(
+        default=False,
+        description="Make a sample of each of the assistant's messages, with the conversation before it. For "
+        "templates that show earlier turns otherwise than the last one, such as those that drop thinking.",
+        json_schema_extra=OF_SOURCE,
+    )
+    truncation: Literal["end", "start", "drop", "error"] = Field(
+        default="end",
+        description="What happens to a text or conversation longer than data.seq_len, if not packed: cut at "
+        "its end, at its start, leave it out (drop), or end the run (error). A conversation of which no "
+        "trained token remains is left out. The counts are printed.",
+        json_schema_extra=IDENTITY,
     )
     text_field: str = Field(
         default="text",
         min_length=1,
         description="Field of a record with its text. A dot selects a nested field: translation.en. The same "
         "applies to the fields below.",
+        json_schema_extra=OF_SOURCE,
     )
     text_pair_field: str | None = Field(
         default=None,
         min_length=1,
         description="Field with the second text of a pair (sequence-classification): the hypothesis for a "
         "premise, the answer to a question. Both are truncated together to data.seq_len, the longer first.",
+        json_schema_extra=OF_SOURCE,
     )
     target_field: str = Field(
         default="target",
         min_length=1,
         description="Field with the target text (seq2seq-lm).",
+        json_schema_extra=OF_SOURCE,
     )
     source_prefix: str = Field(
         default="",
         description="Prefix of every text, such as 'summarize: ' for T5 (seq2seq-lm).",
+        json_schema_extra=OF_SOURCE,
     )
     label_field: str = Field(
         default="label",
         min_length=1,
         description="Field with the label (sequence-classification): a class (an integer or a string), a "
         "list of classes, or for a regression numbers with a fraction.",
+        json_schema_extra=OF_SOURCE,
     )
     text_split: Literal["file", "paragraph", "line"] = Field(
         default="file",
         description="Unit of text in a .txt file: the whole file, a paragraph (separated by blank lines), or "
         "a line. Matters without packing, where each text is truncated to data.seq_len.",
+        json_schema_extra=OF_SOURCE,
     )
     source_language: str | None = Field(
         default=None,
@@ -177,20 +235,29 @@ class DataConfig(Section):
         description="Length of a target text in tokens (seq2seq-lm). Null: data.seq_len.",
         json_schema_extra=IDENTITY,
     )
-    packing: Flag = Field(
+    packing: Flag | Literal["documents"] = Field(
         default=True,
-        description="Concatenate texts into full sequences without padding (language models only). False: "
-        "one text per sequence, truncated or padded to data.seq_len, as always in seq2seq-lm and "
-        "sequence-classification.",
+        description="True: concatenate texts into full sequences without padding (language models only). "
+        "documents: pack whole texts into sequences in which they do not see each other: attention stays "
+        "within a text, and positions restart (causal-lm only). False: one text per sequence, truncated or "
+        "padded to data.seq_len, as always in seq2seq-lm and sequence-classification. The default for "
+        "conversations is documents.",
         json_schema_extra=IDENTITY,
     )
     eval_fraction: float = Field(
         default=0.01,
         ge=0,
         lt=1,
-        description="Share held out for evaluation: the end of the packed text, or without packing a fixed "
-        "choice of records. 0: no evaluation.",
+        description="Share held out for evaluation: the end of the concatenated text, or with data.packing "
+        "documents or false a fixed choice of records. 0: nothing is held out, as by default with data.eval.",
         json_schema_extra=IDENTITY,
+    )
+    eval: OpenMapping | None = Field(
+        default=None,
+        description="Data to evaluate on: a source of its own, as in {source: test.jsonl} or {split: "
+        "validation}, or several by name, as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. "
+        "Each may set whatever describes a source (marked ‡); what it leaves out is as for training. Null: "
+        "the share that data.eval_fraction holds out.",
     )
     num_workers: int = Field(
         default=0,
@@ -356,6 +423,25 @@ class TrainConfig(Section):
         default=None,
         ge=1,
         description="Evaluate on at most this many global batches. Null: on all held-out records.",
+    )
+    metrics: Annotated[tuple[str, ...], OneOrMany, Field(strict=False)] | None = Field(
+        default=None,
+        description="What an evaluation computes besides the loss: perplexity and accuracy (of tokens) of "
+        "language models; accuracy, f1 and confusion of a classifier; mse, mae and r2 of a regression; "
+        "exact_match and rouge_l of generated texts (seq2seq-lm; up to a forward pass for each token); or "
+        "package.module:name, a function or class of your own. Null: all of the task that generate nothing; "
+        "[]: the loss alone.",
+    )
+    early_stopping_patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="End the run after this many evaluations in a row without an improvement of "
+        "checkpoint.best_metric. Null: never.",
+    )
+    early_stopping_threshold: float = Field(
+        default=0.0,
+        ge=0,
+        description="An improvement is larger than this, measured from the last improvement.",
     )
 
 
@@ -555,6 +641,27 @@ class CheckpointConfig(Section):
     )
     keep: int | None = Field(
         default=3, ge=1, description="Newest checkpoints to keep; older ones are deleted. Null: all."
+    )
+    keep_best: int | None = Field(
+        default=None,
+        ge=1,
+        description="Keep this many of the best checkpoints by checkpoint.best_metric, besides the newest. "
+        "An evaluation that is among the best saves a checkpoint. Null: the newest alone.",
+    )
+    best_metric: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The value to compare, by its name in metrics.jsonl: eval_accuracy, or eval_loss/news "
+        "for the source news. Null: eval_loss, of the first source.",
+    )
+    best_mode: Literal["auto", "min", "max"] = Field(
+        default="auto",
+        description="Which value is better. auto: as the metric has it; a metric of your own may have "
+        "higher_is_better.",
+    )
+    export_best: Flag = Field(
+        default=False,
+        description="Write <output_dir>/final from the best checkpoint, not the last.",
     )
     async_: Flag = Field(
         default=True,

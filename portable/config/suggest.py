@@ -13,10 +13,9 @@ _LONGEST = 120
 _A_SETTING = "train.steps"  # if it is a candidate, all settings are
 
 _NO_ADAPTER = "adapters are not supported yet, all weights are trained; leave it out"
-_ALL_TEXT = "the loss covers the whole text, and templates are not applied yet; put whole texts into the data"
 _NO_REWARDS = "training on preferences or rewards is not supported yet; leave it out"
 _HUB = "nothing is uploaded; leave it out, and upload <output_dir>/final yourself"
-_BEST = "no best checkpoint is selected; leave it out, and see eval_loss in metrics.jsonl"
+_BEST = "set checkpoint.best_mode: max where greater is better, min where not"
 _BY_ITSELF = "that is automatic; leave it out"
 _ACCUMULATION = (
     "set train.global_batch_size to the product of micro-batch, devices and accumulation steps; how often to "
@@ -25,7 +24,7 @@ _ACCUMULATION = (
 _EVALUATION = "set train.eval_every (steps) or train.eval_every_epochs; null: only at the end"
 _SAVING = "set checkpoint.every_steps or checkpoint.every_epochs"
 _TRACKERS = "set log.trackers; a tracker's other settings are its environment variables"
-_VALIDATION = "evaluation data is held out of data.source: set data.eval_fraction"
+_VALIDATION = "set data.eval, such as {source: test.jsonl}, or data.eval_fraction to hold some out"
 _DATA_WORK = "texts are tokenized once, on all cores, and cached in data.cache_dir; leave it out"
 _FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
 _LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
@@ -55,6 +54,9 @@ ELSEWHERE = {
     "do_train": "training is the default; leave it out",
     "dtype": "precision",
     "early_stop": "train.stop_after",
+    "early_stopping": "set train.early_stopping_patience, and train.early_stopping_threshold",
+    "early_stopping_patience": "train.early_stopping_patience",
+    "early_stopping_threshold": "train.early_stopping_threshold",
     "eval_batch_size": "evaluation takes train.micro_batch_size; leave it out",
     "eval_delay": _EVALUATION,
     "eval_steps": "train.eval_every",
@@ -72,7 +74,7 @@ ELSEWHERE = {
     "group_by_length": "sequences have one length; set data.packing so that none is padding",
     "ignore_data_skip": "checkpoint.resume_samples",
     "label_smoothing_factor": "label smoothing is not supported; leave it out",
-    "load_best_model_at_end": _BEST,
+    "load_best_model_at_end": "checkpoint.export_best",
     "local_rank": "the launcher sets each process's rank; leave it out",
     "log_level": _BY_ITSELF,
     "logging_dir": "logs are written to output_dir; leave it out",
@@ -91,7 +93,7 @@ ELSEWHERE = {
     "max_steps": "train.steps",
     "max_target_length": "data.target_seq_len",
     "max_train_samples": "data.max_samples",
-    "metric_for_best_model": _BEST,
+    "metric_for_best_model": "checkpoint.best_metric",
     "mixed_precision": "precision",
     "model_max_length": "data.seq_len",
     "model_name": "model.name_or_path",
@@ -138,9 +140,13 @@ ELSEWHERE = {
     "validation_file": _VALIDATION,
     "validation_split_percentage": "set data.eval_fraction, a share of 1",
     # TRL's.
-    "assistant_only_loss": _ALL_TEXT,
+    "chat_template_path": "data.chat_template",
+    "truncation_mode": "data.truncation",
+    "assistant_only_loss": "set data.train_on to assistant, the default for conversations",
     "beta": _NO_REWARDS,
-    "completion_only_loss": _ALL_TEXT,
+    "packing_strategy": "set data.packing to documents, as bfd does, or to true, as wrapped does",
+    "padding_free": "set data.packing to documents, which leaves hardly any padding",
+    "completion_only_loss": "set data.train_on to completion, the default for records with a prompt",
     "dataset_config": "data.config_name",
     "dataset_kwargs": _DATA_WORK,
     "dataset_mixer": "data.source",
@@ -163,11 +169,13 @@ ELSEWHERE = {
     # axolotl's.
     "adapter": _NO_ADAPTER,
     "base_model": "model.name_or_path",
-    "chat_template": _ALL_TEXT,
+    "chat_template": "data.chat_template",
     "dataset_prepared_path": "data.cache_dir",
     "datasets": "data.source",
-    "eot_tokens": _ALL_TEXT,
-    "eval_sample_packing": "data.packing",
+    "chat_template_jinja": "data.chat_template",
+    "excess_length_strategy": "data.truncation",
+    "eot_tokens": "the token that ends an answer is found in the data; leave it out",
+    "eval_sample_packing": "set data.packing to documents",
     "evals_per_epoch": "set train.eval_every_epochs to one divided by it",
     "flash_attention": "set model.attention to flash_attention_2",
     "load_in_4bit": _NO_ADAPTER,
@@ -177,7 +185,7 @@ ELSEWHERE = {
     "pad_to_sequence_len": "set data.packing; if it is false, sequences are padded to data.seq_len",
     "plugins": "there are no plug-ins; leave it out",
     "processor_type": "only text models are supported; leave it out",
-    "sample_packing": "data.packing",
+    "sample_packing": "set data.packing to documents",
     "saves_per_epoch": "set checkpoint.every_epochs to one divided by it",
     "sdp_attention": "set model.attention to sdpa",
     "sequence_len": "data.seq_len",
@@ -186,7 +194,7 @@ ELSEWHERE = {
     "strict": _BY_ITSELF,
     "test_datasets": _VALIDATION,
     "tokenizer_type": "data.tokenizer",
-    "train_on_inputs": _ALL_TEXT,
+    "train_on_inputs": "set data.train_on to all if it is true; false is the default for conversations",
     "val_set_size": "data.eval_fraction",
     "xformers_attention": "set model.attention to sdpa",
     # LLaMA-Factory's.
@@ -197,16 +205,17 @@ ELSEWHERE = {
     "eval_dataset": _VALIDATION,
     "finetuning_type": _NO_ADAPTER,
     "flash_attn": "model.attention",
-    "mask_history": _ALL_TEXT,
-    "neat_packing": "data.packing",
+    "default_system": "put a system message into each record",
+    "mask_history": "set data.train_on to last_assistant",
+    "neat_packing": "set data.packing to documents",
     "peft_config": _NO_ADAPTER,
     "plot_loss": "loss.svg is always drawn; leave it out",
     "quantization_bit": _NO_ADAPTER,
-    "stage": "set model.task; put a prompt and its answer into one text",
-    "template": _ALL_TEXT,
+    "stage": "set model.task",
+    "template": "data.chat_template",
     "tokenized_path": "data.cache_dir",
     "train_dataset": "data.source",
-    "train_on_prompt": _ALL_TEXT,
+    "train_on_prompt": "set data.train_on to all",
     "use_peft": _NO_ADAPTER,
     "val_size": "data.eval_fraction",
     "video_max_pixels": "only text models are supported; leave it out",

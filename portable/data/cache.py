@@ -2,7 +2,8 @@
 
 A cache is a folder. For each field (``text``; ``target`` for seq2seq) it has ``<field>.bin``, the
 concatenated tokens of all documents as little-endian uint16 or uint32, and ``<field>.idx``, uint64 offsets:
-document *d* spans ``[idx[d], idx[d + 1])``. For classification it has ``labels.bin``, an int64 per document,
+document *d* spans ``[idx[d], idx[d + 1])``. If only some tokens of the texts are trained, ``trained.bin`` has
+a bit for each, the first of a byte highest. For classification it has ``labels.bin``, an int64 per document,
 or several with ``labels.idx``; for numeric labels ``values.bin``, the same number of float64 per document.
 ``blocks.crc`` has a CRC-32 of every 64 KiB of these files, and ``meta.json`` contains its own digest. The
 folder is written under another name and renamed. One process writes; others wait on a file lock, which the
@@ -49,6 +50,8 @@ _OFFSET = np.dtype("<u8")
 _LABEL = np.dtype("<i8")
 _CRC = np.dtype("<u4")
 _VALUE = np.dtype("<f8")
+_BITS = np.dtype("u1")
+_TRAINED_FILE = "trained.bin"
 LabelKind = Literal["classes", "sets", "values"]
 """One class per document, any number of classes, or a fixed number of numeric values."""
 
@@ -158,8 +161,17 @@ def _probe(path: Path, size: int) -> int:
 class TokenWriter:
     """Writes a token cache into a folder as a stream."""
 
-    def __init__(self, folder: Path, fields: Sequence[str], vocab_size: int, *, labels: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        fields: Sequence[str],
+        vocab_size: int,
+        *,
+        labels: bool = False,
+        masked: bool = False,
+    ) -> None:
         self._folder = folder
+        self._trained = _BitWriter(folder / _TRAINED_FILE) if masked else None
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
         self._tokens = {name: _Stream(folder / f"{name}.bin") for name in fields}
         self._index = {name: _Stream(folder / f"{name}.idx") for name in fields}
@@ -171,8 +183,10 @@ class TokenWriter:
         for stream in self._index.values():
             stream.write(np.zeros(1, dtype=_OFFSET))
 
-    def append(self, field: str, tokens: Sequence[int]) -> None:
-        """Add tokens to the current document."""
+    def append(self, field: str, tokens: Sequence[int], trained: npt.NDArray[np.bool_] | None = None) -> None:
+        """Add tokens to the current document; ``trained`` says which, where only some are."""
+        if self._trained is not None and field == "text":
+            self._trained.add(np.ones(len(tokens), dtype=bool) if trained is None else trained)
         self._tokens[field].write(np.asarray(tokens, dtype=_DTYPES[self._dtype]))
         self._counts[field] += len(tokens)
         self.in_document = True
@@ -186,6 +200,21 @@ class TokenWriter:
         self._documents += 1
         self.in_document = False
 
+    def extend(
+        self,
+        field: str,
+        tokens: npt.NDArray[Any],
+        lengths: Sequence[int] | npt.NDArray[Any],
+        trained: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Add many documents of a single field: their tokens one after the other, and their lengths."""
+        if self._trained is not None and trained is not None:
+            self._trained.add(trained)
+        self._tokens[field].write(tokens.astype(_DTYPES[self._dtype]))
+        self._index[field].write((self._counts[field] + np.cumsum(lengths)).astype(_OFFSET))
+        self._counts[field] += len(tokens)
+        self._documents += len(lengths)
+
     def finish(self, **extra: Any) -> None:
         """Write ``meta.json``, and renumber the classes in sorted order."""
         names: list[int | str] = []
@@ -197,6 +226,9 @@ class TokenWriter:
         streams: dict[str, _Stream] = {f"{name}.bin": stream for name, stream in self._tokens.items()}
         streams |= {f"{name}.idx": stream for name, stream in self._index.items()}
         streams |= labels
+        if self._trained is not None:
+            streams[_TRAINED_FILE] = self._trained.finish()
+            extra["trained_tokens"] = self._trained.count
         files = {name: stream.meta() for name, stream in streams.items()}
         blocks = np.concatenate([streams[name].blocks.sums() for name in sorted(streams)]).tobytes()
         (self._folder / _BLOCKS_FILE).write_bytes(blocks)
@@ -220,6 +252,29 @@ class TokenWriter:
             stream.close()
         if self._labels is not None:
             self._labels.close()
+        if self._trained is not None:
+            self._trained.stream.close()
+
+
+class _BitWriter:
+    """Writes a bit per token, eight to a byte across documents."""
+
+    def __init__(self, path: Path) -> None:
+        self.stream = _Stream(path)
+        self.count = 0
+        """Bits that are set."""
+        self._rest = np.zeros(0, dtype=bool)
+
+    def add(self, bits: npt.NDArray[np.bool_]) -> None:
+        self.count += int(bits.sum())
+        bits = np.concatenate((self._rest, bits))
+        whole = len(bits) // 8 * 8
+        self.stream.write(np.packbits(bits[:whole]))
+        self._rest = bits[whole:]
+
+    def finish(self) -> _Stream:
+        self.stream.write(np.packbits(self._rest))
+        return self.stream
 
 
 class _LabelWriter:
@@ -417,6 +472,8 @@ class TokenCache:
     label_offsets: CheckedArray | None = None
     values: CheckedArray | None = None
     """``[documents, width]`` for numeric labels."""
+    trained_bits: CheckedArray | None = None
+    """A bit per token of the texts, if only some are trained; see :meth:`trained`."""
 
     @staticmethod
     def open(folder: Path) -> TokenCache:
@@ -438,6 +495,7 @@ class TokenCache:
             dtypes = {f"{name}.bin": _DTYPES[meta["dtype"]] for name in meta["tokens"]}
             dtypes |= {f"{name}.idx": _OFFSET for name in meta["tokens"]}
             dtypes |= {"labels.bin": _LABEL, "labels.idx": _OFFSET, "values.bin": _VALUE}
+            dtypes[_TRAINED_FILE] = _BITS
             arrays: dict[str, CheckedArray] = {}
             for name, recorded in sorted(meta["files"].items()):
                 count = -(-recorded["bytes"] // BLOCK)
@@ -452,9 +510,10 @@ class TokenCache:
             offsets = {name: arrays[f"{name}.idx"] for name in meta["tokens"]}
             labels = arrays.get("labels.bin")
             ends, values = arrays.get("labels.idx"), arrays.get("values.bin")
+            bits = arrays.get(_TRAINED_FILE)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
-        return TokenCache(folder, meta, tokens, offsets, labels, ends, values)
+        return TokenCache(folder, meta, tokens, offsets, labels, ends, values, bits)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenCache.open, (self.folder,)
@@ -486,6 +545,21 @@ class TokenCache:
         offsets = self.offsets[field]
         tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
         return tokens
+
+    def trained(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
+        """Which tokens of a document are trained; None if all are."""
+        if self.trained_bits is None or field != "text":
+            return None
+        offsets = self.offsets[field]
+        return self.trained_between(int(offsets[number]), int(offsets[number + 1]))
+
+    def trained_between(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Which of the tokens ``[start, stop)`` of all texts are trained; None if all are."""
+        if self.trained_bits is None:
+            return None
+        first = start // 8
+        bits = np.unpackbits(self.trained_bits[first : -(-stop // 8)])
+        return bits[start - 8 * first : stop - 8 * first].view(bool)
 
     def documents_between(self, field: str, start: int, stop: int) -> range:
         """The documents that contain the tokens ``[start, stop)`` of a field."""

@@ -34,6 +34,10 @@ class KnownClasses:
         """Whether they have names other than transformers' defaults LABEL_0, LABEL_1 ..."""
         return any(name != f"LABEL_{index}" for index, name in enumerate(self.names))
 
+    def renamed(self, names: Sequence[str]) -> bool:
+        """Whether ``names`` are given to these without either telling that they are the same."""
+        return not self.named and names != self.names and not all(map(_is_number, names))
+
 
 @dataclass(frozen=True)
 class Classes:
@@ -98,6 +102,50 @@ def classes_of(
     return Classes(own, (), problem, tuple(float(name) for name in names))
 
 
+def classes_as(
+    training: Classes,
+    trained: TokenCache,
+    declared: Sequence[str] | None,
+    tokens: TokenCache,
+    own_declared: Sequence[str] | None = None,
+) -> Classes:
+    """Map the labels of evaluation data to the outputs that the training data has.
+
+    Args:
+        training: the outputs of the model.
+        trained: the training data. declared: its class names, if it has them.
+        tokens: the evaluation data, which need not have every class. own_declared: its class names.
+
+    Raises:
+        UserError: if it has other labels.
+    """
+    if training.problem == REGRESSION or tokens.values is not None:
+        known = KnownClasses("the model", training.names)
+        return classes_of(tokens, own_declared, known, training.problem)
+    _check_kind(tokens.label_kind, tokens.label_names, training.problem)
+    ids = {name: index for index, name in enumerate(training.names)}
+    for label, index in zip(trained.label_names if training.ids else (), training.ids, strict=True):
+        ids[_spelt(label, declared)] = index
+    folded = {name.casefold(): index for name, index in ids.items()}
+    found = []
+    for label in tokens.label_names:
+        name = _spelt(label, own_declared)
+        found_id = ids.get(name, folded.get(name.casefold()) if len(folded) == len(ids) else None)
+        if found_id is None:
+            raise UserError(
+                f"data.label_field: the label {name!r} is not one of the training data's classes "
+                f"({listed(training.names)}); remove these records, or train with this class"
+            )
+        found.append(found_id)
+    return Classes(training.names, tuple(found), training.problem)
+
+
+def _spelt(label: int | str, declared: Sequence[str] | None) -> str:
+    """The name of a label, which may be an index of ``declared``."""
+    inside = declared is not None and isinstance(label, int) and 0 <= label < len(declared)
+    return declared[label] if inside else str(label)  # type: ignore[index]
+
+
 _WANTED = {
     SINGLE: "one class per text (an integer or a string)",
     MULTI: "a list of classes per text (integers or strings), or of a number with a fraction for each class",
@@ -143,7 +191,7 @@ def number_classes(
         labels: the distinct labels, sorted.
         declared: class names of the data set, if it has them; its labels are indices of these.
         known: the model's classes; None for an untrained head, which takes those of the data.
-        several: whether a text may have any number of classes. The data may then lack some of the model's.
+        several: whether a text may have any number of classes.
 
     Raises:
         UserError: if there are fewer than two classes, or they are not the model's.
@@ -168,7 +216,7 @@ def number_classes(
         ids = {spelt(name): index for index, name in enumerate(known.names)}
         ours = [spelt(name) for name in fresh.names]
         ambiguous = len(ids) < len(known.names) or len(set(ours)) < len(ours)
-        if not ambiguous and (ids.keys() >= set(ours) if several else ids.keys() == set(ours)):
+        if not ambiguous and ids.keys() >= set(ours):
             return Classes(known.names, tuple(ids[ours[index]] for index in fresh.ids), problem)
     count = len(known.names)
     numbers = tuple(label for label in labels if isinstance(label, int) and 0 <= label < count)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from portable.config.evaluation_sources import ALONE, HELD_OUT, evaluation_sources, key_of, of_source
+from portable.config.sections import DataConfig
 from portable.data.cache import CacheDamagedError, TokenCache
-from portable.data.classes import Classes, KnownClasses, Problem, classes_of
+from portable.data.chat_template import ChatTemplate, chat_template
+from portable.data.classes import Classes, KnownClasses, Problem, classes_as, classes_of
+from portable.data.packing import PackedDocuments, packed_sizes, planned
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
@@ -33,13 +39,14 @@ from portable.data.tokenizer import (
     trained_tokenizer_folder,
     trained_vocab_size,
 )
+from portable.data.truncation import Truncated, truncated
 from portable.errors import UserError
 from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
-    from portable.config import DataConfig
+    from portable.data.conversations import Format
 
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "causal-lm",
@@ -61,15 +68,25 @@ class DataSizes:
     vocab_size: int | None
     """One more than the tokenizer's largest id."""
     seq_len: int
-    packing: bool
+    packing: bool | Literal["documents"]
     documents: int | None = None
     tokens: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
     cut: float = 0.0
     """The share of truncated tokens in documents longer than ``seq_len``."""
+    waste: float | None = None
+    """With packed documents, the share of positions to train on that are padding."""
+    truncated: Truncated | None = None
+    """What truncation does to conversations, or to texts where it does not only cut their ends."""
+    trained: float | None = None
+    """The share of a conversation's tokens that is trained."""
+    prompt_left: str = ""
+    """What a generation prompt of the template has that no answer in the data begins with."""
     cached: Path | None = None
     """The token cache, if it exists."""
+    evals: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    """Source and samples of each of ``data.eval``, by name."""
     opened: Any = field(default=None, compare=False, repr=False)
     """The tokenizer, if it is available locally."""
     target_frame: Frame | None = field(default=None, compare=False, repr=False)
@@ -77,25 +94,47 @@ class DataSizes:
 
     def __str__(self) -> str:
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
-        made = f"samples of {self.seq_len} tokens, {'packed' if self.packing else 'padded'}"
+        packed = "whole documents packed" if self.packing == "documents" else "packed"
+        made = f"samples of {self.seq_len} tokens, {packed if self.packing else 'padded'}"
         how = f"{self.tokenizer}{vocabulary}; {made}"
+        own = "".join(
+            f"; evaluation{f' {name}' if name else ''}: {source}"
+            + ("" if samples is None else f", {samples:,} samples")
+            for name, (source, samples) in self.evals.items()
+        )
         if self.cached is None:
-            return f"{self.source}: sizes are known after tokenizing by {how}"
+            return f"{self.source}: sizes are known after tokenizing by {how}{own}"
+        held_out = f", {self.eval_samples:,} to evaluate" if self.eval_samples or not self.evals else ""
         text = (
             f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
-            f"{self.train_samples:,} to train, {self.eval_samples:,} to evaluate"
+            f"{self.train_samples:,} to train{held_out}{own}"
         )
+        text += "" if self.trained is None else f"; {self.trained:.1%} of the tokens are trained"
+        if self.waste is not None:
+            text += f"; {self.waste:.2%} of the positions are padding"
         return text if self.cut <= MAX_CUT else f"{text}; {self.cut:.0%} of the tokens are cut off"
 
     @property
-    def warning(self) -> str | None:
-        """A warning if a large share of the text is truncated."""
-        if self.cut <= MAX_CUT:
-            return None
+    def warnings(self) -> list[str]:
+        """What may surprise the user about the data, a line each."""
+        found = []
+        if self.truncated is not None and (lost := str(self.truncated)):
+            found.append(f"data.truncation: of the samples, {lost}")
+        elif self.cut > MAX_CUT:
+            found.append(self._cut_warning)
+        if self.prompt_left:
+            found.append(
+                f"data.chat_template: its generation prompt ends in {self.prompt_left!r}, which it does not "
+                "write before the answers of the data: the model is trained without it"
+            )
+        return found
+
+    @property
+    def _cut_warning(self) -> str:
         return (
             f"data.seq_len: {self.cut:.0%} of the tokens are cut off, because documents are truncated to "
-            f"{self.seq_len} tokens; raise it, set data.packing (language models), or for .txt files set "
-            "data.text_split to paragraph or line"
+            f"{self.seq_len} tokens; raise it, set data.packing to true (language models), or for .txt files "
+            "set data.text_split to paragraph or line"
         )
 
 
@@ -105,7 +144,8 @@ class Data:
 
     tokenizer: Any
     train: Samples
-    eval: Samples | None
+    evals: Mapping[str, Samples]
+    """To evaluate on, by name; a single source has the empty name."""
     sizes: DataSizes
     fingerprint: str
     """A digest of every token and label; equal on all machines with the same text and tokenizer."""
@@ -115,6 +155,17 @@ class Data:
     """For classification, the outputs of the model."""
     target_frame: Frame | None = None
     """For seq2seq, the special tokens around each target."""
+    tokens: TokenCache | None = None
+    """All tokens of the source of ``train``."""
+    end_of_turn: int | None = None
+    """For conversations, the token after which the assistant has said everything."""
+    eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """The same for each source of ``data.eval``. It may change between the launches of a run."""
+
+    @property
+    def eval(self) -> Samples | None:
+        """The first of ``evals``."""
+        return next(iter(self.evals.values()), None)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -171,13 +222,15 @@ def build_data(
         UserError: if the settings or the data cannot be used.
     """
     cache = _cache_dir(settings)
-    source = _source(settings, task, cache)
+    settings, source = _recognised(settings, task, _source(settings, task, cache))
+    eval_sources = _eval_sources(settings, task, source)
     name = settings.tokenizer or model_tokenizer
     if name is not None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **_languages(settings, task))
     else:
         size = settings.vocab_size or model_vocab_size
-        tokenizer = train_tokenizer(source, size, cache, mask=task == MASKED, ends=ends_texts)
+        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": _converses(settings)}
+        tokenizer = train_tokenizer(source, size, cache, **kind)
     reading = Reading(
         task,
         tokenizer,
@@ -191,17 +244,67 @@ def build_data(
     classes: Classes | None = None
     if task == CLASSIFICATION:
         classes = classes_of(opened.tokens, source.class_names, known_classes, problem)
-    train, held_out = _parts(settings, task, opened.tokens)
+    train, held_out = _parts(settings, task, opened.tokens, opened.truncated)
+    evals = {}
+    for key, (own, own_source) in eval_sources.items():
+        with errors_under(key_of(key)):
+            evals[key] = reading.open(own, own_source, progress=progress)
+    samples = {name: _all_samples(name, reading, one, opened, classes) for name, one in evals.items()}
+    if held_out.num_samples:
+        samples[HELD_OUT if evals else ALONE] = reading.samples(opened, held_out, classes)
+    sizes = _sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens, opened.truncated)
     return Data(
         tokenizer=tokenizer,
         train=reading.samples(opened, train, classes),
-        eval=reading.samples(opened, held_out, classes) if held_out.num_samples else None,
-        sizes=_sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens),
+        evals=samples,
+        sizes=replace(sizes, evals={key: (evals[key].source.name, len(samples[key])) for key in evals}),
         fingerprint=opened.tokens.fingerprint,
         vocab_size=reading.vocabulary.size,
         classes=classes,
         target_frame=_target_frame(opened.framed, task),
+        tokens=opened.tokens,
+        end_of_turn=opened.tokens.meta.get("end_of_turn"),
+        eval_fingerprints={key: one.tokens.fingerprint for key, one in evals.items()},
     )
+
+
+def _eval_sources(
+    settings: DataConfig, task: str, training: Source, *, remember: bool = True
+) -> dict[str, tuple[DataConfig, Source]]:
+    """The sources of ``data.eval`` with their settings, by name."""
+    found = {}
+    for name, own in evaluation_sources(settings).items():
+        with errors_under(key_of(name)):
+            source = _source(own, task, _cache_dir(own), remember=remember)
+            if remember or not source.remote:
+                own, source = _recognised(own, task, source, remember=remember)
+            source.check()
+        found[name] = own, source
+        if (remember or not source.remote) and source.key == training.key:
+            raise UserError(f"{key_of(name)}: is the training data itself; name other files or another split")
+    return found
+
+
+def _all_samples(
+    name: str, reading: Reading, opened: Opened, training: Opened, classes: Classes | None
+) -> Samples:
+    """All samples of an evaluation source."""
+    with errors_under(key_of(name)):
+        if classes is not None:
+            declared = training.source.class_names
+            classes = classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
+        part, _ = _parts(opened.settings, reading.task, opened.tokens, opened.truncated)
+        return reading.samples(opened, part, classes)
+
+
+@contextmanager
+def errors_under(key: str) -> Iterator[None]:
+    """Within this context, errors about a setting of ``data`` name the same setting of ``key``."""
+    try:
+        yield
+    except UserError as error:
+        own = "|".join(of_source(DataConfig))
+        raise UserError(re.sub(rf"\bdata\.(?=({own})\b)", f"{key}.", str(error))) from error
 
 
 @dataclass(frozen=True)
@@ -212,6 +315,7 @@ class Opened:
     source: Source
     framed: Frame
     tokens: TokenCache
+    truncated: Truncated | None = None
 
 
 @dataclass(frozen=True)
@@ -241,16 +345,47 @@ class Reading:
         """Tokenize ``source``, if it is not cached."""
         framed, fields = self.framed(settings), _fields(settings, self.task)
         cache = _cache_dir(settings)
-        tokens = tokenize(source, self.tokenizer, self.vocabulary, fields, framed, cache, progress=progress)
-        return Opened(settings, source, framed, tokens)
+        tokens = tokenize(
+            source,
+            self.tokenizer,
+            self.vocabulary,
+            fields,
+            framed,
+            cache,
+            chat=self.chat(settings),
+            progress=progress,
+        )
+        return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
 
-    def cached(self, settings: DataConfig, source: Source) -> TokenCache | None:
-        """The tokens of ``source``, if they are cached."""
+    def chat(self, settings: DataConfig) -> ChatTemplate | None:
+        """What tokenizes conversations; None for plain text. Saves a chosen template with the tokenizer."""
+        if not _converses(settings):
+            return None
+        given = settings.chat_template
+        has_one = given is not None or getattr(self.tokenizer, "chat_template", None)
+        # Prompts and completions may be strings, which need none.
+        needs_one = settings.format != "prompt_completion" or has_one
+        templates = chat_template(self.tokenizer, given) if needs_one else None
+        if given is not None:
+            self.tokenizer.chat_template = templates
+        return ChatTemplate(
+            self.tokenizer,
+            templates,
+            self.framed(settings),
+            train_on=settings.train_on,
+            split_turns=settings.split_turns,
+            kwargs=settings.chat_template_kwargs,
+        )
+
+    def cached(self, settings: DataConfig, source: Source) -> Opened | None:
+        """``source``, if its tokens are cached."""
         if source.remote:
             return None
-        folder = token_cache_folder(source, self.tokenizer, self.framed(settings), _cache_dir(settings))
+        framed = self.framed(settings)
+        folder = token_cache_folder(source, self.tokenizer, framed, _cache_dir(settings), self.chat(settings))
         with suppress(CacheDamagedError):
-            return TokenCache.open(folder)
+            tokens = TokenCache.open(folder)
+            return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
         return None
 
     def samples(self, opened: Opened, part: Part, classes: Classes | None = None) -> Samples:
@@ -266,7 +401,7 @@ class Reading:
                 mask=_mask_token(vocabulary),
                 suffix=framed.suffix,
                 seed=self.seed,
-                packed=settings.packing,
+                packed=bool(settings.packing),
                 shift=None if self.label_shift is None else self.label_shift(self.tokenizer),
             )
         if self.task == SEQ2SEQ:
@@ -294,9 +429,12 @@ class Reading:
                 left=self.pad_left,
                 pair=_pair_frame(settings, self.tokenizer) if paired else None,
             )
+        if settings.packing == "documents":
+            plan = planned(tokens, part, length)
+            return PackedDocuments(tokens, plan, length, vocabulary.pad, settings.truncation)
         if settings.packing:
             return PackedCausal(tokens, part, length)
-        return PaddedCausal(tokens, part, length, vocabulary.pad)
+        return PaddedCausal(tokens, part, length, vocabulary.pad, settings.truncation)
 
 
 def inspect_data(
@@ -315,7 +453,10 @@ def inspect_data(
     """
     cache = _cache_dir(settings)
     source = _source(settings, task, cache, remember=False)
+    if not source.remote:
+        settings, source = _recognised(settings, task, source, remember=False)
     source.check()
+    evals = _eval_sources(settings, task, source, remember=False)
     name = settings.tokenizer or model_tokenizer
     size: int | None = None
     folder: str | None = name
@@ -323,9 +464,11 @@ def inspect_data(
     if name is None:
         size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
         if not source.remote:
-            trained = trained_tokenizer_folder(source, size, cache, mask=task == MASKED, ends=ends_texts)
+            kind = {"mask": task == MASKED, "ends": ends_texts, "chat": _converses(settings)}
+            trained = trained_tokenizer_folder(source, size, cache, **kind)
             folder = str(trained) if is_trained(trained) else None
-    tokens = None
+    tokens = cut = None
+    counted: dict[str, int] = {}
     if folder is not None:
         try:
             tokenizer = load_tokenizer(
@@ -339,8 +482,60 @@ def inspect_data(
             size = reading.vocabulary.size
             target_frame = _target_frame(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}
-            tokens = reading.cached(settings, source)
-    return replace(_sizes(settings, task, source, name, size, tokens), **opened)
+            if (cached := reading.cached(settings, source)) is not None:
+                tokens, cut = cached.tokens, cached.truncated
+            elif not source.remote and (chat := reading.chat(settings)) is not None:
+                chat.encode(list(islice(source.documents(), 1)))  # raises what the first record reveals
+            for key, (own, own_source) in evals.items():
+                if (found := reading.cached(own, own_source)) is not None:
+                    with errors_under(key_of(key)):
+                        counted[key] = _sample_counts(found.settings, task, found.tokens, found.truncated)[0]
+    sizes = _sizes(settings, task, source, name, size, tokens, cut)
+    return replace(
+        sizes, evals={key: (one.name, counted.get(key)) for key, (_, one) in evals.items()}, **opened
+    )
+
+
+def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True) -> str:
+    """The format of the records that ``data.format`` auto means; auto if that needs a download.
+
+    Args:
+        settings: the ``data`` section.
+        task: one of ``TASKS``.
+        downloads: whether a source may be downloaded.
+
+    Raises:
+        UserError: no format fits the first record, or several do.
+    """
+    if settings.format != "auto" or settings.source is None or task != CAUSAL:
+        return "text" if task != CAUSAL or settings.source is None else settings.format
+    source = _source(settings, task, _cache_dir(settings), remember=False)
+    return "auto" if source.remote and not downloads else source.recognised(_fields(settings, task))
+
+
+def _recognised(
+    settings: DataConfig, task: str, source: Source, *, remember: bool = True
+) -> tuple[DataConfig, Source]:
+    """The settings with the format of ``source``, and the source as one of that format."""
+    kind = source.recognised(_fields(settings, task))
+    if kind == settings.format:
+        return settings, source
+    settings = settings.model_copy(update={"format": kind})
+    return settings, _source(settings, task, _cache_dir(settings), remember=remember)
+
+
+def _converses(settings: DataConfig) -> bool:
+    """Whether the records are conversations, or prompts with completions; asked once the format is known."""
+    return settings.format not in ("auto", "text")
+
+
+def _truncated(settings: DataConfig, task: str, tokens: TokenCache) -> Truncated | None:
+    """What truncation does; None where it only cuts the ends of plain texts."""
+    if task != CAUSAL or settings.packing is True:
+        return None
+    if tokens.trained_bits is None and settings.truncation == "end":
+        return None
+    return truncated(tokens, settings.truncation, settings.seq_len)
 
 
 def _cache_dir(settings: DataConfig) -> Path:
@@ -385,7 +580,13 @@ def _fields(settings: DataConfig, task: str) -> Fields:
         text_split=settings.text_split,
         pair=settings.text_pair_field if task == CLASSIFICATION else None,
         prefix=settings.source_prefix if task == SEQ2SEQ else "",
+        format=None if settings.format == "auto" and task == CAUSAL else _format(settings, task),
     )
+
+
+def _format(settings: DataConfig, task: str) -> Format:
+    kind = settings.format
+    return "text" if kind == "auto" or task != CAUSAL else kind
 
 
 def _source(settings: DataConfig, task: str, cache: Path, *, remember: bool = True) -> Source:
@@ -429,13 +630,16 @@ def _mask_token(vocabulary: Vocabulary) -> int:
     return vocabulary.mask
 
 
-def _packs(settings: DataConfig, task: str) -> bool:
-    return settings.packing and task in (CAUSAL, MASKED)
+def _packs(settings: DataConfig, task: str) -> bool | Literal["documents"]:
+    return settings.packing if task in (CAUSAL, MASKED) else False
 
 
-def _parts(settings: DataConfig, task: str, tokens: TokenCache) -> tuple[Part, Part]:
-    if not _packs(settings, task):
-        return split_documents(tokens.documents, settings.eval_fraction)
+def _parts(
+    settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None = None
+) -> tuple[Part, Part]:
+    if settings.packing == "documents" or not _packs(settings, task):
+        left_out = None if cut is None else cut.left_out
+        return split_documents(tokens.documents, settings.eval_fraction, left_out)
     blocks = packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
     return split_blocks(blocks, settings.eval_fraction)
 
@@ -454,6 +658,17 @@ def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
     return cut / max(1, tokens.total_tokens)
 
 
+def _sample_counts(
+    settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None
+) -> tuple[int, int, float | None]:
+    """Samples to train and to evaluate on, and with packed documents the share of padding in the first."""
+    train, held_out = _parts(settings, task, tokens, cut)
+    if _packs(settings, task) != "documents":
+        return train.num_samples, held_out.num_samples, None
+    packed, held = (packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out))
+    return packed.samples, held.samples, packed.waste
+
+
 def _sizes(
     settings: DataConfig,
     task: str,
@@ -461,17 +676,24 @@ def _sizes(
     tokenizer: str | None,
     vocab_size: int | None,
     tokens: TokenCache | None,
+    cut: Truncated | None = None,
 ) -> DataSizes:
     known: dict[str, Any] = {}
+    packing = _packs(settings, task)
     if tokens is not None:
-        train, held_out = _parts(settings, task, tokens)
+        *counts, waste = _sample_counts(settings, task, tokens, cut)
+        trained = tokens.meta.get("trained_tokens")
         known = {
+            "truncated": cut,
+            "waste": waste,
+            "trained": None if trained is None else trained / max(1, tokens.total_tokens),
+            "prompt_left": tokens.meta.get("prompt_left", ""),
             "documents": tokens.documents,
             "tokens": tokens.total_tokens,
-            "train_samples": train.num_samples,
-            "eval_samples": held_out.num_samples,
+            "train_samples": counts[0],
+            "eval_samples": counts[1],
             "cut": 0.0
-            if _packs(settings, task)
+            if packing is True
             else _cut_share(
                 tokens, settings.seq_len + (task == CAUSAL), settings.target_seq_len or settings.seq_len
             ),
@@ -482,6 +704,6 @@ def _sizes(
         tokenizer=tokenizer or "a byte-pair encoding trained on it",
         vocab_size=vocab_size,
         seq_len=settings.seq_len,
-        packing=_packs(settings, task),
+        packing=packing,
         **known,
     )

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
+from portable.data.conversations import Completion, Conversation, Format, read_conversation, recognise
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ class Document:
     label: Label | None = None
     ends: bool = True
     pair: str | None = None
+    conversation: Conversation | None = None
+    """What the tokens are made of instead of ``text``, which has what is said in it."""
+    prompt_chars: int | None = None
+    """How many characters of the text are a prompt, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Fields:
     pair: str | None = None
     prefix: str = ""
     """Prepended to every text."""
+    format: Format | None = field(default="text", repr=False)
+    """Of the records; None: each source recognises it by its first record."""
 
 
 class Source(ABC):
@@ -53,6 +60,21 @@ class Source(ABC):
     """Whether opening it may download it."""
     name: str
     """The name for messages, such as the path as given by the user."""
+
+    def recognised(self, fields: Fields) -> Format:
+        """The format of the records by the first one, if ``fields`` leave it open.
+
+        Raises:
+            UserError: if several formats fit it, or it cannot be read.
+        """
+        if fields.format is not None:
+            return fields.format
+        first = next(self.rows(), None)
+        return "text" if first is None else recognise(first[1], fields.text, first[0])
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the place and the columns of each record; nothing for plain text."""
+        return iter(())
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -105,6 +127,8 @@ def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | N
     Raises:
         UserError: if a field is missing or has the wrong type. ``where`` names the row.
     """
+    if fields.format not in (None, "text"):
+        return _conversation_document(row, fields.format, where)
     text = _text_of(row, "text_field", fields.text, where)
     target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
     label = None if fields.label is None else _label_of(row, fields.label, where)
@@ -112,6 +136,15 @@ def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | N
     if not text.strip() or (target is not None and not target.strip()):
         return None
     return Document(fields.prefix + text, target, label, pair=pair)
+
+
+def _conversation_document(row: Mapping[str, Any], kind: Format, where: str) -> Document:
+    read = read_conversation(row, kind, where)
+    if isinstance(read, Completion):
+        if not read.completion:
+            raise UserError(f"data.source: {where}: completion is empty; remove the record")
+        return Document(read.prompt + read.completion, prompt_chars=len(read.prompt))
+    return Document(read.text, conversation=read)
 
 
 def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
@@ -186,6 +219,11 @@ def listed(names: Iterable[str]) -> str:
 
 
 def text_only(fields: Fields, what: str) -> None:
+    if fields.format not in (None, "text"):
+        raise UserError(
+            f"data.format: {what} have only text, no {fields.format}; use a data.source with records "
+            "(.jsonl, .json, .csv, .parquet or a hub data set)"
+        )
     for key, name in (
         ("target_field", fields.target),
         ("label_field", fields.label),

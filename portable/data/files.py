@@ -122,6 +122,8 @@ class LocalFiles(Source):
         """The settings that change the documents."""
         fields = self._fields
         values: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
+        if fields.format not in (None, "text"):
+            return (fields.format, self._max_samples)
         values = values if fields.text_split == "file" else (*values, fields.text_split)
         return (*values, fields.pair, fields.prefix) if fields.pair or fields.prefix else values
 
@@ -164,6 +166,12 @@ class LocalFiles(Source):
             if refusal is not None:
                 raise refusal
 
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for path in self._files:
+            if path.suffix.lower() == ".txt":
+                return
+            yield from _rows(self._local(path), str(path), _open)
+
     def _documents_of(
         self, path: Path, name: str, left: int | None, opening: _Opening
     ) -> Generator[Document, None, int | None]:
@@ -185,8 +193,7 @@ class LocalFiles(Source):
                     if left == 0:
                         return left
             return left - 1 if split == "file" and left is not None else left
-        rows = _jsonl_rows(path, name, opening) if suffix == ".jsonl" else library_rows(path, name)
-        for where, row in islice(rows, left):
+        for where, row in islice(_rows(path, name, opening), left):
             left = None if left is None else left - 1
             document = read_row(row, self._fields, where)
             if document is not None:
@@ -331,6 +338,12 @@ def _pieces_of_text(opened: io.BufferedReader, name: str, split: str) -> Iterato
             yield Document("".join(held).rstrip("\r\n"))
 
 
+def _rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if path.suffix.lower() == ".jsonl":
+        return _jsonl_rows(path, name, opening)
+    return library_rows(path, name)
+
+
 def _jsonl_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with _reading(name), opening(path) as file:
         for number, line in enumerate(file, start=1):
@@ -346,6 +359,6 @@ def _jsonl_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str,
             if not isinstance(row, dict):
                 raise UserError(
                     f"data.source: {name}:{number}: a {type(row).__name__}, not an object; "
-                    'each line must look like {"text": "..."}'
+                    'each line must look like {"text": "..."} or {"messages": [...]}'
                 )
             yield f"{name}:{number}", row

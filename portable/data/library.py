@@ -87,7 +87,9 @@ class HubDataset(Source):
     @property
     def key(self) -> str:
         # The library's fingerprint covers the repository, its revision, the configuration and the split.
-        content = (self._rows()._fingerprint, self._fields, self._max_samples)
+        content: tuple[Any, ...] = (self._rows()._fingerprint, self._fields, self._max_samples)
+        if self._fields.format not in (None, "text"):
+            content = (content[0], self._fields.format, self._max_samples)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @property
@@ -106,10 +108,14 @@ class HubDataset(Source):
         return None if names is None else tuple(map(str, names))
 
     def documents(self) -> Iterator[Document]:
-        for number, row in enumerate(islice(self._rows(), self._max_samples), start=1):
-            document = read_row(row, self._fields, f"{self.name}: row {number}")
+        for where, row in islice(self.rows(), self._max_samples):
+            document = read_row(row, self._fields, where)
             if document is not None:
                 yield document
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for number, row in enumerate(self._rows(), start=1):
+            yield f"{self.name}: row {number}", row
 
     def check(self) -> None:
         """A no-op: a check would download the data."""

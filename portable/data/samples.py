@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from portable.data.order import Permutation
+from portable.data.truncation import KeptOrder, Truncation, slice_of
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class Samples(ABC):
     num_samples: int
     valid_tokens: int | None = None
     """The number of valid labels per sample, if it is the same for all."""
+    waste: float = 0.0
+    """The share of positions that packing leaves to padding."""
+    context: float | None = None
+    """The mean length of the document that a token is in, where attention stays within it."""
 
     def __len__(self) -> int:
         return self.num_samples
@@ -48,7 +53,7 @@ class Samples(ABC):
         return {name: torch.from_numpy(values) for name, values in self.arrays(places).items()}
 
     @abstractmethod
-    def documents(self, index: int) -> range:
+    def documents(self, index: int) -> Sequence[int]:
         """The numbers of the source's documents in a sample, from 0."""
 
     @abstractmethod
@@ -62,7 +67,7 @@ class Part:
 
     start: int
     num_samples: int
-    order: Permutation | None = None
+    order: Permutation | KeptOrder | None = None
     """Shuffles the samples first, so that the evaluation part of a sorted source is not biased."""
 
     def __call__(self, index: int) -> int:
@@ -95,10 +100,19 @@ def split_blocks(blocks: int, eval_fraction: float) -> tuple[Part, Part]:
     return Part(0, blocks - held), Part(blocks - held, held)
 
 
-def split_documents(documents: int, eval_fraction: float) -> tuple[Part, Part]:
-    """Split documents into training and evaluation at random, independently of the run's seed."""
+def split_documents(
+    documents: int, eval_fraction: float, left_out: npt.NDArray[np.int64] | None = None
+) -> tuple[Part, Part]:
+    """Split documents into training and evaluation at random, independently of the run's seed.
+
+    Args:
+        left_out: the numbers of documents that are in neither, in order.
+    """
+    order: Permutation | KeptOrder = Permutation(documents, seed=0)
+    if left_out is not None and len(left_out):
+        documents -= len(left_out)
+        order = KeptOrder(documents, left_out)
     held = _held_out(documents, eval_fraction)
-    order = Permutation(documents, seed=0)
     return Part(0, documents - held, order), Part(documents - held, held, order)
 
 
@@ -109,7 +123,7 @@ def _held_out(samples: int, eval_fraction: float) -> int:
 
 
 class PackedCausal(Samples):
-    """Concatenated documents in blocks of ``seq_len``. Every position is a target.
+    """Concatenated documents in blocks of ``seq_len``. Every position is a target, if its token is trained.
 
     Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and ``labels = tokens[i*L+1 : i*L+L+1]``. No token is a
     target twice, and training and evaluation share no target.
@@ -117,7 +131,7 @@ class PackedCausal(Samples):
 
     def __init__(self, cache: TokenCache, part: Part, seq_len: int) -> None:
         self.num_samples = part.num_samples
-        self.valid_tokens = seq_len
+        self.valid_tokens = seq_len if cache.trained_bits is None else None
         self._cache = cache
         self._part = part
         self._length = seq_len
@@ -131,6 +145,9 @@ class PackedCausal(Samples):
             block = tokens[at : at + length + 1]
             inputs[row] = block[:-1]
             labels[row] = block[1:]
+            trained = self._cache.trained_between(at + 1, at + length + 1)
+            if trained is not None:
+                labels[row][~trained] = IGNORED
         return {"input_ids": inputs, "labels": labels}
 
     def documents(self, index: int) -> range:
@@ -141,7 +158,10 @@ class PackedCausal(Samples):
 class PaddedCausal(Samples):
     """One document per sample, truncated to ``seq_len`` and padded on the right."""
 
-    def __init__(self, cache: TokenCache, part: Part, seq_len: int, pad: int) -> None:
+    def __init__(
+        self, cache: TokenCache, part: Part, seq_len: int, pad: int, truncation: Truncation = "end"
+    ) -> None:
+        self._kept = slice_of(truncation, seq_len + 1)
         self.num_samples = part.num_samples
         self._cache = cache
         self._part = part
@@ -149,11 +169,14 @@ class PaddedCausal(Samples):
         self._pad = pad
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        documents = [
-            self._cache.document("text", self._part(index))[: self._length + 1] for _, index in places
-        ]
+        numbers = [self._part(index) for _, index in places]
+        documents = [self._cache.document("text", number)[self._kept] for number in numbers]
         inputs, mask = pad_rows([tokens[:-1] for tokens in documents], self._length, self._pad)
         labels, _ = pad_rows([tokens[1:] for tokens in documents], self._length, IGNORED)
+        for row, number in zip(labels, numbers, strict=True):
+            if (trained := self._cache.trained("text", number)) is not None:
+                targets = trained[self._kept][1:]
+                row[: len(targets)][~targets] = IGNORED
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
 
     def documents(self, index: int) -> range:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import Counter, deque
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 
 from portable.data.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, locked_folder
 from portable.data.documents import PIECE_CHARS, Document, Fields, Source
+from portable.data.parallel import cores, ordered_map
 from portable.data.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
 from portable.errors import RunError, UserError
 
@@ -19,8 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from portable.data.chat_template import ChatTemplate
+
 _BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, and little memory
 _BATCH_DOCUMENTS = 4096
+_CHAT_CHARS = 1 << 18  # small enough to keep all processes busy
+_ALONE = 16  # batches of it: about as long as processes take to start
 
 
 @dataclass(frozen=True)
@@ -62,10 +69,13 @@ def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -
     return Frame(vocabulary.prefix, (vocabulary.end,))
 
 
-def token_cache_folder(source: Source, tokenizer: Any, framed: Frame, cache: Path) -> Path:
+def token_cache_folder(
+    source: Source, tokenizer: Any, framed: Frame, cache: Path, chat: ChatTemplate | None = None
+) -> Path:
     """The folder of the token cache of ``source``, whether or not it exists."""
     content = f"{FORMAT} {source.key} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
     content += "" if framed.target is None else f" {framed.target}"
+    content += "" if chat is None else f" {chat.key}"
     return cache / "tokens" / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
@@ -77,9 +87,12 @@ def tokenize(
     framed: Frame,
     cache: Path,
     *,
+    chat: ChatTemplate | None = None,
     progress: bool = False,
 ) -> TokenCache:
     """Return the tokens of ``source``, from the cache if possible.
+
+    With ``chat``, its records are conversations or completions, tokenized by all cores.
 
     Any number of processes may call this concurrently: one builds the cache, the others wait. A damaged cache
     is rebuilt. One batch of documents is in memory at a time.
@@ -87,7 +100,7 @@ def tokenize(
     Raises:
         UserError: if the source cannot be read or has no text, or the cache is not writable.
     """
-    folder = token_cache_folder(source, tokenizer, framed, cache)
+    folder = token_cache_folder(source, tokenizer, framed, cache, chat)
     try:
         return TokenCache.open(folder)
     except CacheDamagedError:
@@ -100,7 +113,9 @@ def tokenize(
                 print(f"warning: data.cache_dir: {error}; tokenizing again", file=sys.stderr)
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
-        writer = TokenWriter(draft.path, names, vocabulary.size, labels=fields.label is not None)
+        writer = TokenWriter(
+            draft.path, names, vocabulary.size, labels=fields.label is not None, masked=chat is not None
+        )
         with closing(writer), parallel_tokenizers():
             written = 0
             bar = tqdm(
@@ -111,18 +126,52 @@ def tokenize(
                 desc="tokenizing",
                 disable=not progress,
             )
+            facts: dict[str, Any] = {}
             with bar:
-                for batch in _batches(source.documents_of_key()):
-                    written += _write(batch, tokenizer, framed, writer)
-                    bar.update(sum(_size(document) for document in batch))
+                if chat is not None:
+                    written, facts = _write_conversations(source, chat, writer, bar)
+                else:
+                    for batch in _batches(source.documents_of_key()):
+                        written += _write(batch, tokenizer, framed, writer)
+                        bar.update(sum(_size(document) for document in batch))
             if not written:
                 raise source.no_text()
-            writer.finish(suffix=list(framed.suffix), source=source.name)
+            writer.finish(suffix=list(framed.suffix), source=source.name, **facts)
         draft.commit()
     try:
         return TokenCache.open(folder)
     except CacheDamagedError as error:
         raise RunError(f"data.cache_dir: {error}, just written; choose a folder on another disk") from error
+
+
+def _write_conversations(
+    source: Source, chat: ChatTemplate, writer: TokenWriter, bar: Any
+) -> tuple[int, dict[str, Any]]:
+    """Write all records. Returns the number of samples, and what is known about the ends of answers."""
+    sizes: deque[int] = deque()
+
+    def batches() -> Iterator[list[Document]]:
+        for batch in _batches(source.documents_of_key(), _CHAT_CHARS, whole=True):
+            sizes.append(sum(_size(document) for document in batch))
+            yield batch
+
+    written, stopping, ends, prompt_left, unstopped = 0, 0, Counter[int](), "", ""
+    for encoded in ordered_map(chat.encode, batches(), processes=cores(), alone=_ALONE):
+        bar.update(sizes.popleft())
+        writer.extend(
+            "text", np.concatenate(encoded.tokens), encoded.lengths, np.concatenate(encoded.trained)
+        )
+        written += len(encoded.lengths)
+        stopping, ends = stopping + encoded.stopping, ends + encoded.ends
+        prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
+        if not stopping:  # not one of thousands: the template's, not the record's
+            raise UserError(
+                "data.chat_template: the trained tokens never include the one that ends an answer, so the "
+                f"model would never stop: they end in {unstopped}; end the turn with a special token "
+                "of the tokenizer, inside {% generation %} if the template has it"
+            )
+    end = min(ends, key=lambda token: (-ends[token], token)) if ends else None
+    return written, {"end_of_turn": end, "prompt_left": prompt_left}
 
 
 def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWriter) -> int:
@@ -171,13 +220,15 @@ def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[
     return encoded
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def _batches(
+    documents: Iterator[Document], chars: int = _BATCH_CHARS, *, whole: bool = False
+) -> Iterator[list[Document]]:
     batch: list[Document] = []
     held = 0
-    for document in _in_pieces(documents):
+    for document in documents if whole else _in_pieces(documents):
         batch.append(document)
         held += len(document.text) + len(document.target or "") + len(document.pair or "")
-        if held >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+        if held >= chars or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
             batch, held = [], 0
     if batch:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
 from converters.manifest import MANIFEST
 from portable.data.cache import locked_folder
+from portable.data.chat_template import CHATML, CHATML_TOKENS
 from portable.data.documents import listed
 from portable.errors import UserError, one_line
 from portable.temporary_folder import scratch_folder
@@ -148,10 +149,17 @@ def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
 
 
 def trained_tokenizer_folder(
-    source: Source, vocab_size: int, cache: Path, *, mask: bool = False, ends: bool = False
+    source: Source,
+    vocab_size: int,
+    cache: Path,
+    *,
+    mask: bool = False,
+    ends: bool = False,
+    chat: bool = False,
 ) -> Path:
     """The folder of the tokenizer trained on ``source``, whether or not it exists."""
     content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}{' ends' if ends else ''}"
+    content += f" {CHATML}" if chat else ""
     return cache / "tokenizers" / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
@@ -164,22 +172,28 @@ def is_trained(folder: Path) -> bool:
 
 
 def train_tokenizer(
-    source: Source, vocab_size: int | None, cache: Path, *, mask: bool = False, ends: bool = False
+    source: Source,
+    vocab_size: int | None,
+    cache: Path,
+    *,
+    mask: bool = False,
+    ends: bool = False,
+    chat: bool = False,
 ) -> Any:
     """Train a byte-level BPE on the start of ``source``, or load it from the cache.
 
-    ``vocab_size`` includes the special tokens; a small source may have fewer. ``mask`` adds a mask token, and
-    ``ends`` appends the end token to each text. Any number of processes may call this concurrently: one
-    trains, the others wait.
+    ``vocab_size`` includes the special tokens; a small source may have fewer. ``mask`` adds a mask token,
+    ``ends`` appends the end token to each text, and ``chat`` adds the template ChatML and its tokens. Any
+    number of processes may call this concurrently: one trains, the others wait.
     """
     size = trained_vocab_size(vocab_size, mask=mask)
-    folder = trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends)
+    folder = trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)
     if tokenizer := _open(folder):
         return tokenizer
     with locked_folder(folder) as draft:
         if tokenizer := _open(folder):
             return tokenizer
-        _train(source, size, mask, ends).save_pretrained(draft.path)
+        _train(source, size, mask, ends, chat).save_pretrained(draft.path)
         (draft.path / MANIFEST).write_text(manifest_text(manifest_entries(draft.path)), "utf-8")
         draft.commit()
     return load_tokenizer(str(folder))
@@ -194,11 +208,11 @@ def _open(folder: Path) -> Any:
         return None
 
 
-def _train(source: Source, vocab_size: int, mask: bool, ends: bool) -> Any:
+def _train(source: Source, vocab_size: int, mask: bool, ends: bool, chat: bool) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    special = [END, PAD, *([MASK] if mask else [])]
+    special = [END, PAD, *([MASK] if mask else []), *(CHATML_TOKENS if chat else ())]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -222,6 +236,7 @@ def _train(source: Source, vocab_size: int, mask: bool, ends: bool) -> Any:
         bos_token=END,
         pad_token=PAD,
         mask_token=MASK if mask else None,
+        chat_template=CHATML if chat else None,
         clean_up_tokenization_spaces=False,
         model_max_length=1 << 30,
     )

@@ -20,7 +20,7 @@ from portable.model.layers import trial_forward
 from portable.model.loss import IGNORED, ModelTerms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -44,6 +44,7 @@ class ChunkedHead(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
         self._labels: Tensor | None = None
+        self._predicted: list[Tensor] | None = None
         self.most_parts: int | None = None
         """Compute at most this many chunks, to measure memory; None for all."""
 
@@ -60,13 +61,34 @@ class ChunkedHead(nn.Linear):
         finally:
             self._labels = None
 
+    @contextmanager
+    def predicting(self, wanted: bool = True) -> Iterator[list[Tensor]]:
+        """Within this context, and without gradients, losses come with predictions.
+
+        Yields a list to which each forward pass adds its predictions, int64 ``[batch, tokens]``.
+        """
+        predicted: list[Tensor] = []
+        self._predicted = predicted if wanted else None
+        try:
+            yield predicted
+        finally:
+            self._predicted = None
+
     def forward(self, hidden: Tensor) -> Tensor:
         """Losses, fp32 ``[batch, tokens, 1]``, while labels are set; otherwise logits."""
         if self._labels is None:
             return super().forward(hidden)
+        losses: Tensor
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
+        if self._predicted is not None:
+            rows, labels = hidden.reshape(-1, hidden.shape[-1]), self._labels.reshape(-1)
+            parts = _parts(len(labels), self._tokens)
+            predicted = torch.empty_like(labels)
+            losses = _losses(rows, self.weight, self.bias, labels, parts, dtype, predicted)
+            self._predicted.append(predicted.view_as(self._labels))
+            return losses.view(*self._labels.shape, 1)
+        losses = _TokenLosses.apply(  # type: ignore[no-untyped-call]
             hidden.reshape(-1, hidden.shape[-1]),
             self.weight,
             self.bias,
@@ -174,17 +196,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.parts = list(islice(_parts(len(labels), tokens), most_parts))
         ctx.dtype = dtype
-        losses = hidden.new_empty(len(labels), dtype=torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
-            head, offset = _cast(weight, bias, dtype)
-            for part in ctx.parts:
-                losses[part] = functional.cross_entropy(
-                    _logits(hidden[part], head, offset),
-                    labels[part],
-                    ignore_index=IGNORED,
-                    reduction="none",
-                )
-        return losses
+        return _losses(hidden, weight, bias, labels, ctx.parts, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -216,6 +228,29 @@ class _TokenLosses(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _losses(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    parts: Iterable[slice],
+    dtype: torch.dtype,
+    predicted: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of each row of ``hidden``, fp32; fills ``predicted`` with the most likely tokens."""
+    losses = hidden.new_empty(len(labels), dtype=torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        head, offset = _cast(weight, bias, dtype)
+        for part in parts:
+            logits = _logits(hidden[part], head, offset)
+            losses[part] = functional.cross_entropy(
+                logits, labels[part], ignore_index=IGNORED, reduction="none"
+            )
+            if predicted is not None:
+                predicted[part] = logits.argmax(dim=-1)
+    return losses
 
 
 def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

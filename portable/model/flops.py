@@ -17,7 +17,7 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: int) -> float:
+def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:
     """Floating-point operations per trained token, forward and backward.
 
     Follows the PaLM paper (appendix B): 6 for each weight in a matrix product, plus

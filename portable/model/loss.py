@@ -13,14 +13,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from portable.model.document_attention import DocumentAttention
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -28,6 +31,33 @@ if TYPE_CHECKING:
     from portable.model.chunked_loss import ChunkedHead
 
 IGNORED = -100
+NOT_INPUTS = ("labels", "guess")
+"""What a batch may hold besides the inputs of the model; ``guess`` is of a measure."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model gives for a micro-batch of an evaluation, on the device.
+
+    Attributes:
+        predictions: the most likely class of each position, with the labels' shape; None if not asked for, or
+            if the labels are numbers.
+        logits: as the model returns them; None if not asked for and never held at once.
+    """
+
+    predictions: Tensor | None
+    logits: Tensor | None
+
+
+class Measure(Protocol):
+    """Adds up what the metrics of a run need; see :class:`portable.evaluation.metrics.Measures`."""
+
+    needs: Literal["logits", "predictions"] | None
+    kind: str
+    """What the passes are for, in messages."""
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """The sums of a micro-batch, by name."""
 
 
 class Objective:
@@ -44,6 +74,7 @@ class Objective:
         self.of_routers = self._terms.of_routers
         self._sequences = global_batch_size
         self._head = head
+        self._attention = DocumentAttention(model)
         self._criterion = _CRITERIA.get(getattr(model.config, "problem_type", None), _cross_entropy)
 
     def __call__(self, model: nn.Module, batch: Batch, valid: Tensor) -> Tensor:
@@ -56,14 +87,25 @@ class Objective:
             an fp32 scalar on the device. The loss of the step is its sum over all micro-batches and ranks.
         """
         labels = batch["labels"]
-        loss, output = _passed(model, batch, self._head, self._terms, self._criterion)
+        loss, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
         loss = loss / valid.clamp(min=1)
         # With SPMD, where all ranks run one program, the batch holds the sequences of all ranks.
         return self._terms.added(loss, output, share=labels.shape[0] / self._sequences)
 
-    def evaluated(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The summed loss of a micro-batch, without the model's auxiliary terms."""
-        return _passed(model, batch, self._head, None, self._criterion)[0]
+    def evaluated(self, model: nn.Module, batch: Batch, measure: Measure) -> dict[str, Tensor]:
+        """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
+        labels = batch["labels"]
+        head = None if measure.needs == "logits" else self._head
+        if head is not None and head.pays(labels):
+            # The head makes the predictions beside the losses: no tensor has the logits of all tokens.
+            with head.predicting(measure.needs is not None) as predicted:
+                loss, _ = _passed(model, batch, head, self._attention, self._criterion)
+            outputs = Outputs(predicted[0] if predicted else None, None)
+        else:
+            loss, output = _passed(model, batch, None, self._attention, self._criterion)
+            classes = measure.needs is not None and not labels.is_floating_point()
+            outputs = Outputs(output.logits.argmax(dim=-1) if classes else None, output.logits)
+        return {"loss": loss, **measure(outputs, batch)}
 
 
 class ModelTerms:
@@ -135,21 +177,23 @@ def token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) 
     Returns:
         an fp32 scalar on the device.
     """
-    return _passed(model, batch, head, None, _cross_entropy)[0]
+    return _passed(model, batch, head, DocumentAttention(model), _cross_entropy)[0]
 
 
 def _passed(
     model: nn.Module,
     batch: Batch,
     head: ChunkedHead | None,
-    terms: ModelTerms | None,
+    attention: DocumentAttention,
     criterion: Criterion,
+    terms: ModelTerms | None = None,
 ) -> tuple[Tensor, Any]:
     """Return the summed loss of a forward pass, and the model's output."""
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    inputs = {name: tensor for name, tensor in batch.items() if name not in NOT_INPUTS}
     labels = batch["labels"]
     in_parts = head is not None and head.pays(labels)
     with ExitStack() as stack:
+        inputs = stack.enter_context(attention.within(inputs))
         if terms is not None:
             inputs |= stack.enter_context(terms.requested(labels))
         if head is not None and in_parts:
@@ -207,6 +251,21 @@ class _CrossEntropyIs(TorchFunctionMode):
         if func in _LOSSES:
             return self._value
         return func(*args, **(kwargs or {}))
+
+
+def no_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros on the host for :func:`added`, with the shapes of ``sums``."""
+    return {name: torch.zeros(value.shape, dtype=_wide(value)) for name, value in sums.items()}
+
+
+def added(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``totals`` plus ``sums``, by name, on the device: int64 for integers, float64 for floats."""
+    wide = {name: value.detach().to(_wide(value)) for name, value in sums.items()}
+    return {name: totals[name] + value if name in totals else value for name, value in wide.items()}
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.float64 if value.is_floating_point() else torch.int64
 
 
 def count_valid(labels: Tensor) -> int:

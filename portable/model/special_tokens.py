@@ -85,13 +85,20 @@ class SpecialTokens:
             config.pad_token_id = Vocabulary.of(tokenizer).pad
         return config
 
-    def align(self, model: PreTrainedModel, tokenizer: Any, target: Frame | None = None) -> list[str]:
+    def align(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        target: Frame | None = None,
+        end_of_turn: int | None = None,
+    ) -> list[str]:
         """Set the ids of ``model``, its generation config and the saved config as the Trainer does.
 
         Args:
             model: the built model.
             tokenizer: for a classifier, the end token becomes its padding token if it has none.
             target: the tokens around a target text, if there are targets.
+            end_of_turn: where a chat model's answer ends; generation stops there as well.
 
         Returns:
             the changes, for the user.
@@ -104,6 +111,8 @@ class SpecialTokens:
         for name in _IDS:
             if (change := _align(name, getattr(tokenizer, name), text, generation)) is not None:
                 notes.append(change)
+        if end_of_turn is not None and generation is not None:
+            notes += _stop_at(end_of_turn, generation)
         if self.settings.task == "sequence-classification":
             self._align_padding(text, tokenizer, notes)
         if getattr(model.config, "is_encoder_decoder", False):
@@ -236,6 +245,16 @@ def _shifted_start(config: Any) -> int | None:
     if starts == [first[-1], second[-1]]:
         return LAST_LABEL
     return int(starts[0]) if starts[0] == starts[1] else None
+
+
+def _stop_at(token: int, generation: Any) -> list[str]:
+    """Make generation stop at a token, besides those at which it does already; return a note if it is new."""
+    before = generation.eos_token_id
+    stops = before if isinstance(before, list) else [] if before is None else [before]
+    if token in stops:
+        return []
+    generation.eos_token_id = [token, *stops] if stops else token
+    return [f"eos_token_id of generation {before} -> {generation.eos_token_id}, the end of a turn"]
 
 
 def _align(name: str, token: int | None, config: Any, generation: Any) -> str | None:

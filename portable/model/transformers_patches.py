@@ -13,20 +13,27 @@ if TYPE_CHECKING:
 def no_value_checks() -> Iterator[None]:
     """Keep transformers from reading masks and positions in a forward pass, which is a host sync.
 
-    transformers looks for packed sequences, which our data does not have, and skips masks that mask nothing.
-    Here, every mask that is given is used.
+    transformers looks for packed sequences, and skips masks that mask nothing. Here, every mask that is given
+    is used. :mod:`portable.model.document_attention` says where the documents of a packed sample are.
     """
     from transformers import masking_utils
 
     module: Any = masking_utils
-    replaced = {
-        "find_packed_sequence_indices": lambda _: _none,
-        "_ignore_causal_mask_sdpa": _unless_given,
-        "_ignore_bidirectional_mask_sdpa": _unless_given,
-    }
-    before = {name: getattr(module, name) for name in replaced if hasattr(module, name)}
-    for name, function in before.items():
-        setattr(module, name, replaced[name](function))
+    skips = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+    functions = {name: _unless_given(getattr(module, name)) for name in skips if hasattr(module, name)}
+    with replaced(find_packed_sequence_indices=_none, **functions):
+        yield
+
+
+@contextmanager
+def replaced(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of ``transformers.masking_utils`` by name."""
+    from transformers import masking_utils
+
+    module: Any = masking_utils
+    before = {name: getattr(module, name) for name in functions}
+    for name, function in functions.items():
+        setattr(module, name, function)
     try:
         yield
     finally:

@@ -131,6 +131,9 @@ def fake_batch(model: nn.Module, request: Request) -> Batch:
     batch = {"input_ids": tokens, "labels": torch.zeros(shape, dtype=torch.int64)}
     if not request.packed:
         batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
+    # A CPU attends to one document at a time, at most to a whole sample. Elsewhere there is a mask.
+    if request.packed == "documents" and (request.on_gpu or request.compiled):
+        batch["position_ids"] = torch.zeros(shape, dtype=torch.int64)
     if request.task == "seq2seq-lm":
         batch["decoder_input_ids"] = torch.zeros(shape, dtype=torch.int64)
     if request.task == "sequence-classification":

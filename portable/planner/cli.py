@@ -12,11 +12,12 @@ from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
-from portable.errors import UserError, one_line
+from portable.errors import UserError, one_line, require
+from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
-from portable.planner.memory_model import Cluster
+from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
-from portable.planner.tables import as_json, as_text
+from portable.planner.tables import as_json, as_text, next_reductions
 from portable.registry import PLANNED_FOR_AUTO, backend_package
 from portable.terminal import loading
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from portable.planner.meta_model import MetaModel
 
 USAGE = f"""\
-usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--json] [--SECTION.KEY VALUE ...]
+usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--compile] [--json] [--KEY VALUE ...]
 
 Show what a config needs before a machine is rented: memory of devices and hosts under each strategy, the size
 of a checkpoint, bytes sent in a step, and the recommended setting. Loads no weights.
@@ -36,6 +37,7 @@ examples:
   portable-plan --config run.yaml --device h100 --devices 8
   portable-plan --model.name_or_path meta-llama/Llama-3.1-8B --device v5e --devices 16
   portable-plan --config run.yaml --device-memory 24GB --json
+  portable-plan --config run.yaml --device v5e --devices 16 --compile
 
 {exit_codes(DONE, REFUSED)}
 """
@@ -71,6 +73,13 @@ def run(argv: Sequence[str]) -> int:
         ),
         Option("devices", "count", "Number of devices; default 1.", "N"),
         Option("host-memory", "text", "Host memory of a node, a limit for offloading: 512GB.", "SIZE"),
+        Option(
+            "compile",
+            "switch",
+            "Also compile the run's graphs for the device, a TPU (v4, v5e, v5p, v6e), with its own compiler, "
+            "and compare the plan with it. Takes minutes, and no TPU.",
+        ),
+        Option("topology", "text", "With --compile: the chips along each axis of the slice, 4x4.", "AxB"),
         Option("json", "switch", "Print the plan as JSON."),
         CONFIG_OPTIONS[1],
     )
@@ -79,11 +88,38 @@ def run(argv: Sequence[str]) -> int:
     planner = Planner(config, _meta_model(config), target)
     found = planner.options()
     best = planner.best(found)
+    compiled = _compiled(planner, given)
     if given.get("json"):
-        say(json.dumps(as_json(planner, found, best), indent=1))
+        answer = as_json(planner, found, best)
+        if compiled is not None:
+            answer["compiled"] = compiled_report.as_json(*compiled)
+        say(json.dumps(answer, indent=1))
     else:
         say(as_text(planner, found, best))
+        if compiled is not None:
+            say("\n" + compiled_report.as_text(*compiled))
     return 0
+
+
+def _compiled(
+    planner: Planner, given: dict[str, Any]
+) -> tuple[compiled_report.Compiled, list[compiled_report.Comparison]] | None:
+    """What the device's compiler says of the config as it is, beside the plan; None if nobody asks."""
+    topology = given.get("topology")
+    if not given.get("compile"):
+        require(topology is None, "--topology: has an effect only with --compile; add it, or leave both out")
+        return None
+    own = planner.option(Setting.of(planner.config))
+    target = planner.target
+    compiled = backend_package(target.backend).compile(
+        planner.config,
+        None if target.device is None else target.device.name,
+        target.cluster.devices,
+        topology,
+        planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,
+    )
+    compiled = compiled_report.advised(compiled, next_reductions(planner, own))
+    return compiled, compiled_report.compare(compiled, own, planner.share // planner.micro_batch)
 
 
 def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target]:

@@ -53,7 +53,7 @@ class Request:
     micro_batch: int
     seq_len: int
     task: str
-    packed: bool
+    packed: bool | Literal["documents"]
     compute: Compute
     precision: str
     """fp32, bf16 or fp16."""

@@ -12,7 +12,7 @@ import sys
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from converters.containers.pickle_reader import plain
 from converters.errors import printable
 from converters.storage.guarded import LinkError, read_small
 from portable.config.flags import path_given
+from portable.data.preview import PREVIEW_FILE
 from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes, human_count, human_time
@@ -32,7 +33,7 @@ from portable.output.existing_run import CONFIG_FILE
 from portable.paths import place_of, storage_errors
 from portable.reporting.events import EVENTS_FILE
 from portable.reporting.json_lines import MOST, count, number, read_rows
-from portable.reporting.metrics import METRICS_FILE
+from portable.reporting.metrics import METRICS_FILE, is_evaluation
 from portable.reporting.svg import thinned
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ METRICS = (
     Metric("MFU", ("mfu",), unit="fraction", hint="of the devices' peak FLOP/s", smooth=True, zero=True),
 )
 # Limits for untrusted files; a run's own stay far below.
+_MOST_MATRICES = 8
 _MOST_CHARTS, _MOST_NAME, _MOST_PATH, _MOST_TEXT = 60, 100, 500, 10_000
 _MOST_CONFIG, _MOST_SETTINGS = 512 << 10, 20_000
 _NOT_DRAWN = {"step", "samples", "time", "samples_per_second"}
@@ -108,6 +110,8 @@ class Run:
     events: list[dict[str, Any]]
     settings: dict[str, Any]
     unreadable: str = ""
+    preview: dict[str, Any] | None = None
+    """Facts, lengths and samples of its data; None without a file."""
 
     @classmethod
     def read(cls, folder: Place) -> Run:
@@ -125,6 +129,7 @@ class Run:
             rows, bad_rows = read_rows(folder / METRICS_FILE)
             events, bad_events = _events(folder)
             settings, bad_settings = _settings(folder / CONFIG_FILE)
+            preview = read_preview(folder / PREVIEW_FILE)
         except FileNotFoundError:
             raise UserError(f"{folder}: has no {METRICS_FILE}; give the output_dir of a run") from None
         except OSError as error:
@@ -139,7 +144,7 @@ class Run:
             for number, name in ((bad_rows, METRICS_FILE), (bad_events, EVENTS_FILE))
             if number
         ] + ([f"{CONFIG_FILE} ({bad_settings})"] if bad_settings else [])
-        return cls(folder, rows, events, settings, ", ".join(unreadable))
+        return cls(folder, rows, events, settings, ", ".join(unreadable), preview)
 
     # -- x axes ---------------------------------------------------------------------------------------------
 
@@ -214,7 +219,8 @@ class Run:
     def facts(self) -> dict[str, str]:
         """Key numbers of the run."""
         last = self.rows[-1]
-        losses, evaluations = self._numbers("loss"), self._numbers("eval_loss")
+        losses = self._numbers("loss")
+        evaluated = dict.fromkeys(name for row in self.rows for name in row if _chart_of(name) == "eval_loss")
         rates = sorted(rate for rate in self._numbers("tokens_per_second") if rate)
         memory = [used for used in self._numbers("memory") if used]
         launches = self.launches()
@@ -225,8 +231,10 @@ class Run:
             facts["model"] = f"{launches[-1].get('model', '')}, {launches[-1]['parameters']:,} parameters"
         if losses:
             facts["training loss"] = f"{losses[-1]:.4f} (first {losses[0]:.4f})"
-        if evaluations:
-            facts["evaluation loss"] = f"{evaluations[-1]:.4f} (best {min(evaluations):.4f})"
+        for name in list(evaluated)[:_MOST_CHARTS]:
+            if evaluations := self._numbers(name):
+                best = f"{evaluations[-1]:.4f} (best {min(evaluations):.4f})"
+                facts[_in_title(name).lower()[:_MOST_NAME]] = best
         if (tokens := self.tokens(last.get("samples"))) is not None:
             facts["tokens"] = f"{tokens:,}"
         if rates:
@@ -244,6 +252,16 @@ class Run:
             facts["unreadable"] = self.unreadable
         return facts
 
+    def confusions(self) -> list[dict[str, Any]]:
+        """The last confusion matrix of each evaluation source."""
+        last = {
+            key: (row["step"], row[key]) for row in self.rows for key in row if isinstance(row[key], dict)
+        }
+        shown = list(last.items())[:_MOST_MATRICES]
+        return [
+            {"name": _in_title(key)[:_MOST_NAME], "step": step, **matrix} for key, (step, matrix) in shown
+        ]
+
     def _numbers(self, name: str) -> list[float]:
         return [row[name] for row in self.rows if number(row.get(name))]
 
@@ -257,8 +275,14 @@ def page(runs: Sequence[Run]) -> str:
     numbers = dict.fromkeys(key for row in all_rows for key in row if number(row[key]))
     more = [key for key in numbers if key not in known | _NOT_DRAWN and len(key) <= _MOST_NAME][:_MOST_CHARTS]
     keys = [key for key in numbers if key in known or key in more]
-    others = tuple(Metric(key.replace("_", " ").capitalize(), (key,), zero=True) for key in more)
-    drawn = [metric for metric in METRICS + others if any(name in numbers for name in metric.series)]
+    # The evaluations on several sources are one chart, as is F1 of all classes.
+    charts: dict[str, tuple[str, ...]] = {}
+    for key in more:
+        charts[_chart_of(key)] = (*charts.get(_chart_of(key), ()), key)
+    losses = charts.pop("eval_loss", ())
+    others = [Metric(_in_title(chart), series, zero=True) for chart, series in charts.items()]
+    fixed = [replace(m, series=m.series + losses) if "loss" in m.series else m for m in METRICS]
+    drawn = [metric for metric in fixed + others if any(name in numbers for name in metric.series)]
     series = [{name: run.series(name) for metric in drawn for name in metric.series} for run in runs]
     points = [point for one in series for curve in one.values() for point in curve]
     facts = [run.facts() for run in runs]
@@ -267,13 +291,21 @@ def page(runs: Sequence[Run]) -> str:
     data = {
         "title": title,
         "metrics": [vars(metric) for metric in drawn],
-        "names": {name: name.replace("eval_", "evaluation ").replace("_", " ") for name in keys},
+        "names": {name: _in_title(name).lower() for name in keys},
         "axes": ["step"]
         + (["tokens"] if all(point[1] is not None for point in points) else [])
         + (["hours"] if all(point[2] is not None for point in points) else []),
         "facts": list(dict.fromkeys(name for each in facts for name in each)),
         "runs": [
-            {"name": name, "series": curves, "events": run.described(), "facts": fact}
+            {
+                "name": name,
+                "series": curves,
+                "events": run.described(),
+                "facts": fact,
+                "data": run.preview,
+                "confusions": run.confusions(),
+                "data": run.preview,
+            }
             for name, curves, run, fact in zip(names, series, runs, facts, strict=True)
         ],
         "settings": [[key, *(_plain(run.settings.get(key)) for run in runs)] for key in settings],
@@ -286,6 +318,19 @@ def page(runs: Sequence[Run]) -> str:
     middle, tail = rest.split("__DATA__", 1)
     shown = html.escape(title).encode("utf-8", "replace").decode("utf-8")
     return head + shown + middle + text + tail
+
+
+def _chart_of(name: str) -> str:
+    """The chart of a value: that of an evaluation without the name of its source."""
+    chart = name.partition("/")[0] if is_evaluation(name) else name
+    return "eval_f1 of each class" if chart.startswith("eval_f1.") else chart
+
+
+def _in_title(name: str) -> str:
+    """The name of a value in words."""
+    value, _, source = name.partition("/") if is_evaluation(name) else (name, "", "")
+    words = value.replace("eval_", "evaluation ").replace("_", " ").capitalize()
+    return f"{words}, {source}" if source else words
 
 
 def write_report(folders: Sequence[Place], out: Path) -> list[str]:
@@ -346,6 +391,31 @@ def _events(folder: Place) -> tuple[list[dict[str, Any]], int]:
         return read_rows(folder / EVENTS_FILE, "event")
     except OSError:
         return [], 0
+
+
+def read_preview(path: Place) -> dict[str, Any] | None:
+    """The samples of a run's data, as far as they have the form that a run writes; None without a file."""
+    try:
+        found = json.loads(read_small(path, limit=_MOST_CONFIG))
+        facts, lengths, samples = found["facts"], found["lengths"], found["samples"]
+        return {
+            "facts": [[str(name)[:_MOST_NAME], str(fact)[:_MOST_PATH]] for name, fact in facts.items()][:20],
+            "lengths": [
+                [low, high, many]
+                for low, high, many in lengths[:100]
+                if count(low) and count(many) and (high is None or count(high))
+            ],
+            "samples": [
+                {
+                    "title": f"sample {int(sample['position'])}: {int(sample['tokens'])} tokens, "
+                    f"{int(sample['trained'])} trained",
+                    "pieces": [[str(text), trained is True] for text, trained in sample["pieces"]],
+                }
+                for sample in samples[:10]
+            ],
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
 
 
 class _Loader(yaml.SafeLoader):

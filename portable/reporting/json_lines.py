@@ -1,7 +1,7 @@
 """Read a run's logs, one JSON object a line. The files are untrusted: crashes cut lines, disks flip bits.
 
 Invalid lines are skipped and counted. A value that this program never writes (NaN, a number of a thousand
-digits, a nested object) is dropped from its row.
+digits, a nested object that is no confusion matrix) is dropped from its row.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.guarded import read_small
+from portable.evaluation.standing import MOST_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,4 +85,19 @@ def _kept(value: Any) -> Any:
         return value
     if isinstance(value, int):
         return value if abs(value) < MOST else None
+    if isinstance(value, dict):
+        return value if _is_confusion(**value) else None
     return value if isinstance(value, float) and math.isfinite(value) else None
+
+
+def _is_confusion(classes: Any = None, counts: Any = None, **others: Any) -> bool:
+    """Whether these are the names of a few classes, and a square of counts."""
+    return (
+        not others
+        and isinstance(classes, list)
+        and 0 < len(classes) <= MOST_CLASSES
+        and all(isinstance(name, str) and len(name) <= _MOST_TEXT for name in classes)
+        and isinstance(counts, list)
+        and len(counts) == len(classes)
+        and all(isinstance(row, list) and len(row) == len(classes) and all(map(count, row)) for row in counts)
+    )

@@ -16,6 +16,9 @@ _WIDTH, _HEIGHT = 800, 450
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 728, 40, 402
 _INK, _SOFT, _GRID = "#1f2328", "#57606a", "#e5e9ee"
 _TRAINING, _EVALUATION, _RATE = "#1f6feb", "#d1242f", "#8b949e"
+_LOSS = "eval_loss"
+_DASHES = ("", "5 3")
+"""Of the first evaluation losses; the legend has no room for more."""
 _LARGEST = 1e300
 """Above this the difference of two values may overflow."""
 
@@ -27,14 +30,16 @@ def plot_loss(folder: Path) -> Path | None:
         The file, or None if no loss has been logged yet.
     """
     rows, _ = read_rows(folder / METRICS_FILE)
-    training, evaluation, rates = (_series(rows, key) for key in ("loss", "eval_loss", "learning_rate"))
+    training, rates = (_series(rows, key) for key in ("loss", "learning_rate"))
+    names = dict.fromkeys(key for row in rows for key in row if key == _LOSS or key.startswith(f"{_LOSS}/"))
+    evaluations = {name.partition("/")[2]: _series(rows, name) for name in list(names)[: len(_DASHES)]}
     if not training:
         return None
     picture = Picture(_WIDTH, _HEIGHT)
     name = folder.name if len(folder.name) <= 30 else f"{folder.name[:29]}…"
     picture.text(_LEFT, 25, name, more='font-size="15" font-weight="bold"')
-    steps = _padded([step for series in (training, evaluation, rates) for step, _ in series], 0)
-    losses = _padded([loss for series in (training, evaluation) for _, loss in series], 0.05)
+    steps = _padded([step for series in (training, *evaluations.values(), rates) for step, _ in series], 0)
+    losses = _padded([loss for series in (training, *evaluations.values()) for _, loss in series], 0.05)
     for step in ticks(*steps, 7):
         x = _scale(step, steps, _LEFT, _RIGHT)
         picture.line([(x, _BOTTOM), (x, _TOP)], _GRID)
@@ -53,9 +58,11 @@ def plot_loss(folder: Path) -> Path | None:
         _curve(picture, rates, steps, scale, _RATE, dash="2 3")
         legend.append(("learning rate (right)", _RATE, "2 3"))
     _curve(picture, training, steps, losses, _TRAINING, dots=len(training) == 1)
-    if evaluation:
-        _curve(picture, evaluation, steps, losses, _EVALUATION, dots=True)
-        legend.insert(1, ("evaluation loss", _EVALUATION, ""))
+    for place, (name, evaluation) in enumerate(evaluations.items()):
+        if evaluation:
+            dash = _DASHES[place]
+            _curve(picture, evaluation, steps, losses, _EVALUATION, dash=dash, dots=True)
+            legend.insert(1 + place, (name[:18] or "evaluation loss", _EVALUATION, dash))
     frame = [(_LEFT, _TOP), (_RIGHT, _TOP), (_RIGHT, _BOTTOM), (_LEFT, _BOTTOM), (_LEFT, _TOP)]
     picture.line(frame, _SOFT)
     picture.text((_LEFT + _RIGHT) / 2, _HEIGHT - 10, "step", anchor="middle", more=f'fill="{_INK}"')

@@ -83,6 +83,23 @@ def read_rows(path: Place) -> tuple[list[dict[str, Any]], int]:
     return rows, unreadable
 
 
+EVALUATION = "eval_"
+"""Begins the name of each value of an evaluation: eval_loss, and eval_loss/news for a source with a name."""
+_SHOWN = 8
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether a value of ``metrics.jsonl`` is of an evaluation."""
+    return name.startswith(EVALUATION)
+
+
+def evaluation_in_words(values: Mapping[str, float]) -> str:
+    """The values of an evaluation in one line; F1 of each class is left out."""
+    shown = [name for name in values if not name.startswith("eval_f1.")]
+    text = "  ".join(f"{name.removeprefix(EVALUATION)} {values[name]:.4f}" for name in shown[:_SHOWN])
+    return text + ("  ..." if len(shown) > _SHOWN else "")
+
+
 def _json_number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -13,10 +13,18 @@ from portable.loop import Events, Progress
 from portable.output.existing_run import CONFIG_FILE
 from portable.ranks import launch
 from portable.reporting.events import History
-from portable.reporting.metrics import MetricsFile, Throughput, Tracker, open_trackers, read_metrics
+from portable.reporting.metrics import (
+    MetricsFile,
+    Throughput,
+    Tracker,
+    evaluation_in_words,
+    is_evaluation,
+    open_trackers,
+    read_metrics,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from portable.backend import Backend
     from portable.checkpoint.store import Checkpoints
@@ -35,7 +43,7 @@ class Reporter(Events):
         output: Output,
         progress: Progress,
         total_steps: int,
-        tokens_per_sample: int,
+        tokens_per_sample: float,
         flops_per_token: float,
         precision: str,
         trackers: Sequence[str],
@@ -63,7 +71,7 @@ class Reporter(Events):
         self._samples = progress.samples
         self._main = backend.rank == 0
         self.last_loss: float | None = None
-        self.last_eval_loss: float | None = None
+        self.last_evaluation: Mapping[str, float] = {}
         self._metrics: MetricsFile | None = None
         self._history: History | None = None
         self._trackers: list[Tracker] = []
@@ -128,17 +136,6 @@ class Reporter(Events):
             pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
             self.say(f"step {progress.step}/{self._total_steps}  {pairs}  left {human_time(left)}")
 
-    def on_eval(self, progress: Progress, loss: float) -> None:
-        self.last_eval_loss = loss
-        self._record(progress, {"eval_loss": loss})
-        self.say(f"step {progress.step}  evaluation loss {loss:.4f}")
-
-    def lacks_eval(self, progress: Progress) -> bool:
-        if self._metrics is None:
-            return False
-        rows = read_metrics(self._folder)
-        return not any(row["step"] == progress.step and "eval_loss" in row for row in rows)
-
     def on_save(self, progress: Progress) -> None:
         for tracker in self._trackers:
             tracker.flush()
@@ -164,6 +161,25 @@ class Reporter(Events):
         return launch.command(ranks, config=self._folder / CONFIG_FILE, replay=step)
 
     # -- called by the run -------------------------------------------------------------------------------
+
+    def on_eval(self, progress: Progress, values: Mapping[str, Any]) -> None:
+        """An evaluation is done.
+
+        Args:
+            progress: where.
+            values: of its metrics: numbers, and mappings that only ``metrics.jsonl`` gets.
+        """
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self.last_evaluation = numbers
+        self._record(progress, values)
+        self.say(f"step {progress.step}  evaluation  {evaluation_in_words(numbers)}")
+
+    def lacks_eval(self, progress: Progress) -> bool:
+        """Whether no evaluation of this step is recorded."""
+        if self._metrics is None:
+            return False
+        rows = read_metrics(self._folder)
+        return not any(row["step"] == progress.step and any(map(is_evaluation, row)) for row in rows)
 
     def on_stop(self, progress: Progress) -> None:
         """The launch ends early, at a signal."""
@@ -206,8 +222,8 @@ class Reporter(Events):
             )
         if self.last_loss is not None:
             rows.append(("training loss", f"{self.last_loss:.4f}"))
-        if self.last_eval_loss is not None:
-            rows.append(("evaluation loss", f"{self.last_eval_loss:.4f}"))
+        if self.last_evaluation:
+            rows.append(("evaluation", evaluation_in_words(self.last_evaluation)))
         return table([*rows, *places])
 
     def close(self) -> None:
@@ -223,13 +239,14 @@ class Reporter(Events):
         if self._profiler is not None:
             self._profiler.close()
 
-    def _record(self, progress: Progress, values: dict[str, float]) -> None:
+    def _record(self, progress: Progress, values: Mapping[str, Any]) -> None:
         if self._metrics is None:
             return
         row = {"step": progress.step, **values, "samples": progress.samples, "time": round(time.time(), 3)}
         self._metrics.write(row)
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         for tracker in self._trackers:
-            tracker.log(values, progress.step)
+            tracker.log(numbers, progress.step)
         self._output.publish_soon()
 
     def _happened(self, kind: Kind, progress: Progress, **facts: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,8 @@ from portable.reporting.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
     from portable.backend import Engine
+    from portable.checkpoint.store import Checkpoints
+    from portable.loop import Progress
     from portable.output.output_dir import Output
     from portable.paths import Place
     from portable.reporting.profiling import Profiler
@@ -81,15 +83,43 @@ def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
 
 
 def sample_prompt(prepared: Prepared) -> torch.Tensor:
-    """``log.sample_prompt``, or the beginning of a held-out sample; int64 ``[1, length]``."""
+    """``log.sample_prompt``, or the beginning of a held-out sample; int64 ``[1, length]``.
+
+    A chat model is asked by ``log.sample_prompt`` as by a user, and a conversation ends before an answer.
+    """
     data, given = prepared.data, prepared.config.log.sample_prompt
     if given is not None:
+        if data.end_of_turn is not None and data.tokenizer.chat_template:
+            asked = [{"role": "user", "content": given}]
+            chat: list[int] = data.tokenizer.apply_chat_template(
+                asked, add_generation_prompt=True, return_dict=False
+            )
+            return torch.tensor([chat], dtype=torch.int64)
         ids: list[int] = data.tokenizer(given)["input_ids"]
         return torch.tensor([ids], dtype=torch.int64)
     samples = data.eval if data.eval is not None else data.train
     batch = samples.batch([(0, 0)])
+    if data.end_of_turn is not None:
+        trained = (batch["labels"][0] != IGNORED).int()
+        return batch["input_ids"][:, : int(trained.argmax()) + 1]
     valid = int((batch["labels"] != IGNORED).sum())
     return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
+
+
+def checkpoint_to_export(
+    prepared: Prepared, checkpoints: Checkpoints[Any], progress: Progress, reporter: Reporter
+) -> Place | None:
+    """The newest checkpoint, or the best with ``checkpoint.export_best``."""
+    complete = dict(checkpoints.complete())
+    latest: Place | None = checkpoints.latest()
+    if not prepared.config.checkpoint.export_best:
+        return latest
+    best: Place | None = next(
+        (complete[step] for step, _ in progress.standing.best if step in complete), None
+    )
+    if best is None:
+        reporter.say("warning: checkpoint.export_best: no best checkpoint is left; final is from the newest")
+    return best or latest
 
 
 def finish(
@@ -100,15 +130,21 @@ def finish(
     profiler: Profiler | None,
     *,
     complete: bool,
+    exported: Place | None,
 ) -> None:
-    """Export the model, draw the pictures and print where everything is; on rank 0 only."""
+    """Export the model, draw the pictures and print where everything is; on rank 0 only.
+
+    Args:
+        checkpoint: the newest. exported: the one that ``final`` is made from.
+    """
     folder, place = output.work, output.place
     places = [("metrics", str(place / METRICS_FILE))]
     if checkpoint is not None:
         places.append(("checkpoint", str(checkpoint)))
-    if complete and prepared.config.checkpoint.export and checkpoint is not None:
-        export(checkpoint, place / FINAL)
-        places.append(("model", str(place / FINAL)))
+    if complete and prepared.config.checkpoint.export and exported is not None:
+        export(exported, place / FINAL)
+        origin = "" if exported == checkpoint else f", from {exported.name}, the best"
+        places.append(("model", f"{place / FINAL}{origin}"))
     try:
         if (picture := plot_loss(folder)) is not None:
             places.append(("loss curve", str(place / picture.name)))

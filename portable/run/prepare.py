@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 from portable.batch_plan import total_steps
 from portable.data import build_data
 from portable.data.classes import SINGLE
+from portable.data.documents import listed
+from portable.errors import UserError
+from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
+from portable.model.document_attention import check_documents
 from portable.model.flops import flops_per_token, parameter_count
 from portable.model.labels import (
     adopt_labels,
@@ -21,6 +25,7 @@ from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule
 from portable.registry import backend_package
 from portable.run import micro_batch
+from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
 from portable.run.settle import on_device
 
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
     from portable.data import Data, DataSizes
+    from portable.evaluation.metrics import Measures
+    from portable.evaluation.standing import Judge
     from portable.optim.schedule import Schedule
     from portable.run.settle import Settled
 
@@ -53,6 +60,8 @@ class Prepared:
         steps: length of the schedule.
         until: the step at which this launch ends.
         schedule: learning rate by step.
+        measures: the metrics of an evaluation.
+        judge: compares evaluations; None if nothing follows from them.
         notes: what may surprise the user, one line each.
     """
 
@@ -69,6 +78,8 @@ class Prepared:
     steps: int
     until: int
     schedule: Schedule
+    measures: Measures
+    judge: Judge | None
     notes: tuple[str, ...]
 
     @property
@@ -94,25 +105,23 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     models.check_length(model_config, config)
     special_tokens = SpecialTokens(model_config, config.model)
     problem = problem_of(model_config, config.model)  # before the labels decide it
-    data = build_data(
-        config.data,
-        task=config.model.task,
-        seed=config.seed,
-        decoder_start_token_id=special_tokens.decoder_start,
-        label_shift=special_tokens.label_shift,
-        known_classes=known_classes(model_config, config.model),
-        problem=problem,
-        pad_left=classifies_last_position(model_config),
-        progress=True,  # only the rank that builds the cache shows it
-        **tokenizer_hints(config, model_config),
-    )
+    known = known_classes(model_config, config.model)
+    data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)
+    of_task = config.model.task if data.classes is None else data.classes.problem
+    measures = measures_of(config.train.metrics, Setting(of_task, data.label_names, data.tokenizer))
+    if measures.texts is not None and backend.one_program and backend.world_size > 1:
+        names = " and ".join(measures.texts.names)
+        raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
+    judge = judge_of(config, data, measures)
     special_tokens.prepare(data.tokenizer)
     model = models.build_model(model_config, config.model)
-    aligned = special_tokens.align(model, data.tokenizer, data.target_frame)
+    aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
     architecture, parameters = type(model).__name__, parameter_count(model)
-    flops = flops_per_token(model, model_config, config.data.seq_len)
+    flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
+    if config.data.packing == "documents":
+        check_documents(model)
     config = _with_micro_batch(settled, backend, model_config, data)
     steps = total_steps(config, len(data.train))
     # A new model has no special tokens to lose.
@@ -120,6 +129,11 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     notes = notes_on(settled, model_config, replaced, data.sizes)
     if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
         notes.append(f"note: problem_type is {found.problem}, as the labels and num_labels have it")
+    if known is not None and known.renamed(data.label_names):
+        notes.append(
+            f"note: {known.key} does not name its classes; they are taken for {listed(data.label_names)}, in "
+            "this order"
+        )
     return Prepared(
         settled=settled,
         config=config,
@@ -134,7 +148,25 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         steps=steps,
         until=min(steps, config.train.stop_after or steps),
         schedule=build_schedule(config.train, steps),
+        measures=measures,
+        judge=judge,
         notes=tuple(notes),
+    )
+
+
+def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens: SpecialTokens) -> Data:
+    """The data of a run, tokenized if it is not cached; before the labels decide the kind of problem."""
+    return build_data(
+        config.data,
+        task=config.model.task,
+        seed=config.seed,
+        decoder_start_token_id=special_tokens.decoder_start,
+        label_shift=special_tokens.label_shift,
+        known_classes=known_classes(model_config, config.model),
+        problem=problem_of(model_config, config.model),
+        pad_left=classifies_last_position(model_config),
+        progress=True,  # only the rank that builds the cache shows it
+        **tokenizer_hints(config, model_config),
     )
 
 
@@ -187,8 +219,7 @@ def notes_on(
             "note: the model is trained on the next token alone, as with disable_ngram_loss; "
             "transformers adds losses of the tokens after it"
         )
-    if data.warning is not None:
-        lines.append(f"warning: {data.warning}")
+    lines += [f"warning: {warning}" for warning in data.warnings]
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,14 +13,13 @@ from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.durable import own_path
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
-from portable.loop import evaluate
 from portable.output.open_output import open_output
 from portable.ranks import launch
 from portable.ranks.collectives import all_or_none, peer_error, publish_error
 from portable.ranks.consistency import agree, settings_and_versions
 from portable.registry import create_backend
 from portable.run import micro_batch
-from portable.run.batches import eval_batches
+from portable.run.evaluation import evaluate_all, needs_evaluation_data
 from portable.run.prepare import Prepared, prepare, with_agreed_micro_batch
 from portable.run.replay import replay_step
 from portable.run.restore import restore
@@ -115,19 +115,22 @@ def _agree(prepared: Prepared, output: Output) -> None:
     facts = {
         "output_dir": output.agreed,
         "the text of data.source (its fingerprint)": prepared.data.fingerprint,
+        "the text of data.eval (its fingerprints)": dict(prepared.data.eval_fingerprints),
     }
     agree(prepared.backend, settings_and_versions(prepared.settled.config) | facts)
 
 
 def _evaluate_only(prepared: Prepared) -> int:
-    held_out = prepared.data.eval
-    if held_out is None:
-        raise UserError("--eval-only: data.eval_fraction is 0, so that there is nothing to evaluate on")
+    needs_evaluation_data(prepared.data)
     source = resume_source(prepared.config, checkpoints_of(prepared.settled.place))
     restored = restore(prepared, source)
-    loss = evaluate(prepared.backend, restored.engine, eval_batches(prepared, held_out))
+    values = evaluate_all(prepared, restored.engine)
     if prepared.backend.rank == 0:
-        print(table([("step", str(restored.progress.step)), ("evaluation loss", f"{loss:.6f}")]))
+        rows = [("step", str(restored.progress.step))]
+        for name, value in values.items():
+            shown = f"{value:.6f}" if isinstance(value, float) else json.dumps(value)
+            rows.append((name.replace("eval_loss", "evaluation loss"), shown))
+        print(table(rows))
     return EXIT_DONE
 
 

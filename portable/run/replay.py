@@ -289,7 +289,10 @@ def _sample(run: Prepared, position: int) -> str:
     samples = run.data.train
     epoch, index = locate(position, len(samples), run.config.seed)
     documents = samples.documents(index)
-    which = f"document {documents[0]}" + (f" to {documents[-1]}" if len(documents) > 1 else "")
+    which = f"document {documents[0]}"
+    if len(documents) > 1:
+        in_a_row = isinstance(documents, range)
+        which += f" to {documents[-1]}" if in_a_row else "".join(f", {number}" for number in documents[1:])
     tokens = samples.batch([(epoch, index)])["input_ids"][0]
     text = one_line(run.data.tokenizer.decode(tokens))
     return f"sample {position}, of {which} of the source: {text[:_SHOWN]!r}"

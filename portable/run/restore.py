@@ -142,7 +142,7 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
             engine.load(checkpoint)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
-    return Progress(state.step, state.samples, state.skipped_steps)
+    return Progress(state.step, state.samples, state.skipped_steps, state.standing)
 
 
 def _initialize(engine: Engine, blueprint: Blueprint, prepared: Prepared) -> None:

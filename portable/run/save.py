@@ -33,7 +33,11 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
         strategy=config.strategy,
         world_size=backend.world_size,
         data=prepared.data.fingerprint,
-        metadata={"skipped_steps": progress.skipped},
+        metadata={
+            "skipped_steps": progress.skipped,
+            "standing": progress.standing.stored(),
+            "evaluation_data": dict(prepared.data.eval_fingerprints),
+        },
     )
     checkpoints.begin(
         backend,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checkpoint.external import own_state
+from portable.data import recognise_format
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
 from portable.output.open_output import open_output
 from portable.paths import place_of, storage_errors
@@ -41,7 +42,14 @@ class Settled:
     world: World
 
 
-def settle(config: RunConfig, backend_name: str, ranks: int = 1, *, writes: bool = True) -> Settled:
+def settle(
+    config: RunConfig,
+    backend_name: str,
+    ranks: int = 1,
+    *,
+    writes: bool = True,
+    downloads: bool | None = None,
+) -> Settled:
     """Resolve and check a config. Opens no device.
 
     Args:
@@ -49,6 +57,7 @@ def settle(config: RunConfig, backend_name: str, ranks: int = 1, *, writes: bool
         backend_name: cpu, cuda or xla.
         ranks: that this process will start; 1 where it is a rank itself.
         writes: whether the run writes into ``output_dir``.
+        downloads: whether data may be downloaded; by default if the run writes.
 
     Raises:
         UserError: for what cannot run.
@@ -62,6 +71,9 @@ def settle(config: RunConfig, backend_name: str, ranks: int = 1, *, writes: bool
     if config.precision == "auto":
         precision = _precision_begun_with(config, existing) or package.default_precision(in_rank=False)
         known |= {} if precision is None else {"precision": precision}
+    known["data.format"] = recognise_format(
+        config.data, config.model.task, downloads=writes if downloads is None else downloads
+    )
     config = config.replaced(known)
     package.check(config, world)
     check_trackers(config.log.trackers)

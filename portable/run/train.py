@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.checkpoint.resume_source import resume_source
 from portable.config import dump_yaml
+from portable.data.preview import PREVIEW_FILE, SHOWN, preview
 from portable.durable import write_durably
 from portable.errors import UserError
 from portable.loop import Cadence, train
@@ -23,8 +25,9 @@ from portable.ranks.consistency import agree
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
-from portable.run.batches import eval_batches, train_loader
-from portable.run.finish import finish, headline, sample
+from portable.run.batches import train_loader
+from portable.run.evaluation import Evaluations, why_ended
+from portable.run.finish import checkpoint_to_export, finish, headline, sample
 from portable.run.restore import Restored, restore
 from portable.run.save import save
 
@@ -94,6 +97,10 @@ def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
     source = resume_source(config, checkpoints)
     agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
     restored = restore(prepared, source, checkpoints)
+    # A checkpoint of another folder may stand where this run began, and a user may have deleted some.
+    present = {step for step, _ in checkpoints.complete()}
+    standing = restored.progress.standing
+    standing.best = [one for one in standing.best if one[0] in present]
     if restored.external is not None:
         restored.external.check_length(prepared.until)
     if backend.rank == 0:
@@ -101,9 +108,17 @@ def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
         if isinstance(output.place, Path):
             recover_export(output.place / FINAL)
         write_durably(output.work / CONFIG_FILE, dump_yaml(config))
+        _write_preview(prepared, output)
         output.publish()
     profiler = Profiler(output.work / "profile", backend.rank) if profile else None
     return Open(output, checkpoints, restored, profiler)
+
+
+def _write_preview(prepared: Prepared, output: Output) -> None:
+    """Write some samples for the report, which needs no data then."""
+    if prepared.config.model.task == "causal-lm" and not (output.work / PREVIEW_FILE).exists():
+        shown = preview(prepared.data, SHOWN, prepared.config.seed).as_json()
+        write_durably(output.work / PREVIEW_FILE, json.dumps(shown, ensure_ascii=False) + "\n")
 
 
 def _train(prepared: Prepared, opened: Open) -> int:
@@ -130,7 +145,7 @@ def _train(prepared: Prepared, opened: Open) -> int:
     for line in (*prepared.notes, headline(prepared, opened.restored)):
         reporter.say(line)
     batches = watchdog.over(train_loader(prepared, progress.samples))
-    held_out = prepared.data.eval
+    evaluation = Evaluations(prepared, engine, reporter, watchdog.over)
     gc.collect()
     gc.freeze()  # the model and the libraries stay: no collection need visit them
     try:
@@ -140,7 +155,7 @@ def _train(prepared: Prepared, opened: Open) -> int:
                     backend,
                     engine,
                     batches,
-                    None if held_out is None else lambda: watchdog.over(eval_batches(prepared, held_out)),
+                    evaluation if prepared.data.evals else None,
                     progress=progress,
                     cadence=_cadence(prepared),
                     schedule=prepared.schedule,
@@ -158,7 +173,9 @@ def _train(prepared: Prepared, opened: Open) -> int:
             reporter.on_stop(progress)
             reporter.say(f"stopped at step {progress.step}, checkpoint saved; run the same command to go on")
             return EXIT_STOPPED
-        complete = progress.step == prepared.steps
+        complete = progress.ended or progress.step == prepared.steps
+        if progress.ended:
+            reporter.say(why_ended(progress))
         reporter.on_end(progress, complete=complete)
         if complete:
             sample(prepared, engine, reporter)
@@ -167,7 +184,9 @@ def _train(prepared: Prepared, opened: Open) -> int:
         reporter.close()
         gc.unfreeze()
     if backend.rank == 0:
-        finish(prepared, output, reporter, checkpoints.latest(), opened.profiler, complete=complete)
+        latest = checkpoints.latest()
+        chosen = checkpoint_to_export(prepared, checkpoints, progress, reporter)
+        finish(prepared, output, reporter, latest, opened.profiler, complete=complete, exported=chosen)
     output.publish()
     return EXIT_DONE
 
@@ -176,6 +195,7 @@ def _cadence(prepared: Prepared) -> Cadence:
     config, samples = prepared.config, len(prepared.data.train)
     return Cadence(
         until=prepared.until,
+        stops_early=prepared.until < prepared.steps,
         log_every=config.log.every_steps,
         eval_every=config.train.eval_every or 0,
         save_every=config.checkpoint.every_steps or 0,
@@ -192,7 +212,7 @@ def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress],
         output=opened.output,
         progress=opened.restored.progress,
         total_steps=prepared.steps,
-        tokens_per_sample=config.data.seq_len,
+        tokens_per_sample=config.data.seq_len * (1 - prepared.data.train.waste),
         flops_per_token=prepared.flops_per_token,
         precision=config.precision,
         trackers=config.log.trackers,

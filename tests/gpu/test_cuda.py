@@ -197,13 +197,22 @@ def test_compiled(
     assert run(cuda, compile=True) == pytest.approx(truth, rel=1e-4)
 
 
-def test_flash_attention(cuda: str, run: Run) -> None:
+@pytest.mark.parametrize("packing", [True, "documents"])
+def test_flash_attention(packing: bool | str, cuda: str, run: Run) -> None:
     if importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn is not installed")
-    expected = run(cuda, precision="bf16")
-    assert run(cuda, precision="bf16", model__attention="flash_attention_2") == pytest.approx(
-        expected, rel=5e-3
-    )
+    expected = run(cuda, precision="bf16", data__packing=packing)
+    ours = run(cuda, precision="bf16", data__packing=packing, model__attention="flash_attention_2")
+    assert ours == pytest.approx(expected, rel=5e-3)
+
+
+def test_packed_documents(device: str, run: Run) -> None:
+    """A mask for the whole sample, and a call per document on a CPU."""
+    given = {"data__packing": "documents", "data__seq_len": 64}
+    expected = run("cpu", model__attention="eager", **given)
+    assert run(device, **given) == pytest.approx(expected, rel=CLOSE[device])
+    if device == "cuda":
+        assert run(device, compile=True, **given) == pytest.approx(expected, rel=CLOSE[device])
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------
@@ -238,12 +247,20 @@ def test_checkpoints_move_between_devices(device: str, tmp_path: Path, corpus: P
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "adamw_8bit"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["alone", "sharded"])
+@pytest.mark.parametrize("packing", [True, "documents"])
 def test_the_host_waits_for_nothing_between_logs(
-    optimizer: str, sharded: bool, cuda: str, tmp_path: Path, corpus: Path, one_rank: Callable[[str], None]
+    packing: bool | str,
+    optimizer: str,
+    sharded: bool,
+    cuda: str,
+    tmp_path: Path,
+    corpus: Path,
+    one_rank: Callable[[str], None],
 ) -> None:
     if sharded:
         one_rank(cuda)
-    config = configured(tmp_path, corpus, backend=cuda, precision="bf16", train__optimizer=optimizer)
+    settings = {"precision": "bf16", "train__optimizer": optimizer, "data__packing": packing}
+    config = configured(tmp_path, corpus, backend=cuda, **settings)
     backend = create_backend(cuda)
     settled = settle(config, backend.name)
     backend.start()

@@ -45,6 +45,20 @@ def our_losses(config: RunConfig, steps: int = STEPS) -> Losses:
         return [(float(result.loss), float(result.grad_norm)) for result in results]
 
 
+def one_document_each(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """A batch of whole packed documents as batches of one document, without padding; others as they are."""
+    if "document_lengths" not in batch:
+        return [batch]
+    found = []
+    for row, lengths in enumerate(batch["document_lengths"].tolist()):
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        for start, end in zip([0, *ends], ends, strict=False):
+            one = {name: batch[name][row : row + 1, start:end] for name in ("input_ids", "labels")}
+            if (one["labels"] != -100).any():
+                found.append(one)
+    return found
+
+
 def plain_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     """The same run as a person would write it without this project: one process, the whole batch at once."""
     backend = create_backend("cpu")
@@ -73,10 +87,16 @@ def plain_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     )
     results = []
     for step in range(steps):
-        batch: dict[str, Any] = next(loader)
-        labels = batch.pop("labels")
-        logits = model(**batch, use_cache=False).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        sums, valid = [], 0
+        for batch in one_document_each(next(loader)):
+            labels = batch.pop("labels")
+            logits = model(**batch, use_cache=False).logits
+            loss = functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+            )
+            sums.append(loss)
+            valid += int((labels != -100).sum())
+        loss = torch.stack(sums).sum() / valid
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:

@@ -153,6 +153,20 @@ def test_the_loss_in_parts_counts(chunk: int) -> None:
     assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
 
 
+def test_the_mask_of_packed_documents_counts() -> None:
+    """With autocast's rules of a GPU; on a CPU there is none."""
+    totals = {}
+    for packing in (True, "documents"):
+        config = config_of("llama", "bf16", "full", **{"data.packing": packing})
+        model = built(config)
+        request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=True)
+        totals[packing] = activations(model, request).total
+        assert totals[packing] == pytest.approx(measured(model, request), rel=0.1)
+        on_cpu = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
+        assert activations(model, on_cpu).total == totals[True]
+    assert totals["documents"] > totals[True]
+
+
 def test_depth_is_proportion() -> None:
     """One layer and two tell what 80 take, and nothing is allocated but on fake devices."""
     config = config_of("llama", "bf16", "none", **{"model.config.num_hidden_layers": 9})

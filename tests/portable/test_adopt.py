@@ -294,6 +294,11 @@ STARS = KnownClasses("model.name_or_path", ("1", "2", "3"))
         ([0, 1, 2], None, UNNAMED, ("0", "1", "2"), (0, 1, 2)),
         ([0, 2], None, UNNAMED, UNNAMED.names, (0, 2)),
         (["LABEL_0", "LABEL_1", "LABEL_2"], None, UNNAMED, UNNAMED.names, (0, 1, 2)),
+        # The data may lack some of the model's classes.
+        (["negative", "positive"], None, NAMED, NAMED.names, (0, 2)),
+        ([0, 1], ["positive", "negative"], NAMED, NAMED.names, (2, 0)),
+        ([2, 3], None, STARS, STARS.names, (1, 2)),
+        (["LABEL_2", "LABEL_1"], None, UNNAMED, UNNAMED.names, (2, 1)),
     ],
 )
 def test_classes_are_the_models(
@@ -311,11 +316,11 @@ def test_classes_are_the_models(
     ("labels", "declared", "known"),
     [
         (["bad", "good", "neutral"], None, NAMED),
-        (["negative", "positive"], None, NAMED),
+        (["negative", "good"], None, NAMED),
         ([0, 3], None, NAMED),
-        ([1, 2], None, STARS),
+        ([0, 1], None, STARS),
         (["a", "b"], None, UNNAMED),
-        ([0, 1], ["negative", "positive"], NAMED),
+        ([0, 1], ["negative", "other"], NAMED),
     ],
 )
 def test_other_classes_are_refused_with_both_lists(
@@ -326,6 +331,12 @@ def test_other_classes_are_refused_with_both_lists(
     told = str(caught.value)
     assert told.startswith("data.label_field: ") and known.names[0] in told and "\n" not in told
     assert str((declared or labels)[0]) in told
+
+
+def test_only_names_that_are_guessed_are_told() -> None:
+    assert UNNAMED.renamed(("a", "b", "c"))
+    assert not UNNAMED.renamed(("0", "1", "2")) and not UNNAMED.renamed(UNNAMED.names)
+    assert not NAMED.renamed(NAMED.names)
 
 
 def test_a_label_that_is_no_class_and_a_single_one_are_refused() -> None:

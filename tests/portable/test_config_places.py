@@ -18,6 +18,7 @@ NO_PLACES = {
     "data.label_field",
     "data.source_language",
     "data.source_prefix",
+    "checkpoint.best_metric",
     "data.split",
     "data.target_field",
     "data.target_language",

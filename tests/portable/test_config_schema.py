@@ -210,6 +210,11 @@ CONFLICTS: list[tuple[dict[str, Any], list[str]]] = [
         ["data.packing", "model.task"],
     ),
     ({"model": {"task": "seq2seq-lm"}, "data": {**PAIRS, "packing": True}}, ["data.packing", "model.task"]),
+    (
+        {"model": {"task": "seq2seq-lm"}, "data": {**PAIRS, "packing": "documents"}},
+        ["data.packing", "model.task"],
+    ),
+    ({"model": {"task": "masked-lm"}, "data": {"packing": "documents"}}, ["data.packing", "model.task"]),
     ({"model": {"task": "seq2seq-lm"}}, ["data.source", "model.task"]),
     ({"data": {"tokenizer": "gpt2", "vocab_size": 500}}, ["data.vocab_size", "data.tokenizer"]),
     ({"backend": "cpu", "precision": "fp16", "strategy": "zero2"}, ["precision", "backend"]),

@@ -214,12 +214,13 @@ def test_text_that_is_cut_off_is_told(settings: Settings, tmp_path: Path) -> Non
     assert data.sizes.tokens is not None
     assert data.sizes.cut == pytest.approx(1 - held / data.sizes.tokens)
     assert len(data.train) == 1 and data.sizes.cut > 0.9
-    assert data.sizes.warning is not None and "data.text_split" in data.sizes.warning
+    (warning,) = data.sizes.warnings
+    assert "data.text_split" in warning
     assert f"{data.sizes.cut:.0%} of the tokens are cut off" in str(data.sizes)
     assert inspect_data(given) == data.sizes
     lines = build_data(replace(given, text_split="line"))
-    assert (len(lines.train), lines.sizes.warning) == (40, None)
-    assert build_data(replace(given, packing=True)).sizes.warning is None
+    assert (len(lines.train), lines.sizes.warnings) == (40, [])
+    assert build_data(replace(given, packing=True)).sizes.warnings == []
 
 
 def test_classes_of_a_hub_data_set(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from portable.durable import write_durably
 from portable.errors import UserError
 from portable.output.lock import locked
 from portable.reporting.events import History, read_events
-from portable.reporting.html_report import Run, _machine, main
+from portable.reporting.html_report import Run, _machine, main, write_report
 from portable.reporting.metrics import MetricsFile
 from portable.reporting.svg import POINTS, thinned
 from portable.run.rank import run_rank
@@ -366,3 +366,35 @@ def test_a_run_writes_through_no_link(tmp_path: Path, corpus: Path, name: str) -
     else:
         assert not (folder / name).is_symlink()
     assert mine.read_text() == "mine"
+
+
+def test_evaluations_by_name(tmp_path: Path) -> None:
+    """Sources share a chart, classes too; a confusion matrix is a table, and what is none is left out."""
+    from portable.reporting.loss_plot import plot_loss
+
+    matrix = {"classes": ["a", "</script>"], "counts": [[3, 1], [0, 2]]}
+    rows = [
+        {"step": 1, "loss": 2.0},
+        {
+            "step": 1,
+            "eval_loss/news": 2.5,
+            "eval_loss/code": 1.5,
+            "eval_f1.a/news": 0.5,
+            "eval_f1.b/news": 0.7,
+        }
+        | {"eval_accuracy/news": 0.3, "eval_accuracy/code": 0.4, "eval_confusion/news": matrix}
+        | {"eval_confusion/code": {"classes": ["a"], "counts": [[1, 2]]}, "eval_confusion": {"counts": 1}},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = Run.read(tmp_path)
+    assert run.confusions() == [{"name": "Evaluation confusion, news", "step": 1, **matrix}]
+    assert run.facts()["evaluation loss, code"] == "1.5000 (best 1.5000)"
+    write_report([tmp_path], tmp_path / "report.html")
+    data = data_of(tmp_path / "report.html")
+    series = [metric["series"] for metric in data["metrics"]]
+    assert series[0] == ["loss", "eval_loss", "eval_loss/news", "eval_loss/code"]
+    assert ["eval_accuracy/news", "eval_accuracy/code"] in series
+    assert ["eval_f1.a/news", "eval_f1.b/news"] in series
+    assert data["runs"][0]["confusions"][0]["counts"] == [[3, 1], [0, 2]]
+    picture = plot_loss(tmp_path)
+    assert picture is not None and ">news<" in picture.read_text() and ">code<" in picture.read_text()

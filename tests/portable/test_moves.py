@@ -48,13 +48,15 @@ def leg(folder: Path, corpus: Path, settings: dict[str, Any], size: int) -> int:
 class Runner:
     """Runs an engine on a number of ranks or devices until :data:`ENDS_AT`."""
 
-    def __init__(self, corpus: Path, engines: Engines) -> None:
+    def __init__(self, corpus: Path, engines: Engines, **settings: Any) -> None:
         self._corpus = corpus
         self._engines = engines
+        self._settings = settings
 
     def __call__(self, name: str, size: int, folder: Path) -> list[float]:
         """The losses of the steps after :data:`MOVES_AT`, on record in ``folder`` when it is done."""
-        assert self._engines.run(name, size, leg, folder, self._corpus, ENGINES[name].settings, size) == 0
+        settings = {**ENGINES[name].settings, **self._settings}
+        assert self._engines.run(name, size, leg, folder, self._corpus, settings, size) == 0
         rows = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
         return [rows[step] for step in range(MOVES_AT + 1, ENDS_AT + 1)]
 
@@ -110,6 +112,27 @@ def test_goes_on_from_the_reference(
 ) -> None:
     folder = Path(shutil.copytree(reference[0], tmp_path / "run"))
     assert runner(name, size, folder) == pytest.approx(reference[1], rel=LOSSES)
+
+
+@pytest.fixture(scope="module")
+def packing(corpus: Path, engines: Engines) -> Runner:
+    """Of runs whose samples are whole documents."""
+    return Runner(corpus, engines, data__packing="documents", data__seq_len=64)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, packing: Runner) -> tuple[Path, list[float]]:
+    folder = tmp_path_factory.mktemp("packed") / "run"
+    losses = packing("no_shard", 1, folder)
+    return back_to_the_move(folder), losses
+
+
+@pytest.mark.parametrize(("name", "size"), [("full_shard", 3), ("zero2", 2), ("zero3", 3), ("xla", 2)])
+def test_goes_on_with_packed_documents(
+    name: str, size: int, packed: tuple[Path, list[float]], tmp_path: Path, packing: Runner
+) -> None:
+    folder = Path(shutil.copytree(packed[0], tmp_path / "run"))
+    assert packing(name, size, folder) == pytest.approx(packed[1], rel=LOSSES)
 
 
 def goes_on_with(source: str, target: str) -> int:

@@ -1,0 +1,322 @@
+"""What libtpu's compiler says of a step, beside the plan: model x slice x strategy.
+
+``python -m benchmarks.tpu_compile --docs docs/tpu.md --json tpu.json`` traces each step without weights,
+compiles it for the slice and writes a table. It needs no TPU. Large models take minutes each: ``--case``
+chooses, and ``--json`` keeps what earlier calls have found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.machine import command_line
+from benchmarks.pages import put_into
+from portable.config import load_config
+from portable.errors import UserError
+from portable.model import build as models
+from portable.planner.compiled import compare
+from portable.planner.device_lookup import named
+from portable.planner.memory_model import Cluster, Setting
+from portable.planner.meta_model import MetaModel
+from portable.planner.plan import Planner, Target
+from tpu.compile.compiler import compile_graphs, find_library
+from tpu.compile.slices import find_slice
+from tpu.compile.trace import ANSWER, trace_graphs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.config import RunConfig
+
+MARKS = "<!-- benchmarks.tpu_compile: begin -->", "<!-- benchmarks.tpu_compile: end -->"
+GIB = 1 << 30
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "llama-1b": {
+        **_LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "llama-8b": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama-70b": {
+        **_LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
+# Two layers of real width: what each architecture and setting compiles to, in seconds.
+_WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {**_WIDE, "model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False},
+    "qwen2": {**_WIDE, "model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen3": {**_WIDE, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128},
+    "mistral": {**_WIDE, "model_type": "mistral", "vocab_size": 32768},
+    "gemma2": {**_WIDE, "model_type": "gemma2", "vocab_size": 256000, "head_dim": 128},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_embd": 1024,
+        "n_layer": 2,
+        "n_head": 16,
+        "n_positions": 1024,
+    },
+    "opt": {
+        "model_type": "opt",
+        "vocab_size": 50272,
+        "hidden_size": 1024,
+        "word_embed_proj_dim": 1024,
+        "ffn_dim": 4096,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 1024,
+    },
+    "bert": {
+        "model_type": "bert",
+        "vocab_size": 30522,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 1024,
+    },
+    "t5": {
+        "model_type": "t5",
+        "vocab_size": 32128,
+        "d_model": 1024,
+        "d_kv": 64,
+        "d_ff": 2816,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 16,
+    },
+    "mixtral": {
+        **_WIDE,
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+OTHER_TASKS: dict[str, dict[str, Any]] = {
+    "bert": {"model.task": "masked-lm", "data.packing": False},
+    "t5": {"model.task": "seq2seq-lm", "data.target_field": "text", "data.source": "texts.jsonl"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to compile."""
+
+    model: str
+    device: str
+    devices: int
+    strategy: str
+    micro_batch: int
+    seq_len: int
+    recompute: str = "full"
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = [self.model, f"{self.device}-{self.devices}", self.strategy, self.recompute]
+        parts += [self.precision] * (self.precision != "bf16") + [self.optimizer] * (
+            self.optimizer != "adamw"
+        )
+        parts += [f"{self.micro_batches}-micro-batches"] * (self.micro_batches > 1)
+        return "/".join(parts)
+
+    def config(self, folder: str) -> RunConfig:
+        architecture = {**SMALL, **MODELS}[self.model]
+        hybrid = {"fsdp.shard_group_size": 2} if self.strategy.startswith("hybrid") else {}
+        return load_config(
+            None,
+            {
+                "backend": "xla",
+                "output_dir": folder,
+                "model.config": architecture,
+                "strategy": self.strategy,
+                "precision": self.precision,
+                "data.seq_len": self.seq_len,
+                "data.eval_fraction": 0,
+                "log.sample_tokens": 0,
+                "train.optimizer": self.optimizer,
+                "train.micro_batch_size": self.micro_batch,
+                "train.global_batch_size": self.micro_batch * self.devices * self.micro_batches,
+                "memory.activation_checkpointing": self.recompute,
+                **hybrid,
+                **OTHER_TASKS.get(self.model, {}),
+            },
+        )
+
+
+CASES = (
+    Case("qwen2-0.5b", "v5e", 4, "full_shard", 1, 2048),
+    Case("llama-1b", "v5e", 8, "full_shard", 1, 4096),
+    Case("llama-1b", "v5e", 8, "shard_grad_op", 1, 4096),
+    Case("llama-8b", "v5e", 16, "full_shard", 1, 4096),
+    Case("llama-8b", "v5p", 16, "full_shard", 1, 8192),
+    Case("llama-70b", "v5p", 64, "full_shard", 1, 8192),
+    *(Case(model, "v5e", 4, "full_shard", 2, 256 if model == "mixtral" else 1024) for model in SMALL),
+    *(
+        Case("llama", "v5e", 4, strategy, 2, 1024, recompute)
+        for strategy in ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
+        for recompute in ("none", "full")
+        if (strategy, recompute) != ("full_shard", "full")
+    ),
+    Case("llama", "v5e", 4, "full_shard", 2, 1024, precision="fp32"),
+    Case("llama", "v5e", 4, "full_shard", 2, 1024, optimizer="adafactor"),
+    Case("llama", "v5e", 4, "full_shard", 2, 1024, optimizer="sgd"),
+    Case("llama", "v5e", 4, "full_shard", 2, 1024, micro_batches=4),
+)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Trace, compile and plan one case. Sizes in bytes, of one device."""
+    with tempfile.TemporaryDirectory(prefix="tpu-compile-") as scratch:
+        config = case.config(scratch)
+        model = models.build_model(models.model_config(config.model), config.model)
+        device = named(case.device)
+        target = Target("xla", Cluster(case.devices, device.per_node), device, None)
+        planner = Planner(config, MetaModel(model, config), target)
+        folder = Path(scratch) / "graphs"
+        traced = trace_graphs(config, case.devices, folder)
+        host = json.loads((folder / ANSWER).read_text("utf-8"))["host_bytes"]
+        logits = case.micro_batch * case.seq_len * planner.model.vocab_size
+        compiled = compile_graphs(
+            {graph.name: graph.path for graph in traced},
+            find_slice(case.device, case.devices, None),
+            find_library(),
+            logits,
+        )
+    compared = compare(compiled, planner.option(Setting.of(config)), case.micro_batches)
+    return {
+        **asdict(case),
+        "libtpu": compiled.compiler,
+        "fits": compiled.fits,
+        "problems": list(compiled.problems),
+        "hbm_bytes": compiled.hbm_bytes,
+        "peak_bytes": compiled.peak_bytes,
+        "plan": {line.name: [line.planned, line.compiled, line.percent] for line in compared},
+        "graphs": [asdict(graph) for graph in compiled.graphs],
+        "trace_seconds": round(sum(graph.seconds for graph in traced), 1),
+        "trace_host_bytes": host,
+        "compile_host_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+    }
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table, one line a case."""
+    lines = [
+        "| step | slice | fits | peak, GiB | plan, GiB | state: compiler to plan | TFLOP a chip | "
+        "sends, GiB | trace, s | compile, s |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in found:
+        graphs, plan = row["graphs"], row["plan"]
+        times = {"micro-batch": row["micro_batches"]}
+        step = ", ".join([row["model"], f"`{row['strategy']}`", row["recompute"], *_unusual(row)])
+        flops = sum(graph["flops"] * times.get(graph["name"], 1) for graph in graphs) / 1e12
+        state = plan["state (arguments)"][2]
+        cells = [
+            f"{step}, {row['micro_batch']} x {row['seq_len']}",
+            f"{row['device']}-{row['devices']}",
+            "yes" if row["fits"] else "no",
+            f"{row['peak_bytes'] / GIB:.2f}",
+            f"{plan['peak'][0] / GIB:.2f}",
+            "" if state is None or not graphs else f"{state:+.1f} %",
+            f"{flops:.3g}",
+            f"{plan['sent in a step'][1] / GIB:.2f}",
+            f"{row['trace_seconds']:.0f}",
+            f"{sum(graph['compile_seconds'] for graph in graphs):.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _unusual(row: dict[str, Any]) -> list[str]:
+    usual = {"precision": "bf16", "optimizer": "adamw"}
+    found = [row[key] for key, value in usual.items() if row[key] != value]
+    return found + ([f"{row['micro_batches']} micro-batches"] if row["micro_batches"] > 1 else [])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu_compile", description=__doc__)
+    parser.add_argument(
+        "--case", nargs="+", metavar="TEXT", help="only cases with one of these in their name"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the results to this file")
+    parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
+    given = parser.parse_args(argv)
+    cases = [case for case in CASES if not given.case or any(text in case.name for text in given.case)]
+    if given.list:
+        print("\n".join(case.name for case in cases))
+        return 0
+    known: dict[str, dict[str, Any]] = {}
+    if given.json is not None and given.json.exists():
+        known = json.loads(given.json.read_text("utf-8"))
+    for case in cases:
+        try:
+            known[case.name] = measure(case)
+        except UserError as error:
+            print(f"{case.name}: {error}", file=sys.stderr, flush=True)
+            continue
+        print(table([known[case.name]]).splitlines()[-1], file=sys.stderr, flush=True)
+        if given.json is not None:
+            given.json.write_text(json.dumps(known, indent=1), "utf-8")
+    rows = [known[case.name] for case in CASES if case.name in known]
+    command = command_line("benchmarks.tpu_compile", argv)
+    print(f"$ {command}\n\n{table(rows)}")
+    if given.docs is not None:
+        put_into(given.docs, f"\n{table(rows)}\n\n`{command}`\n", *MARKS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""``--show-data``: samples of a run, with the tokens that are trained."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from converters.console import say
+from portable.data.preview import in_words, preview
+from portable.errors import UserError
+from portable.model import build as models
+from portable.model.special_tokens import SpecialTokens
+from portable.run.prepare import open_data
+
+if TYPE_CHECKING:
+    from portable.run.settle import Settled
+
+
+def show_data(settled: Settled, count: int) -> int:
+    """Print the first ``count`` samples; builds the token cache, and nothing else."""
+    config = settled.config
+    if config.model.task != "causal-lm":
+        raise UserError(f"--show-data: shows samples of causal-lm, not of {config.model.task}; remove it")
+    model_config = models.model_config(config.model)
+    data = open_data(config, model_config, SpecialTokens(model_config, config.model))
+    for warning in data.sizes.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    say(in_words(preview(data, count, config.seed), colour=colour))
+    return 0

@@ -1,0 +1,185 @@
+"""Samples to look at: what the model is shown, and which tokens it is trained on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portable.data.order import locate
+from portable.data.samples import IGNORED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.data.dataset import Data
+
+PREVIEW_FILE = "data_samples.json"
+SHOWN = 3
+"""Samples in a run's file, for its report."""
+_BINS = 12
+_CHUNK = 1 << 20
+_MOST_CHARS = 20_000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a run.
+
+    Attributes:
+        position: its place in the run, from 0.
+        documents: the numbers of the source's documents in it.
+        tokens: that are not padding.
+        trained: labels that count.
+        pieces: its text, cut where training begins and ends, each with whether it is trained.
+    """
+
+    position: int
+    documents: list[int]
+    tokens: int
+    trained: int
+    pieces: list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The data of a run in a few numbers and samples.
+
+    Attributes:
+        facts: the numbers, in words.
+        lengths: how many documents have a length from the first number to below the second, which is None
+            for the last.
+        samples: the first of the run.
+    """
+
+    facts: dict[str, str]
+    lengths: list[tuple[int, int | None, int]]
+    samples: list[Sample]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def preview(data: Data, count: int, seed: int) -> Preview:
+    """Look at the data of a run, and at its first ``count`` samples.
+
+    Args:
+        data: of a causal language model.
+        count: how many samples.
+        seed: of the run, which orders them.
+    """
+    assert data.tokens is not None
+    tokens, length = data.tokens, data.sizes.seq_len
+    lengths, taken = _lengths(data)
+    used = [sample for at in range(min(count, len(data.train))) if (sample := _sample(data, at, seed))]
+    mean = tokens.total_tokens / max(1, tokens.documents)
+    facts = {
+        "source": data.sizes.source,
+        "documents": f"{tokens.documents:,}",
+        "samples": f"{len(data.train):,} to train, of {length:,} tokens",
+        "tokens": f"{tokens.total_tokens:,}, {mean:,.1f} a document",
+        "trained": "all" if data.sizes.trained is None else f"{data.sizes.trained:.1%} of the tokens",
+    }
+    if data.sizes.truncated is not None and (lost := str(data.sizes.truncated)):
+        facts["truncated"] = lost
+    padded = data.sizes.packing is False
+    waste = 1 - taken / max(1, tokens.documents * length) if padded else data.train.waste
+    facts["padding"] = f"{waste:.1%} of the positions"
+    if data.end_of_turn is not None:
+        facts["an answer ends with"] = data.tokenizer.decode([data.end_of_turn])
+    return Preview(facts, lengths, used)
+
+
+def _lengths(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
+    """The histogram of the documents' lengths, and the positions that they fill without packing."""
+    assert data.tokens is not None
+    length = data.sizes.seq_len
+    step = max(1, -(-length // (_BINS - 4)))
+    counts = np.zeros(_BINS + 1, dtype=np.int64)
+    taken = 0
+    for start in range(0, data.tokens.documents, _CHUNK):
+        sizes = np.diff(data.tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64))
+        counts += np.bincount(np.minimum(sizes // step, _BINS), minlength=_BINS + 1)
+        taken += int(np.clip(sizes - 1, 0, length).sum())
+    used = np.flatnonzero(counts)
+    bins = [
+        (at * step, None if at == _BINS else (at + 1) * step, int(counts[at]))
+        for at in range(int(used[0]), int(used[-1]) + 1)
+    ]
+    return bins, taken
+
+
+def _sample(data: Data, position: int, seed: int) -> Sample:
+    epoch, index = locate(position, len(data.train), seed)
+    arrays = data.train.arrays([(epoch, index)])
+    inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
+    filled = len(inputs)
+    if "attention_mask" in arrays:
+        filled = int(arrays["attention_mask"][0].sum())
+    elif "document_lengths" in arrays:  # those of the documents, then of the padding
+        filled = int(arrays["document_lengths"][0][: len(data.train.documents(index))].sum())
+    runs: list[tuple[list[int], bool]] = []
+
+    def add(token: int, trained: bool) -> None:
+        if not runs or runs[-1][1] != trained:
+            runs.append(([], trained))
+        runs[-1][0].append(token)
+
+    for at in range(filled):
+        add(inputs[at], at > 0 and labels[at - 1] == inputs[at])
+        # The last token of a document is only a label.
+        if labels[at] != IGNORED and (at + 1 == filled or inputs[at + 1] != labels[at]):
+            add(labels[at], True)
+    pieces, left = [], _MOST_CHARS
+    for ids, trained in runs:
+        text = data.tokenizer.decode(ids)
+        pieces.append((text[:left] + ("..." if len(text) > left else ""), trained))
+        left -= len(text)
+        if left <= 0:
+            break
+    counted = sum(label != IGNORED for label in labels)
+    documents = [int(number) for number in data.train.documents(index)]
+    return Sample(position, documents, sum(len(ids) for ids, _ in runs), counted, pieces)
+
+
+def in_words(shown: Preview, *, colour: bool) -> str:
+    """The preview as text.
+
+    Args:
+        shown: from :func:`preview`.
+        colour: mark what is trained by colour, else by double brackets.
+    """
+    from portable.formatting import table
+
+    most = max((count for *_, count in shown.lengths), default=1) or 1
+    rows = [
+        (f"{low:,} to {high - 1:,}" if high is not None else f"{low:,} and more", count)
+        for low, high, count in shown.lengths
+    ]
+    bars = [(name, f"{'#' * -(-40 * count // most):<40} {count:,}") for name, count in rows]
+    parts = [table(list(shown.facts.items())), "tokens a document", table(bars)]
+    for sample in shown.samples:
+        which = _listed(sample.documents)
+        head = (
+            f"--- sample {sample.position}, of {which}: {sample.tokens:,} tokens, {sample.trained:,} trained"
+        )
+        parts.append(f"{head}\n{_marked(sample.pieces, colour)}")
+    return "\n".join(parts)
+
+
+def _listed(documents: Sequence[int]) -> str:
+    several = f" to {documents[-1]}" if len(documents) > 1 else ""
+    return f"document{'s' if several else ''} {documents[0] if documents else '?'}{several}"
+
+
+def _marked(pieces: list[tuple[str, bool]], colour: bool) -> str:
+    opening, closing = ("\x1b[32m", "\x1b[0m") if colour else ("[[", "]]")
+    return "".join(
+        f"{opening}{_plain(text)}{closing}" if trained else _plain(text) for text, trained in pieces
+    )
+
+
+def _plain(text: str) -> str:
+    """``text`` without the control characters by which it could command a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)

@@ -1,0 +1,1 @@
+"""Evaluation: metrics as sums over all ranks, the best checkpoints, early stopping."""

@@ -1,0 +1,270 @@
+"""The metrics that ``train.metrics`` knows by name, for each task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.data.classes import MULTI, REGRESSION, SINGLE
+from portable.errors import UserError
+from portable.evaluation.generation import TEXT_METRICS, TextMetrics
+from portable.evaluation.metrics import LABELS, LOSS, Measures, divided, finite_exp, own_metric
+from portable.evaluation.standing import MOST_CLASSES
+from portable.model.loss import IGNORED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from portable.backend import Batch
+    from portable.evaluation.metrics import Metric, Totals
+    from portable.model.loss import Outputs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the metrics of a run depend on.
+
+    Attributes:
+        task: ``model.task``, with the problem type of a classifier.
+        classes: names of the classes, by id.
+        tokenizer: to generate texts.
+    """
+
+    task: str
+    classes: tuple[str, ...] = ()
+    tokenizer: Any = None
+
+
+class Perplexity:
+    """The exponential of the mean loss."""
+
+    needs = None
+    higher_is_better = False
+    names = ("perplexity",)
+
+    def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        return {}
+
+    def values(self, totals: Totals) -> dict[str, float]:
+        return {"perplexity": finite_exp(float(totals[LOSS]) / max(float(totals[LABELS]), 1))}
+
+
+class Accuracy:
+    """The share of labels that are predicted: of tokens, or of texts for a classifier."""
+
+    needs = "predictions"
+    higher_is_better = True
+    names = ("accuracy",)
+
+    def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        labels = batch["labels"]
+        assert outputs.predictions is not None
+        return {"right": ((outputs.predictions == labels) & (labels != IGNORED)).sum()}
+
+    def values(self, totals: Totals) -> dict[str, float]:
+        return {"accuracy": float(totals["right"]) / max(float(totals[LABELS]), 1)}
+
+
+class _ByClass:
+    needs = "predictions"
+
+    def __init__(self, setting: Setting) -> None:
+        self.classes = setting.classes
+
+    def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """How often each label (row) got each prediction (column), int64 ``[classes, classes]``."""
+        count, labels, predictions = len(self.classes), batch["labels"], outputs.predictions
+        assert predictions is not None
+        valid = labels != IGNORED
+        cells = torch.where(valid, labels, 0) * count + predictions
+        counts = torch.zeros(count * count, dtype=torch.int64, device=labels.device)
+        counts = counts.scatter_add(0, cells.reshape(-1), valid.long().reshape(-1))
+        return {"counts": counts.view(count, count)}
+
+
+class Confusion(_ByClass):
+    """The confusion matrix: a row for each class of the data, a column for each prediction.
+
+    It is left out above 100 classes, where it would fill the log.
+    """
+
+    names = ("confusion",)
+
+    def values(self, totals: Totals) -> dict[str, Any]:
+        if len(self.classes) > MOST_CLASSES:
+            return {}
+        counts = [[int(cell) for cell in row] for row in totals["counts"].tolist()]
+        return {"confusion": {"classes": list(self.classes), "counts": counts}}
+
+
+class F1(_ByClass):
+    """F1 of each class, and ``f1``, their mean over the classes that occur in the data or the predictions."""
+
+    higher_is_better = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("f1", *(f"f1.{name}" for name in self.classes))
+
+    def values(self, totals: Totals) -> dict[str, float]:
+        counts = totals["counts"]
+        return _f1_values(counts.diagonal(), counts.sum(dim=0), counts.sum(dim=1), self.classes, "f1")
+
+
+def _f1_values(
+    right: Tensor, predicted: Tensor, present: Tensor, classes: Sequence[str], macro: str
+) -> dict[str, float]:
+    each = divided(2 * right, predicted + present)
+    occur = (predicted + present) > 0
+    mean = float(each[occur].mean()) if occur.any() else 0.0
+    return {macro: mean, **{f"f1.{name}": float(value) for name, value in zip(classes, each, strict=True)}}
+
+
+class SubsetAccuracy:
+    """Several classes per text: the share of texts whose classes are all predicted, and no other."""
+
+    needs = "logits"
+    higher_is_better = True
+    names = ("accuracy",)
+
+    def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        chosen, wanted, valid = _several(outputs, batch)
+        rows = valid.any(dim=-1)
+        return {"right": (((chosen == wanted) | ~valid).all(dim=-1) & rows).sum(), "rows": rows.sum()}
+
+    def values(self, totals: Totals) -> dict[str, float]:
+        return {"accuracy": float(totals["right"]) / max(float(totals["rows"]), 1)}
+
+
+class F1OfSeveral:
+    """Several classes per text: F1 over all decisions (micro), the mean over classes (macro), and each."""
+
+    needs = "logits"
+    higher_is_better = True
+
+    def __init__(self, setting: Setting) -> None:
+        self.classes = setting.classes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("f1_micro", "f1_macro", *(f"f1.{name}" for name in self.classes))
+
+    def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        chosen, wanted, valid = _several(outputs, batch)
+        return {
+            "right": (chosen & wanted & valid).sum(dim=0),
+            "predicted": (chosen & valid).sum(dim=0),
+            "present": (wanted & valid).sum(dim=0),
+        }
+
+    def values(self, totals: Totals) -> dict[str, float]:
+        right, predicted, present = (totals[name] for name in ("right", "predicted", "present"))
+        micro = float(divided(2 * right.sum(), predicted.sum() + present.sum()))
+        return {"f1_micro": micro} | _f1_values(right, predicted, present, self.classes, "f1_macro")
+
+
+def _several(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """What a classifier of several classes chooses, what is right, and where there is a label."""
+    assert outputs.logits is not None
+    labels = batch["labels"]
+    return outputs.logits.float() > 0, labels > 0.5, ~labels.isnan()
+
+
+class _Errors:
+    """Sums for regressions, each float64 ``[numbers]``."""
+
+    needs = "logits"
+
+    def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        assert outputs.logits is not None
+        labels = batch["labels"].double()
+        labels = labels if labels.dim() > 1 else labels[:, None]
+        valid = ~labels.isnan()
+        labels = torch.where(valid, labels, 0.0)
+        errors = torch.where(valid, outputs.logits.double().reshape(labels.shape) - labels, 0.0)
+        return {
+            "count": valid.sum(dim=0),
+            "absolute": errors.abs().sum(dim=0),
+            "squared": errors.square().sum(dim=0),
+            "sum": labels.sum(dim=0),
+            "labels squared": labels.square().sum(dim=0),
+        }
+
+
+class MeanSquaredError(_Errors):
+    """The mean squared error over all numbers."""
+
+    higher_is_better = False
+    names = ("mse",)
+
+    def values(self, totals: Totals) -> dict[str, float]:
+        return {"mse": float(divided(totals["squared"].sum(), totals["count"].sum()))}
+
+
+class MeanAbsoluteError(_Errors):
+    """The mean absolute error over all numbers."""
+
+    higher_is_better = False
+    names = ("mae",)
+
+    def values(self, totals: Totals) -> dict[str, float]:
+        return {"mae": float(divided(totals["absolute"].sum(), totals["count"].sum()))}
+
+
+class R2(_Errors):
+    """The share of the labels' variance that is explained; the mean over the numbers of a text."""
+
+    higher_is_better = True
+    names = ("r2",)
+
+    def values(self, totals: Totals) -> dict[str, float]:
+        mean = divided(totals["sum"], totals["count"])
+        variance = totals["labels squared"] - totals["sum"] * mean
+        return {"r2": float((1 - divided(totals["squared"], variance)).mean())}
+
+
+_LANGUAGE: dict[str, Callable[[Setting], Metric]] = {
+    "perplexity": lambda _: Perplexity(),
+    "accuracy": lambda _: Accuracy(),
+}
+KNOWN: dict[str, dict[str, Callable[[Setting], Metric]]] = {
+    "causal-lm": _LANGUAGE,
+    "masked-lm": _LANGUAGE,
+    "seq2seq-lm": _LANGUAGE,
+    SINGLE: {"accuracy": lambda _: Accuracy(), "f1": F1, "confusion": Confusion},
+    MULTI: {"accuracy": lambda _: SubsetAccuracy(), "f1": F1OfSeveral},
+    REGRESSION: {
+        "mse": lambda _: MeanSquaredError(),
+        "mae": lambda _: MeanAbsoluteError(),
+        "r2": lambda _: R2(),
+    },
+}
+"""The metrics of each task by name; all of them are the default, which generates nothing."""
+
+
+def measures_of(names: Sequence[str] | None, setting: Setting) -> Measures:
+    """The metrics that ``train.metrics`` names.
+
+    Raises:
+        UserError: for a name that the task does not have, or a path without a metric.
+    """
+    known = KNOWN[setting.task]
+    generated = TEXT_METRICS if setting.task == "seq2seq-lm" else {}
+    metrics, texts = {}, []
+    for name in known if names is None else names:
+        if ":" in name:
+            metrics[name] = own_metric(name)
+        elif name in known:
+            metrics[name] = known[name](setting)
+        elif name in generated:
+            texts.append(name)
+        else:
+            raise UserError(
+                f"train.metrics: {name!r} is no metric of {setting.task}; it has "
+                f"{', '.join((*known, *generated))}, and package.module:name is one of your own"
+            )
+    return Measures(metrics, TextMetrics(texts, setting.tokenizer) if texts else None)

@@ -1,0 +1,180 @@
+"""Metrics of an evaluation, from sums over the whole evaluation set.
+
+A metric adds up numbers over micro-batches, and turns the totals into its values at the end. The sums stay
+on the device, so an evaluation reads from it once. They do not depend on ranks, micro-batch or padding.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import torch
+
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from portable.backend import Batch
+    from portable.evaluation.generation import TextMetrics
+    from portable.model.loss import Outputs
+
+Totals = Mapping[str, "Tensor"]
+"""Sums over the evaluation set, on the host: float64 with the shape that the sums of a micro-batch have."""
+LABELS, LOSS = "labels", "loss"
+"""Totals that every metric gets: the number of valid labels, and their summed loss."""
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """A metric, such as ``my_package.my_module:MyMetric`` in ``train.metrics``.
+
+    May also have ``needs``, ``"predictions"`` or ``"logits"`` (the default), and ``higher_is_better``.
+    Predictions (the most likely class of each position) need no more memory than the loss does; logits make
+    a language model keep all of a micro-batch's.
+    """
+
+    def sums(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
+        """The numbers of a micro-batch to add up: integers or floats, always of the same names and shapes.
+
+        Runs on the device, and must not read from it. Rows that only fill up a micro-batch, and positions
+        without a target, have the label -100 (NaN if labels are floats) and must not count.
+        """
+
+    def values(self, totals: Totals) -> Mapping[str, float]:
+        """The values by name. ``totals`` also has ``labels`` and ``loss``, see :data:`Totals`."""
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """A metric made from a function: the values are quotients of two sums.
+
+    Attributes:
+        function: returns for each name a sum and what to divide it by, for a micro-batch.
+    """
+
+    function: Callable[[Outputs, Batch], Mapping[str, tuple[Tensor, Tensor]]]
+
+    def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        pairs = self.function(outputs, batch)
+        named = {f"sum of {name}": pair[0] for name, pair in pairs.items()}
+        return named | {f"count of {name}": pair[1] for name, pair in pairs.items()}
+
+    def values(self, totals: Totals) -> dict[str, float]:
+        names = [key.removeprefix("sum of ") for key in totals if key.startswith("sum of ")]
+        return {name: float(totals[f"sum of {name}"] / totals[f"count of {name}"]) for name in names}
+
+
+class Measures:
+    """All metrics of a run, as what an engine calls on each micro-batch.
+
+    Args:
+        metrics: by name.
+        texts: metrics of generated texts, if any.
+    """
+
+    kind = "evaluation"
+
+    def __init__(self, metrics: Mapping[str, Metric] | None = None, texts: TextMetrics | None = None) -> None:
+        self._metrics = dict(metrics or {})
+        self.texts = texts
+        needs = {getattr(metric, "needs", "logits") for metric in self._metrics.values()}
+        self.needs: Literal["logits", "predictions"] | None = (
+            "logits" if "logits" in needs else "predictions" if "predictions" in needs else None
+        )
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """The sums of a micro-batch, by metric and name."""
+        return {
+            f"{name}/{key}": value
+            for name, metric in self._metrics.items()
+            for key, value in metric.sums(outputs, batch).items()
+        }
+
+    def values(self, totals: Totals) -> dict[str, Any]:
+        """The values of all metrics, the mean loss first."""
+        common = {LABELS: totals[LABELS], LOSS: totals[LOSS]}
+        found: dict[str, Any] = {"loss": float(totals[LOSS]) / max(float(totals[LABELS]), 1)}
+        for name, metric in self._metrics.items():
+            own = {
+                key.partition("/")[2]: total for key, total in totals.items() if key.startswith(f"{name}/")
+            }
+            found |= metric.values(own | common)
+        if self.texts is not None:
+            found |= {name: float(totals[name] / totals["texts"]) for name in self.texts.names}
+        return found
+
+    def mode(self, value: str) -> Literal["min", "max"] | None:
+        """Which way the value of a metric is better; None if the metric does not tell."""
+        higher = {"loss": False} | dict.fromkeys(() if self.texts is None else self.texts.names, True)
+        for name, metric in self._metrics.items():
+            if (own := getattr(metric, "higher_is_better", None)) is not None:
+                higher |= dict.fromkeys((name, *getattr(metric, "names", ())), bool(own))
+        found = higher.get(value, higher.get(value.partition(".")[0]))
+        return None if found is None else "max" if found else "min"
+
+    @property
+    def names(self) -> list[str] | None:
+        """The names of all values; None if a metric of the user's does not tell."""
+        told = [getattr(metric, "names", None) for metric in self._metrics.values()]
+        generated = () if self.texts is None else self.texts.names
+        if None in told:
+            return None
+        return ["loss", *(name for names in told for name in names or ()), *generated]
+
+
+NOTHING = Measures()
+"""The loss alone."""
+
+
+def own_metric(path: str) -> Metric:
+    """The metric of an import path, ``package.module:name``.
+
+    Raises:
+        UserError: if there is none.
+    """
+    module_name, _, name = path.partition(":")
+    key = f"train.metrics: {path}"
+    here = str(Path.cwd())
+    if here not in sys.path:  # as if the program were a script beside it
+        sys.path.append(here)
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # whatever importing it raises
+        raise UserError(
+            f"{key}: cannot be imported ({type(error).__name__}: {one_line(error)}); give "
+            "package.module:name of a module in this folder or on PYTHONPATH"
+        ) from error
+    if inspect.isclass(found):
+        try:
+            found = found()
+        except TypeError as error:
+            raise UserError(f"{key}: cannot be made without arguments ({one_line(error)})") from error
+    if isinstance(found, Metric):
+        return found
+    if not callable(found):
+        raise UserError(f"{key}: is neither a function nor a class with the methods sums and values")
+    ratios = Ratios(found)
+    for name in ("needs", "higher_is_better", "names"):
+        if hasattr(found, name):
+            object.__setattr__(ratios, name, getattr(found, name))
+    return ratios
+
+
+def finite_exp(exponent: float) -> float:
+    """``exp``, or infinity where it overflows."""
+    return math.exp(exponent) if exponent < 700 else math.inf
+
+
+def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient; 0 where the denominator is 0."""
+    return torch.where(denominator > 0, numerator / denominator.clamp(min=1e-300), 0.0)

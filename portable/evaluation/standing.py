@@ -1,0 +1,119 @@
+"""Which checkpoints are the best so far, and whether training still gets better."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MOST_CLASSES = 100
+"""Of a confusion matrix in the log."""
+
+
+@dataclass
+class Standing:
+    """What earlier evaluations came to. Checkpoints hold it, so that a resumed run decides as it would have.
+
+    Attributes:
+        metric, mode: by which it was judged.
+        step: of the last evaluation that counted.
+        best: step and value of the best evaluations, the best first.
+        mark: the last value that counted as an improvement.
+        waited: evaluations since then.
+    """
+
+    metric: str = ""
+    mode: str = ""
+    step: int = 0
+    best: list[tuple[int, float]] = field(default_factory=list)
+    mark: float | None = None
+    waited: int = 0
+
+    @classmethod
+    def of(cls, stored: Any) -> Standing:
+        """What a checkpoint has stored; a new one if that is nothing of the kind."""
+        try:
+            best = [(int(step), float(value)) for step, value in stored["best"]]
+            mark = None if stored["mark"] is None else float(stored["mark"])
+            return cls(
+                str(stored["metric"]),
+                str(stored["mode"]),
+                int(stored["step"]),
+                best,
+                mark,
+                int(stored["waited"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            return cls()
+
+    def stored(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from an evaluation: whether to save this step's checkpoint, and to end the run."""
+
+    save: bool = False
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compares evaluations.
+
+    Attributes:
+        metric: the value to compare, as in ``metrics.jsonl``.
+        mode: min or max, the better way.
+        keep_best: how many of the best checkpoints are kept.
+        patience: evaluations without an improvement after which the run ends; None: never.
+        threshold: an improvement is larger than this.
+    """
+
+    metric: str
+    mode: str
+    keep_best: int = 0
+    patience: int | None = None
+    threshold: float = 0.0
+
+    def __call__(self, standing: Standing, step: int, values: Mapping[str, Any]) -> Verdict:
+        """Count an evaluation in ``standing``, once.
+
+        Raises:
+            UserError: if the evaluation has no such value.
+        """
+        if (standing.metric, standing.mode) != (self.metric, self.mode):
+            standing.__init__(self.metric, self.mode)  # type: ignore[misc]  # judged by another metric before
+        if step <= standing.step:
+            return Verdict(stop=self.stops(standing))
+        value = values.get(self.metric)
+        if not isinstance(value, int | float):
+            numbers = [name for name, one in values.items() if isinstance(one, int | float)]
+            raise UserError(
+                f"checkpoint.best_metric: the evaluation has no {self.metric}; it has {', '.join(numbers)}"
+            )
+        sign = 1 if self.mode == "max" else -1
+        standing.step = step
+        finite = math.isfinite(value)
+        mark = standing.mark
+        if finite and (mark is None or sign * (value - mark) > self.threshold):
+            standing.mark, standing.waited = value, 0
+        else:
+            standing.waited += 1
+        if finite:
+            standing.best.append((step, value))
+            standing.best.sort(key=lambda one: (-sign * one[1], one[0]))
+        del standing.best[self.keep_best :]
+        save = any(kept == step for kept, _ in standing.best)
+        return Verdict(save, self.stops(standing))
+
+    def stops(self, standing: Standing) -> bool:
+        """Whether the run ends."""
+        same = (standing.metric, standing.mode) == (self.metric, self.mode)
+        return self.patience is not None and same and standing.waited >= self.patience

@@ -1,0 +1,264 @@
+"""Attention that stays within the documents of a packed sample.
+
+The data marks documents by ``position_ids`` that begin at 0 in each, and gives their lengths
+(:class:`portable.data.packing.PackedDocuments`). Every layer then attends as if each document were a sequence
+of its own:
+
+* Masks: transformers makes the mask of each kind of layer (causal, sliding window, chunked) from a function
+  of two positions. Here, that function gets positions within documents, and a mask has a fixed shape. No
+  value of a tensor is read. This works on every device, compiled or not.
+* On a CPU, the fused kernel computes all of a masked product. There, sdpa runs once per document instead,
+  which costs less than causal attention over the sample.
+* flash_attention_2 gets the lengths themselves.
+
+Models that mix tokens in another way, such as a state space model, or that count positions themselves cannot
+keep documents apart. :func:`check_documents` refuses them.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from portable.errors import UserError
+from portable.model.layers import one_layer_per_kind, trial_forward
+from portable.model.transformers_patches import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from portable.backend import Batch
+
+
+_COMPARED = """
+afmoe apertus arcee aria_text axk1 axk2 beam bert bert-generation big_bird biogpt bitnet bloom codegen
+cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama
+doge dots1 dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo
+flint fuyu gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm
+glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox
+gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jetmoe
+kolibri1 laguna lfm2 llama llama4 llama4_text longcat_flash megatron-bert mellum mimo_v2_flash minicpm3
+minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama modernbert-decoder moshi
+moss_transcribe_diarize mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
+phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe rembert roc_bert roformer seed_oss smollm3
+solar_open stablelm starcoder2 vaultgemma whisper xglm youtu
+"""
+
+KEEP_DOCUMENTS_APART = frozenset(_COMPARED.split())
+"""Model types whose packed documents have the loss and gradients of single ones, as a test compares."""
+
+READ_THEIR_MASK = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
+"""Of these, the types whose layers compute with the mask themselves, so that it must be a tensor."""
+
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def check_documents(model: PreTrainedModel) -> None:
+    """Raise UserError if ``model`` may let the documents of a packed sample see each other."""
+    config = model.config
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    others = [kind for kind in kinds if kind not in _LAYER_TYPES]
+    if others:
+        why = f"has layers of type {others[0]}, which pass on a state from one text to the next"
+    elif config.model_type not in KEEP_DOCUMENTS_APART:
+        why = "was not found to keep packed texts apart"
+    elif not _is_causal(model):
+        why = "attends in both directions; set is_decoder: true in its config"
+    else:
+        return
+    raise UserError(f"data.packing: {type(model).__name__} {why}; set data.packing to true or false")
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    """Whether every mask that ``model``, on the meta device, makes in a forward pass is causal."""
+    causal: list[bool] = []
+
+    def watched(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
+        def mask(**given: Any) -> Tensor:
+            causal.append(_BOTH_DIRECTIONS not in given)
+            return make_mask(**given)
+
+        return mask
+
+    # Masks come first. Some layers cannot run on the meta device.
+    with _masks_made_by(watched, model.config._attn_implementation), suppress(Exception):
+        trial_forward(one_layer_per_kind(model))
+    return bool(causal) and all(causal)
+
+
+class DocumentAttention:
+    """Keeps documents apart in the forward passes of a model.
+
+    Args:
+        model: a transformers model, not wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = model.config
+        self._kernel: str = config._attn_implementation
+        self._reads_mask = config.model_type in READ_THEIR_MASK
+        self._model = model
+
+    @contextmanager
+    def within(self, inputs: Batch) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of ``model.forward`` for a batch; call it in this context."""
+        arguments: dict[str, Any] = dict(inputs)
+        lengths = arguments.pop("document_lengths", None)
+        if "position_ids" not in inputs:
+            yield arguments
+            return
+        # The positions are known: transformers would read them to find out.
+        with replaced(find_packed_sequence_indices=lambda _: None):
+            if self._kernel == "flash_attention_2" and lengths is not None:
+                yield arguments | _flash_arguments(lengths, inputs["input_ids"].shape[1])
+                return
+            rows = None
+            if lengths is not None and self._calls_per_document(lengths.device):
+                _let_sdpa_take_documents()
+                rows = [[length for length in row if length] for row in lengths.tolist()]
+            with _masks_made_by(_within_documents(inputs["position_ids"], rows), self._kernel):
+                yield arguments
+
+    def _calls_per_document(self, device: torch.device) -> bool:
+        if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
+            return False
+        return all(module._compiled_call_impl is None for module in self._model.modules())
+
+
+_BOTH_DIRECTIONS = "allow_is_bidirectional_skip"
+"""An argument of masks that are not causal."""
+
+
+@contextmanager
+def _masks_made_by(
+    wrap: Callable[[Callable[..., Tensor]], Callable[..., Any]], kernel: str
+) -> Iterator[None]:
+    """Within this context, wrap the function with which transformers makes masks for an attention kernel."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    functions: Any = ALL_MASK_ATTENTION_FUNCTIONS
+    functions[kernel] = wrap(functions[kernel])
+    try:
+        yield
+    finally:
+        del functions[kernel]
+
+
+def _within_documents(
+    positions: Tensor, rows: list[list[int]] | None
+) -> Callable[[Callable[..., Tensor]], Callable[..., Any]]:
+    """Keep documents apart in causal masks.
+
+    Args:
+        positions: of the tokens in their documents, int64 ``[batch, tokens]``.
+        rows: the lengths of the documents of each sample, if the masks may be :class:`_Documents`.
+    """
+    documents = (positions == 0).cumsum(-1)
+
+    def wrap(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
+        from transformers.masking_utils import packed_sequence_compatibility_function
+
+        def mask(*, mask_function: Callable[..., Tensor], **given: Any) -> Any:
+            if _BOTH_DIRECTIONS in given:  # of another sequence, such as an image
+                return make_mask(mask_function=mask_function, **given)
+            if rows is not None and not given["use_vmap"]:  # which is for functions of the model's own
+                return _Documents(rows, mask_function, given.get("local_size"), make_mask)
+            apart = packed_sequence_compatibility_function(mask_function, positions, documents)
+            return make_mask(**{**given, "mask_function": apart, "allow_is_causal_skip": False})
+
+        return mask
+
+    return wrap
+
+
+def _flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
+    """The keywords with which transformers calls the kernel for sequences of different lengths.
+
+    Their shapes and integers are the same for every batch, so nothing syncs or compiles again. A length of
+    zero is a sequence without tokens.
+    """
+    ends = functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": seq_len, "max_length_k": seq_len}
+
+
+class _Documents:
+    """Stands for the mask of a batch, and attends to one document at a time.
+
+    Args:
+        rows: the lengths of the documents of each sample.
+        function: the causal mask function within a document.
+        local_size: the length up to which it is plainly causal; None for any.
+        make_mask: makes a mask from a function.
+    """
+
+    def __init__(
+        self,
+        rows: list[list[int]],
+        function: Callable[..., Tensor],
+        local_size: int | None,
+        make_mask: Callable[..., Tensor],
+    ) -> None:
+        self._rows = rows
+        self._function = function
+        self._local_size = local_size
+        self._make_mask = make_mask
+        self._masks: dict[int, Tensor | None] = {}
+
+    def attend(
+        self,
+        attention: Callable[..., tuple[Tensor, None]],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **keywords: Any,
+    ) -> Tensor:
+        """Call ``attention`` for each document; returns ``[batch, tokens, heads, size of a head]``."""
+        rows = []
+        # The gradients of split are concatenated; those of slices would each be padded and added.
+        for lengths, *row in zip(self._rows, query.split(1), key.split(1), value.split(1), strict=True):
+            parts = zip(*(tensor.split(lengths, dim=2) for tensor in row), strict=True)
+            results = [attention(module, *part, self._mask(part[0]), **keywords)[0] for part in parts]
+            rows.append(torch.cat(results, dim=1))
+        return torch.cat(rows)
+
+    def _mask(self, query: Tensor) -> Tensor | None:
+        length = query.shape[2]
+        if self._local_size is None or length <= self._local_size:
+            return None
+        if length not in self._masks:
+            self._masks[length] = self._make_mask(
+                batch_size=1,
+                q_length=length,
+                kv_length=length,
+                mask_function=self._function,
+                allow_is_causal_skip=False,
+                device=query.device,
+            )
+        return self._masks[length]
+
+
+@cache  # once per process: layers that are recomputed run outside of any context
+def _let_sdpa_take_documents() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    functions: Any = ALL_ATTENTION_FUNCTIONS
+    attention = functions["sdpa"]
+
+    def with_documents(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        if isinstance(attention_mask, _Documents):
+            return attention_mask.attend(attention, module, query, key, value, **keywords), None
+        result: tuple[Tensor, None] = attention(module, query, key, value, attention_mask, **keywords)
+        return result
+
+    functions["sdpa"] = with_documents

@@ -1,0 +1,306 @@
+"""What a device's own compiler says of a run's graphs, beside the plan."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from portable.formatting import human_bytes, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.planner.plan import Option
+
+WIDTH = 100
+"""Columns of a terminal that the text fits into."""
+_SHOWN = 5
+"""Large values that the text lists for a graph."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind in a graph. A loop's count as often as it runs."""
+
+    count: int = 0
+    bytes: int = 0
+    """Bytes that a device sends, on a ring."""
+    asynchronous: int = 0
+    """How many have a start and an end of their own in the schedule."""
+    overlapped: int = 0
+    """How many of these have computation between the two."""
+    compute_cycles: int = 0
+    """The compiler's estimate of the cycles of that computation."""
+
+    def __add__(self, other: Collective) -> Collective:
+        return Collective(
+            *(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True))
+        )
+
+    def __mul__(self, times: int) -> Collective:
+        return Collective(*(value * times for value in asdict(self).values()))
+
+
+@dataclass(frozen=True)
+class LargeValue:
+    """A result in device memory with at least as many elements as the logits of a device's micro-batch."""
+
+    shape: str
+    bytes: int
+    operation: str
+    """Of the model, as far as the compiler has kept it."""
+    source: str
+    """``models/llama.py:12``; empty where unknown."""
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """One graph, as compiled; sizes in bytes, FLOPs and traffic of one device."""
+
+    name: str
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    """Arguments whose memory results take over."""
+    temporary_bytes: int
+    code_bytes: int
+    flops: float
+    bytes_accessed: float
+    """By the compiler's cost analysis, which takes no account of what stays in caches."""
+    compile_seconds: float
+    collectives: dict[str, Collective] = field(default_factory=dict)
+    large_values: tuple[LargeValue, ...] = ()
+    custom_calls: dict[str, int] = field(default_factory=dict)
+    host_transfers: tuple[str, ...] = ()
+    """Instructions that wait for the host."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def working_bytes(self) -> int:
+        """Device memory that the graph takes beside its arguments and code while it runs."""
+        return self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(found.bytes for found in self.collectives.values())
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> CompiledGraph:
+        """The graph that :func:`dataclasses.asdict` made ``found`` of."""
+        return cls(
+            **{
+                **found,
+                "collectives": {kind: Collective(**sums) for kind, sums in found["collectives"].items()},
+                "large_values": tuple(LargeValue(**value) for value in found["large_values"]),
+                "host_transfers": tuple(found["host_transfers"]),
+                "notes": tuple(found["notes"]),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A run's graphs, compiled for a topology."""
+
+    topology: str
+    compiler: str
+    """Name and version."""
+    hbm_bytes: int
+    """Bytes of a device's memory that programs may fill."""
+    graphs: tuple[CompiledGraph, ...]
+    problems: tuple[str, ...] = ()
+    """Why a graph, or all of them together, do not fit; a line each. A graph that alone does not fit is not
+    among ``graphs``."""
+    needed_bytes: int = 0
+    """The most that such a graph would take, by the compiler; 0 if there is none."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """The largest arguments: the state that stays from graph to graph, with a batch."""
+        return max((graph.argument_bytes for graph in self.graphs), default=0)
+
+    @property
+    def working_bytes(self) -> int:
+        """The most that a graph takes while it runs."""
+        return max((graph.working_bytes for graph in self.graphs), default=0)
+
+    @property
+    def code_bytes(self) -> int:
+        """Of all graphs: their programs stay loaded."""
+        return sum(graph.code_bytes for graph in self.graphs)
+
+    @property
+    def peak_bytes(self) -> int:
+        """State, the code of all graphs, and what the largest of them takes while it runs."""
+        return max(self.state_bytes + self.code_bytes + self.working_bytes, self.needed_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems and self.peak_bytes <= self.hbm_bytes
+
+    def graph(self, name: str) -> CompiledGraph | None:
+        return next((graph for graph in self.graphs if graph.name == name), None)
+
+    def sent_bytes(self, micro_batches: int) -> int:
+        """Bytes that a device sends in a step of ``micro_batches`` micro-batches."""
+        times = {"step": 1, "micro-batch": micro_batches, "update": 1}
+        return sum(graph.sent_bytes * times.get(graph.name, 0) for graph in self.graphs)
+
+
+def advised(compiled: Compiled, remedy: str) -> Compiled:
+    """``compiled``, with the settings to change named wherever it does not fit.
+
+    Args:
+        compiled: what the compiler says.
+        remedy: settings that take less memory.
+    """
+    problems = compiled.problems
+    if not problems and not compiled.fits:
+        problems = (
+            f"the run does not fit: {human_bytes(compiled.state_bytes)} of arguments, "
+            f"{human_bytes(compiled.working_bytes)} of temporary values and results and "
+            f"{human_bytes(compiled.code_bytes)} of code are more than {human_bytes(compiled.hbm_bytes)}",
+        )
+    return replace(compiled, problems=tuple(f"{problem}; try {remedy}" for problem in problems))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A figure of the plan beside the compiler's."""
+
+    name: str
+    planned: int
+    compiled: int
+
+    @property
+    def percent(self) -> float | None:
+        """By how much the compiler's figure exceeds the plan's; None where the plan has none."""
+        return (self.compiled / self.planned - 1) * 100 if self.planned else None
+
+
+def compare(compiled: Compiled, option: Option, micro_batches: int) -> list[Comparison]:
+    """The plan of the configured setting beside the compiler's figures.
+
+    The gradients' sums are arguments where a step has several micro-batches, and temporary where it has one.
+    """
+    planned = option.device_bytes
+    resident = planned.parameters + planned.optimizer
+    working = planned.gathered + planned.activations
+    if compiled.graph("step") is None:
+        resident += planned.gradients
+    else:
+        working += planned.gradients
+    return [
+        Comparison("state (arguments)", resident, compiled.state_bytes),
+        Comparison("activations, gathered (temporary)", working, compiled.working_bytes),
+        Comparison("peak", planned.total, compiled.peak_bytes),
+        Comparison("sent in a step", option.communication_bytes, compiled.sent_bytes(micro_batches)),
+    ]
+
+
+def as_json(compiled: Compiled, compared: Sequence[Comparison]) -> dict[str, Any]:
+    """For programs; sizes in bytes, of one device."""
+    return {
+        "topology": compiled.topology,
+        "libtpu": compiled.compiler,
+        "fits": compiled.fits,
+        "peak_bytes": compiled.peak_bytes,
+        "hbm_bytes": compiled.hbm_bytes,
+        "problems": list(compiled.problems),
+        "notes": list(compiled.notes),
+        "graphs": [asdict(graph) for graph in compiled.graphs],
+        "compared": [
+            {"name": line.name, "planned": line.planned, "compiled": line.compiled, "percent": line.percent}
+            for line in compared
+        ],
+    }
+
+
+def as_text(compiled: Compiled, compared: Sequence[Comparison]) -> str:
+    """For people, in :data:`WIDTH` columns."""
+    parts = [f"compiled for {compiled.topology} by {compiled.compiler}; bytes and FLOPs of one device"]
+    parts += compiled.problems
+    if compiled.graphs:
+        parts.append(_graphs(compiled))
+    collectives = _collectives(compiled)
+    if collectives:
+        parts.append(collectives)
+    for graph in compiled.graphs:
+        parts += _findings(graph)
+    if not compiled.problems:
+        parts.append(_aligned([("", "planned", "compiled", ""), *map(_compared, compared)]))
+    rows = [
+        ("peak", f"{human_bytes(compiled.peak_bytes)} of {human_bytes(compiled.hbm_bytes)}"),
+        ("fits", "yes" if compiled.fits else "no"),
+    ]
+    parts += [table(rows), *(f"note: {note}" for note in compiled.notes)]
+    return "\n\n".join(parts)
+
+
+def _graphs(compiled: Compiled) -> str:
+    head = ("graph", "arguments", "results", "aliased", "temporary", "code", "TFLOP", "accessed", "seconds")
+    lines = [
+        (
+            graph.name,
+            human_bytes(graph.argument_bytes),
+            human_bytes(graph.output_bytes),
+            human_bytes(graph.alias_bytes),
+            human_bytes(graph.temporary_bytes),
+            human_bytes(graph.code_bytes),
+            f"{graph.flops / 1e12:.3g}",
+            human_bytes(graph.bytes_accessed),
+            f"{graph.compile_seconds:.0f}",
+        )
+        for graph in compiled.graphs
+    ]
+    return _aligned([head, *lines])
+
+
+def _collectives(compiled: Compiled) -> str:
+    head = ("graph", "collective", "count", "sends", "asynchronous", "overlapped")
+    lines = [
+        (
+            graph.name,
+            kind,
+            str(found.count),
+            human_bytes(found.bytes),
+            str(found.asynchronous),
+            str(found.overlapped),
+        )
+        for graph in compiled.graphs
+        for kind, found in sorted(graph.collectives.items())
+    ]
+    return _aligned([head, *lines], left=2) if lines else ""
+
+
+def _findings(graph: CompiledGraph) -> list[str]:
+    lines = [
+        f"{graph.name}: {value.count} x {value.shape} ({human_bytes(value.bytes)}), as large as the logits"
+        + (f": {' '.join(filter(None, (value.operation, value.source)))}" if value.operation else "")
+        for value in graph.large_values[:_SHOWN]
+    ]
+    if len(graph.large_values) > _SHOWN:
+        lines.append(f"{graph.name}: and {len(graph.large_values) - _SHOWN} more; --json lists them")
+    lines += [f"{graph.name}: waits for the host: {transfer}" for transfer in graph.host_transfers]
+    lines += [f"{graph.name}: {note}" for note in graph.notes]
+    return ["\n".join(line[:WIDTH] for line in lines)] if lines else []
+
+
+def _compared(line: Comparison) -> tuple[str, ...]:
+    percent = "" if line.percent is None else f"{line.percent:+.1f} %"
+    return line.name, human_bytes(line.planned), human_bytes(line.compiled), percent
+
+
+def _aligned(lines: Sequence[tuple[str, ...]], left: int = 1) -> str:
+    """Columns; the first ``left`` of them are text, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  "
+        + "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,127 @@
+"""Tokenizers and conversations for the tests of chat templates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from portable.data.chat_template import CHATML
+from portable.data.conversations import read_conversation
+from portable.data.documents import Document
+from portable.data.tokenize import Frame
+
+TEMPLATES = Path(__file__).with_name("templates")
+NO_FRAME = Frame((), ())
+
+
+@dataclass(frozen=True)
+class Family:
+    """Special tokens of a family of models, and what its template can show."""
+
+    begin: str | None
+    end: str
+    special: tuple[str, ...]
+    answer_end: str
+    """The token that ends an answer."""
+    plain: tuple[str, ...] = ()
+    """Added tokens that are not special, as the family has them."""
+    system: bool = True
+    marked: bool = True
+    """Whether TRL has a template with marks."""
+    in_marks: str = ""
+    """What TRL's marks include before an answer, which the generation prompt has written already."""
+
+
+_IM = ("<|im_start|>", "<|im_end|>")
+FAMILIES = {
+    "llama3": Family(
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|eot_id|>",
+    ),
+    "qwen2_5": Family(None, "<|im_end|>", ("<|im_start|>", "<|endoftext|>"), "<|im_end|>", in_marks="\n"),
+    "qwen3": Family(None, "<|im_end|>", ("<|im_start|>",), "<|im_end|>", ("<think>", "</think>")),
+    "gemma": Family("<bos>", "<eos>", ("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", system=False),
+    "gemma3": Family("<bos>", "<eos>", ("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
+    "phi3": Family("<s>", "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"), "<|end|>"),
+    "deepseekv3": Family(
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        ("<｜User｜>", "<｜Assistant｜>"),
+        "<｜end▁of▁sentence｜>",
+        in_marks="<｜Assistant｜>",
+    ),
+    "gptoss": Family(
+        "<|startoftext|>",
+        "<|return|>",
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"),
+        "<|return|>",
+        in_marks="<|start|>assistant",
+    ),
+    "cohere": Family(
+        "<BOS_TOKEN>",
+        "<|END_OF_TURN_TOKEN|>",
+        ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
+        "<|END_OF_TURN_TOKEN|>",
+    ),
+    "mistral": Family("<s>", "</s>", ("[INST]", "[/INST]"), "</s>", marked=False),
+    "smollm2": Family("<|im_start|>", "<|im_end|>", ("<|endoftext|>",), "<|im_end|>", marked=False),
+    "chatml": Family(None, "<|endoftext|>", _IM, "<|im_end|>", marked=False),
+}
+GREETING = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]
+TALK = [
+    *GREETING,
+    {"role": "user", "content": "  And 3 + 4?\n"},
+    {"role": "assistant", "content": "7 \U0001f600 naïve\n\nand more"},
+    {"role": "user", "content": "Thanks"},
+    {"role": "assistant", "content": "You are welcome"},
+]
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+_TEXT = "what is it, and more? you are welcome; the quick brown fox jumps over a dog. 0 1 2 3 4 5 6 7 8 9"
+
+
+@cache
+def tokenizer(name: str) -> Any:
+    """A byte-level tokenizer with the special tokens of a family, and its template."""
+    family = FAMILIES[name]
+    special = list(dict.fromkeys(token for token in (family.begin, family.end, *family.special) if token))
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([_TEXT], trainer)
+    bpe.add_tokens(list(family.plain))
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
+        tokenizer_object=bpe,
+        bos_token=family.begin,
+        eos_token=family.end,
+        pad_token=family.end,
+        extra_special_tokens=special,
+        clean_up_tokenization_spaces=False,
+        chat_template=template(name),
+    )
+
+
+def template(name: str) -> str:
+    """The template of a family; with ``_training``, TRL's with marks."""
+    return CHATML if name == "chatml" else (TEMPLATES / f"{name}.jinja").read_text("utf-8")
+
+
+def record(row: dict[str, Any], kind: Any = "messages") -> Document:
+    """The document of a record."""
+    read = read_conversation(row, kind, "chat.jsonl:1")
+    return Document("", conversation=read)  # type: ignore[arg-type]
+
+
+def plain_chatml() -> str:
+    """ChatML without marks."""
+    return CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")

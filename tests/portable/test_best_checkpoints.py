@@ -1,0 +1,368 @@
+"""Evaluation on data of its own, the best checkpoints and early stopping, in whole runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.checkpoint.resume_source import checkpoints_of
+from portable.checkpoint.trainer_state import TrainerState
+from portable.config import load_config
+from portable.data import build_data
+from portable.errors import UserError
+from portable.evaluation.standing import Judge, Standing, Verdict
+from portable.reporting.html_report import Run
+from portable.reporting.metrics import read_metrics
+from portable.run import evaluation
+from portable.run.rank import run_rank
+from tests.runs import configured, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from tests.object_store import ObjectStore
+    from tests.ranks import RankPool
+
+pytestmark = pytest.mark.usefixtures("brief_runs")
+
+VALUES = {1: 5.0, 2: 3.0, 3: 2.0, 4: 2.5, 5: 2.4, 6: 1.9, 7: 1.95, 8: 1.99}
+"""What the evaluation after each step gives, where a test says so."""
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, float]]:
+    """Evaluations give ``VALUES``; all else is as it is. Yields how often each step was evaluated."""
+    counted: dict[int, float] = {}
+    real = evaluation.evaluate_all
+
+    def values(prepared: Any, engine: Any, over: Any = iter) -> Mapping[str, float]:
+        real(prepared, engine, over)
+        return {"eval_loss": VALUES[at[0]]}
+
+    at = [0]
+    call = evaluation.Evaluations.__call__
+
+    def called(self: Any, progress: Any, *, counts: bool) -> Verdict:
+        at[0] = progress.step
+        counted[progress.step] = counted.get(progress.step, 0) + 1
+        return call(self, progress, counts=counts)
+
+    monkeypatch.setattr(evaluation, "evaluate_all", values)
+    monkeypatch.setattr(evaluation.Evaluations, "__call__", called)
+    yield counted
+
+
+def leg(folder: Path | str, corpus: Path, **overrides: Any) -> int:
+    given = {"train__eval_every": 1, "checkpoint__every_steps": 4} | overrides
+    return run_rank("cpu", configured(folder, corpus, **given))
+
+
+def kept(folder: Any) -> list[int]:
+    return [step for step, _ in checkpoints_of(folder).complete()]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+# -- which checkpoints stay --------------------------------------------------------------------------------
+
+
+def test_the_best_stay_beside_the_last(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """Steps 6 and 7 would not have been saved. 3 was the best for a while."""
+    assert (
+        leg(tmp_path, corpus, checkpoint__keep=1, checkpoint__keep_best=2, checkpoint__export_best=True) == 0
+    )
+    assert kept(tmp_path) == [6, 7, 8]
+    best = TrainerState.read(tmp_path / "checkpoints" / "step-000008").standing.best
+    assert best == [(6, 1.9), (7, 1.95)]
+
+
+def test_final_is_the_best(told: Any, tmp_path: Path, corpus: Path) -> None:
+    from converters.cli import main as convert
+
+    assert leg(tmp_path, corpus, checkpoint__keep=1, checkpoint__export_best=True) == 0
+    assert kept(tmp_path) == [6, 8]
+    assert convert([str(tmp_path / "checkpoints" / "step-000006"), str(tmp_path / "six"), "--quiet"]) == 0
+    assert weights(tmp_path / "final") == weights(tmp_path / "six")
+
+
+def test_without_it_the_newest_stay_alone(told: Any, tmp_path: Path, corpus: Path) -> None:
+    assert leg(tmp_path, corpus, checkpoint__keep=1) == 0
+    assert kept(tmp_path) == [8]
+
+
+def test_the_best_stay_in_an_object_store(told: Any, s3: ObjectStore, corpus: Path, tmp_path: Path) -> None:
+    place = s3.url("best")
+    assert leg(place, corpus, checkpoint__keep=1, checkpoint__keep_best=1) == 0
+    from portable.paths import place_of
+
+    assert kept(place_of("output_dir", place)) == [6, 8]
+
+
+# -- early stopping ----------------------------------------------------------------------------------------
+
+PATIENT: dict[str, Any] = {"train__early_stopping_patience": 2, "checkpoint__keep_best": 1}
+
+
+def test_a_run_ends_when_it_gets_no_better(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """After 4 and 5, neither better than 3, with a checkpoint and a model; nothing is left to do then."""
+    assert leg(tmp_path, corpus, **PATIENT) == 0
+    assert kept(tmp_path)[-1] == 5 and (tmp_path / "final").exists()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert leg(tmp_path, corpus, **PATIENT) == 0
+    assert (tmp_path / "metrics.jsonl").read_text() == before and kept(tmp_path)[-1] == 5
+    # More patience makes it go on, to 8.
+    assert leg(tmp_path, corpus, **PATIENT | {"train__early_stopping_patience": 3}) == 0
+    assert kept(tmp_path)[-1] == 8 and set(told.values()) == {1}
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 4])
+def test_a_resumed_run_ends_at_the_same_step(
+    stop_after: int, told: Any, tmp_path: Path, corpus: Path
+) -> None:
+    assert leg(tmp_path, corpus, **PATIENT, train__stop_after=stop_after) == 0
+    assert leg(tmp_path, corpus, **PATIENT) == 0
+    assert kept(tmp_path)[-1] == 5 and 3 in kept(tmp_path)
+    assert told == dict.fromkeys(range(1, 6), 1)
+
+
+def test_the_evaluation_where_a_launch_ends_does_not_count(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """At step 3, which no run in one launch evaluates: after it, 4 would be no improvement."""
+    given = PATIENT | {"train__early_stopping_patience": 1, "train__eval_every": 2}
+    assert leg(tmp_path, corpus, **given, train__stop_after=3) == 0
+    assert told == {2: 1, 3: 1}
+    assert leg(tmp_path, corpus, **given) == 0
+    assert kept(tmp_path)[-1] == 8
+    assert TrainerState.read(tmp_path / "checkpoints" / "step-000008").standing.best == [(6, 1.9)]
+
+
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_a_killed_run_ends_at_the_same_step(
+    at: int, told: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the evaluation, and before or while its checkpoint is written."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        real = evaluation.Evaluations.__call__
+
+        def evaluates(self: Any, progress: Any, *, counts: bool) -> Verdict:
+            verdict = real(self, progress, counts=counts)
+            if progress.step == at:
+                killed()
+            return verdict
+
+        patched.setattr(evaluation.Evaluations, "__call__", evaluates)
+        with pytest.raises(KeyboardInterrupt):
+            leg(tmp_path, corpus, **PATIENT)
+    assert leg(tmp_path, corpus, **PATIENT) == 0
+    assert kept(tmp_path)[-1] == 5 and 3 in kept(tmp_path)
+    rows = [row["step"] for row in read_metrics(tmp_path) if "eval_loss" in row]
+    assert rows == [1, 2, 3, 4, 5]
+
+
+def test_a_signal_comes_before_an_evaluation(
+    told: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch ends without the evaluation that was due; the next one makes up for it, and it counts."""
+    from contextlib import contextmanager
+
+    steps = [0]
+
+    @contextmanager
+    def signals() -> Iterator[Any]:
+        def requested() -> bool:
+            steps[0] += 1
+            return steps[0] == 4
+
+        yield requested
+
+    with monkeypatch.context() as patched:
+        patched.setattr("portable.loop.stop_signals", signals)
+        assert leg(tmp_path, corpus, **PATIENT) == 75
+    assert 4 not in told and kept(tmp_path)[-1] == 4
+    assert leg(tmp_path, corpus, **PATIENT) == 0
+    assert kept(tmp_path)[-1] == 5 and told == dict.fromkeys(range(1, 6), 1)
+
+
+def test_the_judge() -> None:
+    standing, judge = Standing(), Judge("eval_loss", "min", keep_best=1, patience=2, threshold=0.1)
+    values = [3.0, 2.95, 2.85, 2.84, float("nan")]
+    found = [judge(standing, step, {"eval_loss": value}) for step, value in enumerate(values, start=1)]
+    # 2.95 is the best so far, but no improvement of more than 0.1; 2.85 is, from 3.
+    assert found == [Verdict(True), Verdict(True), Verdict(True), Verdict(True), Verdict(False, True)]
+    assert (standing.best, standing.mark, standing.waited) == ([(4, 2.84)], 2.85, 2)
+    assert Standing.of(json.loads(json.dumps(standing.stored()))) == standing
+    assert judge(standing, 5, {"eval_loss": 0.0}) == Verdict(False, True)  # counted already
+    other = Judge("eval_accuracy", "max", keep_best=1)
+    assert other(standing, 6, {"eval_accuracy": 0.5}) == Verdict(True)
+    assert other(standing, 7, {"eval_accuracy": 0.4}) == Verdict(False)
+    with pytest.raises(UserError, match="has no eval_accuracy; it has eval_loss"):
+        other(standing, 8, {"eval_loss": 1.0})
+    for damaged in (None, {}, {"best": 3}, standing.stored() | {"mark": "x"}):
+        assert Standing.of(damaged) == Standing()
+
+
+# -- data of its own ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file with another field, and one like the training data."""
+    folder = tmp_path_factory.mktemp("sources")
+    found = {"news": folder / "news.jsonl", "code": folder / "code.jsonl"}
+    found["news"].write_text(
+        "".join(json.dumps({"body": f"line {i} of a small model that reads text"}) + "\n" for i in range(20))
+    )
+    found["code"].write_text(
+        "".join(json.dumps({"text": f"{i}: the loss falls while"}) + "\n" for i in range(30))
+    )
+    return found
+
+
+def own(sources: dict[str, Path]) -> dict[str, Any]:
+    return {
+        "data__eval": {
+            "news": {"source": str(sources["news"]), "text_field": "body"},
+            "code": {"source": str(sources["code"])},
+        }
+    }
+
+
+def test_named_sources(sources: dict[str, Path], tmp_path: Path, corpus: Path) -> None:
+    given = own(sources) | {"data__eval_fraction": 0.1}
+    best = {"checkpoint__keep_best": 1, "checkpoint__best_metric": "eval_accuracy/code"}
+    assert leg(tmp_path, corpus, **given, **best, train__steps=2) == 0
+    rows = [row for row in read_metrics(tmp_path) if "eval_loss/news" in row]
+    names = {"loss", "perplexity", "accuracy"}
+    assert {name for name in rows[-1] if name.startswith("eval_")} == {
+        f"eval_{name}/{source}" for name in names for source in ("news", "code", "held_out")
+    }
+    config = load_config(tmp_path / "config.yaml")
+    assert config.data.eval == given["data__eval"] and config.data.eval_fraction == 0.1
+    state = TrainerState.read(checkpoints_of(tmp_path).latest() or tmp_path)
+    assert state.metadata["evaluation_data"].keys() == {"news", "code"}
+    assert (state.standing.metric, state.standing.mode) == ("eval_accuracy/code", "max")
+    assert "eval_loss/code" in Run.read(tmp_path).rows[-1]
+
+
+def test_evaluation_data_may_change_within_a_run(
+    sources: dict[str, Path], tmp_path: Path, corpus: Path
+) -> None:
+    one = {"data__eval": {"source": str(sources["code"])}, "train__steps": 4}
+    assert leg(tmp_path, corpus, **one, data__eval_fraction=0.0, train__stop_after=2) == 0
+    assert leg(tmp_path, corpus, **own(sources), data__eval_fraction=0.0, train__steps=4) == 0
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [1, 2]
+    assert [row["step"] for row in rows if "eval_loss/news" in row][-2:] == [3, 4]
+
+
+def test_nothing_is_held_out_then(sources: dict[str, Path], tmp_path: Path, corpus: Path) -> None:
+    settings = tiny(tmp_path, corpus, data__eval={"source": str(sources["code"])})
+    del settings["data.eval_fraction"]
+    config = load_config(None, settings)
+    assert config.data.eval_fraction == 0
+    data = build_data(config.data, model_vocab_size=384)
+    assert data.sizes.tokens is not None and len(data.train) == (data.sizes.tokens - 1) // 32
+    assert list(data.evals) == [""] and data.eval is data.evals[""]
+
+
+@pytest.mark.parametrize(
+    ("given", "told_so"),
+    [
+        ({"data.eval": {"sourc": "x"}}, "unknown key data.eval.sourc; did you mean source?"),
+        ({"data.eval": {"max_samples": 3}}, "data.eval: names no data of its own; set source, or split"),
+        ({"data.eval": {}}, "data.eval: names no data of its own"),
+        (
+            {"data.eval": {"source": "x", "max_samples": 0}},
+            "data.eval.max_samples must be integer >= 1 or null",
+        ),
+        ({"data.eval": {"a/b": {"source": "x"}}}, "data.eval: the name 'a/b' may only have letters"),
+        ({"data.eval": {"a": {"source": "x", "seq_len": 3}}}, "unknown key data.eval.a.seq_len"),
+        ({"data.eval": {"source": "no.jsonl"}}, "data.eval.source: no.jsonl: no such file"),
+        ({"data.eval": {"held_out": {"source": "x"}}}, "data.eval.held_out: the share of data.eval_fraction"),
+        ({"data.eval_fraction": 0, "checkpoint.keep_best": 1}, "checkpoint.keep_best needs an evaluation"),
+        ({"checkpoint.best_metric": "eval_loss"}, "checkpoint.best_metric has no effect without"),
+        ({"checkpoint.best_mode": "max"}, "checkpoint.best_mode has no effect without"),
+        ({"train.early_stopping_threshold": 1}, "train.early_stopping_threshold has no effect without"),
+        (
+            {"train.early_stopping_patience": 1, "train.eval_every": None},
+            "train.early_stopping_patience needs evaluations during training; set train.eval_every",
+        ),
+        (
+            {"checkpoint.keep_best": 1, "checkpoint.best_metric": "eval_f1"},
+            "checkpoint.best_metric: no evaluation of this run has eval_f1; it has eval_loss, eval_perp",
+        ),
+        ({"train.metrics": ["rouge"]}, "train.metrics: 'rouge' is no metric of causal-lm"),
+        (
+            {
+                "train.metrics": ["tests.portable.test_metrics:long_words"],
+                "checkpoint.keep_best": 1,
+                "checkpoint.best_metric": "eval_large",
+            },
+            "checkpoint.best_mode: nothing tells whether a higher eval_large is better; set min or max",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], told_so: str, tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        run_rank("cpu", load_config(None, tiny(tmp_path / "run", corpus) | given))
+    assert told_so in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
+    def written(name: str, labels: list[Any]) -> str:
+        rows = [{"text": f"text {i} " * 3, "label": label} for i, label in enumerate(labels)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    def evals(training: list[Any], labels: list[Any]) -> list[Any]:
+        settings = tiny(tmp_path, tmp_path / "train.jsonl") | {
+            "data.packing": False,
+            "data.eval_fraction": 0.0,
+        }
+        settings |= {"data.source": written("train.jsonl", training), "data.seq_len": 8}
+        settings |= {"data.eval": {"source": written("eval.jsonl", labels)}, "data.vocab_size": 300}
+        settings |= {"model.task": "sequence-classification"}
+        data = build_data(load_config(None, settings).data, task="sequence-classification")
+        assert data.eval is not None
+        found: list[Any] = data.eval.batch([(0, i) for i in range(len(labels))])["labels"].tolist()
+        return sorted(found)
+
+    assert evals(["a", "b", "c"] * 3, ["c", "c", "C"]) == [2, 2, 2]  # one class of three
+    assert evals([3, 7, 9] * 3, [9, 7]) == [1, 2]
+    assert evals([["a"], ["a", "b"], []] * 3, [["b"], []]) == [[0.0, 0.0], [0.0, 1.0]]
+    assert evals([1.5, 2.5] * 3, [4, 2]) == [2.0, 4.0]
+    with pytest.raises(UserError) as caught:
+        evals(["a", "b"] * 3, ["a", "z"])
+    assert str(caught.value).startswith(
+        "data.eval.label_field: the label 'z' is not one of the training data's classes (a, b)"
+    )
+    with pytest.raises(UserError, match=r"^data\.eval\.label_field: the labels are lists of classes"):
+        evals(["a", "b"] * 3, [["a"], ["b"]])
+
+
+def on_rank(config: Any) -> int:
+    return run_rank("cpu", config)
+
+
+def test_on_ranks(sources: dict[str, Path], tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """Two ranks decide as one does, with real evaluations."""
+    given = own(sources) | {"train__eval_every": 1, "train__steps": 6, "train__learning_rate": 3e-2}
+    given |= {"checkpoint__keep": 1, "checkpoint__keep_best": 1, "checkpoint__best_metric": "eval_loss/code"}
+    given |= {"train__early_stopping_patience": 1, "train__early_stopping_threshold": 0.3}
+    found = []
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        config = configured(folder, corpus, strategy="full_shard", train__micro_batch_size=1, **given)
+        assert ranks.run(size, on_rank, config) == 0
+        found.append((kept(folder), read_metrics(folder)[-1]["eval_loss/code"]))
+    assert found[0][0] == found[1][0] and found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+    assert found[0][0][-1] < 6  # it ended early

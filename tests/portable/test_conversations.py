@@ -1,0 +1,541 @@
+"""Conversations: formats, what is refused, truncation, the cache, and a run that learns to stop."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers
+
+from portable.cli import main
+from portable.config import RunConfig
+from portable.data import build_data, inspect_data
+from portable.data import tokenize as tokenizing
+from portable.data.conversations import Completion, Conversation, read_conversation, recognise
+from portable.data.parallel import ordered_map
+from portable.data.samples import IGNORED
+from portable.data.truncation import KeptOrder
+from portable.errors import RunError, UserError
+from portable.reporting.html_report import REPORT_FILE
+from portable.run.rank import run_rank
+from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
+from tests.portable.data_support import Settings, replace, write_jsonl
+from tests.portable.parallel_work import work
+from tests.runs import TINY_MODEL, configured, flags, tiny
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+QUESTION, ANSWER = GREETING
+SHAREGPT = {
+    "conversations": [{"from": "human", "value": "What is 2 + 3?"}, {"from": "gpt", "value": "It is 5."}]
+}
+ALPACA = {"instruction": "What is", "input": "2 + 3?", "output": "It is 5."}
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llama3")
+    tokenizer("llama3").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def settings(tmp_path: Path, llama3: str) -> Settings:
+    return Settings(
+        source=str(tmp_path / "chat.jsonl"),
+        tokenizer=llama3,
+        vocab_size=None,
+        cache_dir=tmp_path / "cache",
+        packing=False,
+        seq_len=64,
+        eval_fraction=0,
+    )
+
+
+def written(settings: Settings, *rows: dict[str, Any], **values: Any) -> Settings:
+    from pathlib import Path
+
+    write_jsonl(Path(settings.source), rows)
+    return replace(settings, **values)
+
+
+def texts(settings: Settings) -> list[tuple[str, str]]:
+    """Each sample, and what of it is trained."""
+    data = build_data(settings)
+    found = []
+    for index in range(len(data.train)):
+        row = data.train[index]
+        inputs, labels = row["input_ids"], row["labels"]
+        whole = inputs[row["attention_mask"].bool()]
+        found.append((data.tokenizer.decode(whole), data.tokenizer.decode(labels[labels != IGNORED])))
+    return found
+
+
+# -- formats -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("messages", {"messages": GREETING}),
+        ("messages", {"conversations": GREETING}),
+        (
+            "messages",
+            {
+                "messages": [
+                    QUESTION,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "5."}],
+                    },
+                ]
+            },
+        ),
+        ("sharegpt", SHAREGPT),
+        ("prompt_completion", {"prompt": [QUESTION], "completion": [ANSWER]}),
+        ("alpaca", {**ALPACA, "instruction": "What is 2 + 3?", "input": ""}),
+    ],
+)
+def test_formats_that_mean_the_same(kind: str, row: dict[str, Any], settings: Settings) -> None:
+    assert recognise(row, "text", "x") == kind
+    ((whole, answer),) = texts(written(settings, row))
+    assert whole.endswith("What is 2 + 3?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nIt is 5.")
+    assert answer == "It is 5.<|eot_id|>"
+
+
+def test_a_system_message_tools_and_calls_of_sharegpt() -> None:
+    row = {
+        "system": "Be brief.",
+        "tools": '[{"name": "add"}]',
+        "conversations": [
+            {"from": "human", "value": "Add"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+            {"from": "observation", "value": "5"},
+            {"from": "gpt", "value": "5"},
+        ],
+    }
+    read = read_conversation(row, "sharegpt", "x")
+    assert isinstance(read, Conversation)
+    assert [message["role"] for message in read.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert read.messages[2]["tool_calls"] == [call]
+    assert read.tools == ({"name": "add"},)
+
+
+def test_alpaca_has_input_and_history() -> None:
+    row = {**ALPACA, "system": "Be brief.", "history": [["Hi", "Hello"]]}
+    read = read_conversation(row, "alpaca", "x")
+    assert isinstance(read, Conversation)
+    assert [message["content"] for message in read.messages] == [
+        "Be brief.", "Hi", "Hello", "What is\n2 + 3?", "It is 5."
+    ]  # fmt: skip
+    assert read.prompt == 4
+
+
+def test_strings_stay_strings(settings: Settings) -> None:
+    assert read_conversation({"prompt": "a", "completion": "b"}, "prompt_completion", "x") == Completion(
+        "a", "b"
+    )
+    ((whole, answer),) = texts(written(settings, {"prompt": "what is it", "completion": ", and more?"}))
+    assert (whole, answer) == ("what is it, and more?", ", and more?<|end_of_text|>")
+
+
+@pytest.mark.parametrize("suffix", ["json", "parquet", "csv"])
+def test_files_of_other_kinds(suffix: str, settings: Settings, tmp_path: Path) -> None:
+    path = tmp_path / f"chat.{suffix}"
+    if suffix == "json":
+        path.write_text(json.dumps([{"messages": GREETING}, {"messages": TALK}]))
+    elif suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([{"messages": GREETING}, {"messages": TALK}]), path)
+    else:
+        path.write_text("instruction,input,output\nWhat is 2 + 3?,,It is 5.\nAnd more?,,No.\n")
+    found = texts(replace(settings, source=str(path)))
+    assert len(found) == 2
+    assert ("It is 5.<|eot_id|>" in [answer for _, answer in found]) or suffix != "csv"
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+LATE = [QUESTION, {"role": "system", "content": "Be brief."}, ANSWER]
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a late system message": ({"messages": LATE}, "2: message 2 is from system, after user; it must"),
+    "a tool without a call": (
+        {"messages": [QUESTION, {"role": "tool", "content": "5"}, ANSWER]},
+        "2: message 2 is from tool, after user; it must follow the assistant's call",
+    ),
+    "an empty conversation": ({"messages": []}, "2: the conversation is empty"),
+    "no answer": ({"messages": [QUESTION]}, "2: the assistant says nothing"),
+    "a missing column": ({"text": "hello"}, "2: messages is missing; a record of data.format messages"),
+    "another format": (SHAREGPT, "2: message 1 has no role; a record of data.format messages"),
+    "content that is a number": (
+        {"messages": [QUESTION, {"role": "assistant", "content": 5}]},
+        "2: message 2: content is of type int; make it a string",
+    ),
+    "no content": ({"messages": [QUESTION, {"role": "assistant"}]}, "2: message 2: content is null"),
+    "an unknown role": (
+        {"messages": [QUESTION, {"role": "robot", "content": "5"}]},
+        "2: message 2 has role 'robot'; use system, developer, user, assistant, tool",
+    ),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER]},
+        "2: message 1 has a part of type image; only text",
+    ),
+    "messages that are text": ({"messages": "hello"}, "2: messages is of type str"),
+    "tools that are no JSON": ({"messages": GREETING, "tools": "{"}, "2: tools is not JSON"),
+    "tools that are no list": ({"messages": GREETING, "tools": 5}, "2: tools is of type int"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_record_is_named_by_its_line(name: str, settings: Settings, tmp_path: Path) -> None:
+    row, message = BAD[name]
+    with pytest.raises(UserError) as error:
+        build_data(written(settings, {"messages": GREETING}, row))
+    assert f"chat.jsonl:{message}" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(
+    ("row", "values", "message"),
+    [
+        ({"messages": GREETING, "text": "x"}, {}, ":1: the fields messages, text fit both text and messages"),
+        ({"question": "x"}, {}, "no field 'text'; the fields are question"),
+        ({"messages": GREETING}, {"chat_template": "nothing"}, "'nothing' is no file and no name"),
+        ({"messages": GREETING}, {"chat_template": "no.jinja"}, "no.jinja: cannot read it"),
+        ({"messages": GREETING}, {"train_on": "completion"}, ":1: completion is for records with a prompt"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, {}, "message 1 is from 'alien'; use human"),
+        ({"prompt": "a", "completion": 5}, {}, "they are of type str and of type int"),
+        ({"instruction": "a", "output": None}, {}, "output is null"),
+        ({"messages": GREETING}, {"format": "alpaca"}, "instruction is missing"),
+    ],
+)  # fmt: skip
+def test_refusals_at_the_start(
+    row: dict[str, Any], values: dict[str, Any], message: str, settings: Settings
+) -> None:
+    with pytest.raises(UserError) as error:
+        build_data(written(settings, row, **values))
+    assert message in str(error.value)
+
+
+def test_a_template_that_is_no_template(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "bad.jinja").write_text("{% for x %}")
+    given = written(settings, {"messages": GREETING}, chat_template=str(tmp_path / "bad.jinja"))
+    with pytest.raises(UserError, match="it is no valid template"):
+        build_data(given)
+
+
+def test_a_tokenizer_without_a_template(settings: Settings, tmp_path: Path) -> None:
+    bare = pickle.loads(pickle.dumps(tokenizer("llama3")))  # noqa: S301
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "bare")
+    given = written(settings, {"messages": GREETING}, tokenizer=str(tmp_path / "bare"))
+    for opening in (build_data, inspect_data):
+        with pytest.raises(UserError, match=r"the tokenizer has none; set it to a file .* or to chatml"):
+            opening(given)
+    # ChatML's tokens are not this tokenizer's, so that none of them would end an answer.
+    with pytest.raises(UserError, match="never include the one that ends an answer"):
+        build_data(replace(given, chat_template="chatml"))
+
+
+def test_answers_whose_end_is_not_trained(settings: Settings, tmp_path: Path) -> None:
+    text = template("llama3_training").replace(
+        "trim + '<|eot_id|>' }}\n        {%- endg", "trim }}\n        {%- endg"
+    )
+    text = text.replace("{%- endgeneration %}", "{%- endgeneration %}{{ '<|eot_id|>' }}")
+    (tmp_path / "endless.jinja").write_text(text)
+    given = written(settings, {"messages": GREETING}, chat_template=str(tmp_path / "endless.jinja"))
+    with pytest.raises(UserError, match=r"they end in 'It is 5.', and then comes '<\|eot_id\|>'"):
+        build_data(given)
+    assert build_data(replace(given, train_on="all")).end_of_turn is not None
+
+
+def test_a_record_of_megabytes(settings: Settings) -> None:
+    long = [QUESTION, {"role": "assistant", "content": "and more " * 300_000}]
+    data = build_data(written(settings, {"messages": long}, {"messages": GREETING}))
+    assert len(data.train) == 2
+    assert "1 of 2 lose their end" in data.sizes.warnings[0]
+
+
+# -- templates -----------------------------------------------------------------------------------------------
+
+
+def test_a_template_by_name_is_saved_with_the_tokenizer(settings: Settings, tmp_path: Path) -> None:
+    several = pickle.loads(pickle.dumps(tokenizer("llama3")))  # noqa: S301
+    other = template("llama3").replace("trim", "upper | trim")
+    several.chat_template = {"default": template("llama3"), "loud": other}
+    several.save_pretrained(tmp_path / "several")
+    given = written(settings, {"messages": GREETING}, tokenizer=str(tmp_path / "several"))
+    assert texts(given)[0][1] == "It is 5.<|eot_id|>"
+    loud = replace(given, chat_template="loud")
+    assert texts(loud)[0][1] == "IT IS 5.<|eot_id|>"
+    assert build_data(loud).tokenizer.chat_template == other
+
+
+def test_the_day_does_not_matter(settings: Settings, tmp_path: Path) -> None:
+    text = "{{ strftime_now('%Y-%m-%d') }} " + template("llama3")
+    (tmp_path / "dated.jinja").write_text(text)
+    given = written(settings, {"messages": GREETING}, chat_template=str(tmp_path / "dated.jinja"))
+    assert texts(given)[0][0].startswith("2025-01-01 ")
+    other = replace(given, chat_template_kwargs={"strftime_now": "2026-02-03"})
+    assert texts(other)[0][0].startswith("2026-02-03 ")
+
+
+def test_a_trained_tokenizer_has_a_template_and_its_tokens(settings: Settings) -> None:
+    given = written(settings, *[{"messages": TALK}] * 3, tokenizer=None, vocab_size=300)
+    data = build_data(given)
+    assert data.tokenizer.decode([data.end_of_turn]) == "<|im_end|>"
+    assert texts(given)[0][1].startswith("It is 5.<|im_end|>\n7")
+
+
+# -- truncation ----------------------------------------------------------------------------------------------
+
+
+def long_and_short(settings: Settings, **values: Any) -> Settings:
+    """12 short conversations, and of two kinds one that is too long."""
+    asks = [{"role": "user", "content": "what is it " * 40}, ANSWER]
+    says = [QUESTION, {"role": "assistant", "content": "and more " * 40}]
+    rows = (
+        [{"messages": GREETING}] * 6 + [{"messages": asks}, {"messages": says}] + [{"messages": GREETING}] * 6
+    )
+    return written(settings, *rows, **values)
+
+
+@pytest.mark.parametrize(
+    ("mode", "samples", "warning"),
+    [
+        ("end", 13, "1 of 14 lose their end, .* tokens; 1 are left out: no trained token remains"),
+        ("start", 14, "2 of 14 lose their beginning, .* tokens"),
+        ("drop", 12, "2 are left out as too long"),
+    ],
+)
+def test_truncation_is_said(mode: Any, samples: int, warning: str, settings: Settings) -> None:
+    data = build_data(long_and_short(settings, truncation=mode))
+    assert len(data.train) == samples
+    (line,) = data.sizes.warnings
+    assert line.startswith("data.truncation: of the samples, ")
+    import re
+
+    assert re.search(warning, line)
+    assert inspect_data(long_and_short(settings, truncation=mode)).warnings == [line]
+    numbers = sorted(data.train.documents(index)[0] for index in range(samples))
+    assert numbers == [n for n in range(14) if n not in {"end": [6], "start": [], "drop": [6, 7]}[mode]]
+    for index in range(samples):
+        row = data.train[index]
+        assert (row["labels"] != IGNORED).any()
+        if mode == "start" and data.train.documents(index)[0] == 6:
+            kept = row["labels"][row["labels"] != IGNORED]
+            assert data.tokenizer.decode(kept) == "It is 5.<|eot_id|>"
+
+
+def test_truncation_may_be_an_error(settings: Settings) -> None:
+    with pytest.raises(UserError, match=r"2 samples are longer than data.seq_len 64, the longest has"):
+        build_data(long_and_short(settings, truncation="error"))
+    build_data(long_and_short(settings, truncation="error", seq_len=1000))
+
+
+def test_no_sample_is_left(settings: Settings) -> None:
+    with pytest.raises(UserError, match="no sample is left"):
+        build_data(long_and_short(settings, truncation="drop", seq_len=4))
+
+
+def test_the_order_of_what_is_kept() -> None:
+    """A bijection onto the documents that are kept, as a function and as an array."""
+    left_out = np.array([0, 3, 4, 9])
+    order = KeptOrder(6, left_out)
+    numbers = [order(index) for index in range(6)]
+    assert sorted(numbers) == [1, 2, 5, 6, 7, 8]
+    assert order.array(np.arange(6)).tolist() == numbers
+
+
+# -- the cache and its processes -----------------------------------------------------------------------------
+
+
+def test_the_cache_knows_the_mask(settings: Settings) -> None:
+    given = written(settings, {"messages": TALK}, {"messages": GREETING})
+    first = build_data(given)
+    assert first.tokens is not None
+    assert first.fingerprint != build_data(replace(given, train_on="last_assistant")).fingerprint
+    assert build_data(given).fingerprint == first.fingerprint
+    again = pickle.loads(pickle.dumps(first.tokens))  # noqa: S301
+    start = 0
+    for number in range(2):
+        trained = again.trained("text", number)
+        assert len(trained) == len(again.document("text", number))
+        assert (again.trained_between(start, start + len(trained)) == trained).all()
+        start += len(trained)
+    assert first.sizes.trained == sum(again.trained("text", n).sum() for n in (0, 1)) / start
+
+
+def test_packed_end_to_end_the_masks_follow(settings: Settings) -> None:
+    given = written(settings, *[{"messages": TALK}] * 5, packing=True, seq_len=16)
+    data = build_data(given)
+    assert data.tokens is not None and data.train.valid_tokens is None
+    ids, trained = (
+        data.tokens.tokens["text"][:].astype(np.int64),
+        data.tokens.trained_between(0, data.tokens.total_tokens),
+    )
+    assert trained is not None
+    for index in range(len(data.train)):
+        row = data.train[index]
+        at = 16 * index
+        expected = np.where(trained[at + 1 : at + 17], ids[at + 1 : at + 17], IGNORED)
+        assert row["labels"].tolist() == expected.tolist()
+
+
+def test_any_number_of_processes_writes_the_same(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{n} what is it"}, ANSWER]} for n in range(60)]
+    given = written(settings, *rows)
+    alone = build_data(given)
+    monkeypatch.setattr(tokenizing, "_CHAT_CHARS", 200)
+    monkeypatch.setattr(tokenizing, "_ALONE", 1)
+    monkeypatch.setattr(tokenizing, "cores", lambda: 2)
+    others = build_data(replace(given, cache_dir=tmp_path / "elsewhere"))
+    assert others.fingerprint == alone.fingerprint
+
+
+def test_a_map_in_processes() -> None:
+    """In order, with an error of the work, and with the death of a process."""
+    assert list(ordered_map(work, range(9), processes=1)) == [n * n for n in range(9)]
+    assert list(ordered_map(work, range(3), processes=2, alone=5)) == [0, 1, 4]
+    found = ordered_map(work, [*range(5), -1, 7], processes=2, alone=1)
+    with pytest.raises(UserError, match="refused"):
+        assert [next(found) for _ in range(5)] == [0, 1, 4, 9, 16] and next(found)
+    with pytest.raises(RunError, match="a process that tokenizes ended with code -9"):
+        list(ordered_map(work, [1, -2, 3], processes=2))
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that learns three answers by heart."""
+    folder = tmp_path_factory.mktemp("learned")
+    names = {"red": "apples", "blue": "the sky", "green": "grass"}
+    rows = [
+        {"messages": [{"role": "user", "content": name}, {"role": "assistant", "content": said}]}
+        for name, said in names.items()
+    ]
+    source = write_jsonl(folder / "chat.jsonl", rows * 8)
+    config = configured(
+        folder / "run",
+        source,
+        model__config={**TINY_MODEL, "vocab_size": 300},
+        data__vocab_size=300,
+        data__seq_len=32,
+        data__eval_fraction=0,
+        train__steps=100,
+        train__learning_rate=1e-2,
+        train__global_batch_size=12,
+        train__micro_batch_size=12,
+        log__every_steps=50,
+        log__sample_prompt="blue",
+        log__sample_tokens=20,
+        checkpoint__every_steps=None,
+    )
+    assert config.data.format == "auto"
+    assert run_rank("cpu", config) == 0
+    return folder
+
+
+def test_a_model_learns_to_stop(learned: Path) -> None:
+    final = learned / "run" / "final"
+    found = transformers.AutoTokenizer.from_pretrained(final)
+    model = transformers.AutoModelForCausalLM.from_pretrained(final)
+    end = found.convert_tokens_to_ids("<|im_end|>")
+    stops = json.loads((final / "generation_config.json").read_text())["eos_token_id"]
+    assert stops[0] == end
+    chat = [{"role": "user", "content": "blue"}]
+    prompt = found.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=50, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert found.decode(answer) == "the sky<|im_end|>"
+    assert torch.equal(answer[-1], torch.tensor(end))
+
+
+def test_the_settled_config_has_the_format(learned: Path) -> None:
+    from portable.config import load_config
+
+    settled = load_config(learned / "run" / "config.yaml")
+    assert (settled.data.format, settled.data.packing) == ("messages", "documents")
+
+
+def test_the_report_shows_samples(learned: Path) -> None:
+    page = (learned / "run" / REPORT_FILE).read_text("utf-8")
+    text = page.partition('type="application/json">')[2].partition("</script>")[0]
+    data = json.loads(text)["runs"][0]["data"]
+    assert ["an answer ends with", "<|im_end|>"] in data["facts"]
+    assert len(data["samples"]) == 3
+    for sample in data["samples"]:
+        (prompt, first), (answer, second) = sample["pieces"]
+        assert (first, second) == (False, True)
+        assert prompt.endswith("<|im_start|>assistant\n") and answer.endswith("<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", '{"facts": 5}', '{"facts":{},"lengths":[[1]],"samples":[]}']
+)
+def test_a_damaged_file_of_samples_is_passed_over(content: str, tmp_path: Path) -> None:
+    from portable.reporting.html_report import read_preview
+
+    path = tmp_path / "data_samples.json"
+    path.write_text(content)
+    assert read_preview(path) is None
+
+
+def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(
+        settings,
+        {"messages": SYSTEM + TALK},
+        {"messages": [QUESTION, {"role": "assistant", "content": "\x1b[2J"}]},
+    )
+    given = tiny(
+        tmp_path / "run",
+        tmp_path / "chat.jsonl",
+        data__tokenizer=settings.tokenizer,
+        data__seq_len=128,
+        data__eval_fraction=0,
+        model__config={**TINY_MODEL, "vocab_size": 512},
+    )
+    before = sorted(tmp_path.iterdir())
+    assert main([*flags(given), "--show-data", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "[[It is 5.<|eot_id|>]]<|start_header_id|>user" in shown
+    assert "[[\\x1b[2J<|eot_id|>]]" in shown and "\x1b" not in shown
+    assert "Be brief.<|eot_id|>" in shown
+    assert "2 to train, of 128 tokens" in shown
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "cache"])
+    assert main([*flags(given), "--show-data", "2", "--dry-run"]) == 2
+    assert main([*flags(given), "--show-data", "2", "--data.train_on", "completion"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data.format": "messages", "model.task": "masked-lm"}, "data.format is for model.task causal-lm"),
+        ({"data.train_on": "all", "data.format": "text"}, "data.train_on is for conversations"),
+        ({"data.truncation": "drop", "data.format": "text"}, "has no effect with data.packing true"),
+        ({"data.train_on": "completion", "data.split_turns": True}, "does not work with data.split_turns"),
+    ],
+)
+def test_settings_that_contradict_each_other(values: dict[str, Any], message: str) -> None:
+    from portable.config import load_config
+
+    with pytest.raises(UserError, match=message):
+        load_config(None, values)
+    assert RunConfig().data.truncation == "end"

@@ -1,0 +1,221 @@
+"""Packed documents against a naive packing: each document once and whole, little padding, one plan."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from portable.config import DataConfig, load_config
+from portable.data import build_data, inspect_data, locate, packing
+from portable.data.packing import PackedDocuments, PackedSizes, best_fit, packed_sizes, planned
+from portable.data.samples import IGNORED, PaddedCausal, Part, split_documents
+from portable.errors import UserError
+from portable.registry import create_backend
+from portable.run.prepare import prepare
+from portable.run.replay import _sample
+from portable.run.settle import settle
+from tests.portable.data_support import Settings, corpus, replace, token_cache, write_jsonl
+from tests.runs import configured, write_corpus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.data.cache import TokenCache
+
+PAD = 0
+LENGTH = 12
+DOCUMENTS = [[100 + n, *range(3, 3 + n % 17)] for n in range(150)]  # of 1 to 17 tokens
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> TokenCache:
+    return token_cache(tmp_path / "cache", DOCUMENTS)
+
+
+def naive_rooms(lengths: np.ndarray, capacity: int) -> list[int]:
+    """The room left in each bin of best fit decreasing, one item at a time."""
+    rooms: list[int] = []
+    for length in sorted(lengths.tolist(), reverse=True):
+        fitting = [number for number, room in enumerate(rooms) if room >= length]
+        if not fitting:
+            rooms.append(capacity)
+        number = min(fitting, key=rooms.__getitem__, default=len(rooms) - 1)
+        rooms[number] -= length
+    return sorted(rooms)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_best_fit_decreasing(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    capacity, count = int(random.integers(1, 60)), int(random.integers(1, 150))
+    spread = random.lognormal(1.5, 1, count).astype(np.int64)
+    lengths = np.clip(spread, 1, capacity) if seed % 2 else random.integers(1, capacity + 1, count)
+    items, counts = best_fit(lengths, capacity)
+    assert sorted(items) == list(range(count))
+    filled = np.add.reduceat(lengths[items], np.cumsum(counts) - counts)
+    assert sorted((capacity - filled).tolist()) == naive_rooms(lengths, capacity)
+
+
+def test_a_million_documents_take_a_moment_and_little_padding() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 1_000_000).astype(np.int64), 1, 4096)
+    start = time.process_time()
+    _, counts = best_fit(lengths, 4096)
+    assert time.process_time() - start < 5
+    assert 1 - lengths.sum() / (len(counts) * 4096) < 0.001
+
+
+@pytest.mark.parametrize("window", [packing.WINDOW, 40])
+def test_every_document_is_whole_and_once(
+    cache: TokenCache, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "WINDOW", window)
+    for part in split_documents(len(DOCUMENTS), 0.2):
+        single = PaddedCausal(cache, part, LENGTH, PAD)
+        samples = PackedDocuments(cache, planned(cache, part, LENGTH), LENGTH, PAD)
+        expected = []  # the inputs and labels of each document alone
+        for index in range(len(single)):
+            sample = single[index]
+            counts = sample["labels"] != IGNORED
+            expected.append((sample["input_ids"][counts].tolist(), sample["labels"][counts].tolist()))
+        found, places, padding = [], [], 0
+        for index in range(len(samples)):
+            sample = samples[index]
+            shapes = {name: tuple(values.shape) for name, values in sample.items()}
+            lengths = sample["document_lengths"].tolist()
+            assert shapes == {
+                "input_ids": (LENGTH,),
+                "labels": (LENGTH,),
+                "position_ids": (LENGTH,),
+                "document_lengths": (len(samples[0]["document_lengths"]),),
+            }
+            assert {values.dtype for values in sample.values()} == {torch.int64} and sum(lengths) == LENGTH
+            numbers, at = samples.documents(index), 0
+            for length in lengths:
+                piece = slice(at, at + length)
+                assert sample["position_ids"][piece].tolist() == list(range(length))
+                at += length
+            at = 0
+            for number, length in zip(numbers, lengths, strict=False):
+                piece = slice(at, at + length)
+                found.append((sample["input_ids"][piece].tolist(), sample["labels"][piece].tolist()))
+                places.append(number)
+                assert found[-1][0][0] == DOCUMENTS[number][0]
+                at += length
+            assert (sample["labels"][at:] == IGNORED).all() and (sample["input_ids"][at:] == PAD).all()
+            padding += LENGTH - at
+        assert sorted(found) == sorted(one for one in expected if one[0])
+        assert samples.waste == pytest.approx(padding / (LENGTH * len(samples)))
+        each = [len(inputs) for inputs, _ in found]
+        assert samples.context == pytest.approx(sum(n * n for n in each) / sum(each))
+        assert len(set(places)) == len(places)
+        assert packed_sizes(cache, part, LENGTH).samples == len(samples)
+
+
+def test_a_plan_is_made_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part(0, len(DOCUMENTS))
+    without = packed_sizes(cache, part, LENGTH)
+    samples = PackedDocuments(cache, planned(cache, part, LENGTH), LENGTH, PAD)
+    first = [list(samples.documents(index)) for index in range(len(samples))]
+    monkeypatch.setattr(packing, "best_fit", None)  # from here on it is read
+    again = pickle.loads(pickle.dumps(samples))  # noqa: S301
+    assert [list(again.documents(index)) for index in range(len(again))] == first
+    assert packed_sizes(cache, part, LENGTH) == without
+    assert isinstance(without, PackedSizes) and without.most == max(map(len, first))
+    monkeypatch.undo()
+    plan = planned(cache, part, LENGTH)
+    damaged = plan.folder / "documents.bin"
+    damaged.write_bytes(bytes(len(damaged.read_bytes())))
+    repaired = PackedDocuments(cache, planned(cache, part, LENGTH), LENGTH, PAD)
+    assert [list(repaired.documents(index)) for index in range(len(repaired))] == first
+
+
+def test_from_the_settings(tmp_path: Path) -> None:
+    settings = Settings(
+        source=str(corpus(tmp_path)), cache_dir=str(tmp_path / "cache"), packing="documents", seq_len=128
+    )
+    data = build_data(settings)
+    sizes = inspect_data(settings)
+    assert sizes == data.sizes and sizes.train_samples == len(data.train) < 40
+    assert sizes.waste == data.train.waste > 0
+    assert "samples of 128 tokens, whole documents packed" in str(sizes)
+    assert f"{sizes.waste:.2%} of the positions are padding" in str(sizes)
+    # The same documents are held out as without packing.
+    padded = build_data(replace(settings, packing=False))
+    assert data.eval is not None and padded.eval is not None
+    held = {number for index in range(len(data.eval)) for number in data.eval.documents(index)}
+    assert held == {padded.eval.documents(index)[0] for index in range(len(padded.eval))}
+    # Documents beyond seq_len are cut, which is told.
+    assert "cut off" in inspect_data(replace(settings, seq_len=16)).warnings[0]
+    folders = set((tmp_path / "cache" / "tokens").iterdir())
+    inspect_data(replace(settings, seq_len=64))
+    assert set((tmp_path / "cache" / "tokens").iterdir()) == folders  # nothing was written
+
+
+@pytest.mark.parametrize("truncation", ["end", "start"])
+def test_conversations_keep_their_masks(truncation: str, tmp_path: Path) -> None:
+    """Packed, which is their default, they have the labels that they have one by one."""
+    talks = [
+        {"messages": [{"role": "user", "content": "w " * n}, {"role": "assistant", "content": "v " * n}]}
+        for n in range(1, 40)
+    ]
+    source = write_jsonl(tmp_path / "talks.jsonl", talks)
+    given = {
+        "data.source": str(source),
+        "data.cache_dir": str(tmp_path / "cache"),
+        "data.chat_template": "chatml",
+        "data.seq_len": 96,
+        "data.eval_fraction": 0,
+        "data.truncation": truncation,
+        "model.config.max_position_embeddings": 96,
+        "output_dir": str(tmp_path / "run"),
+    }
+    config = settle(load_config(None, given), "cpu").config
+    assert config.data.packing == "documents"
+
+    def answers(settings: DataConfig) -> list[list[int]]:
+        """The input and the label of each position that counts, by conversation."""
+        samples = build_data(settings, model_vocab_size=400).train
+        found = []
+        for index in range(len(samples)):
+            sample = samples[index]
+            starts = torch.flatten((sample.get("position_ids", torch.zeros(1)) == 0).nonzero()).tolist()
+            for start, end in pairwise([*starts, 96]):
+                counts = sample["labels"][start:end] != IGNORED
+                pairs = torch.stack([sample["input_ids"][start:end], sample["labels"][start:end]])
+                found.append(pairs[:, counts].flatten().tolist())
+        return sorted(one for one in found if one)
+
+    packed, padded = (answers(config.data.model_copy(update={"packing": to})) for to in ("documents", False))
+    assert packed == padded and len(packed) > 30
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    """FLOPs have the attention within documents; a step that is replayed names the documents of a sample."""
+    source, flops = write_corpus(tmp_path), {}
+    for how in (True, "documents"):
+        config = configured(tmp_path, source, data__packing=how, data__seq_len=64)
+        backend = create_backend("cpu")
+        run = prepare(settle(config, backend.name), backend)
+        flops[how] = run.flops_per_token
+    context = run.data.train.context
+    assert context is not None and 10 < context < 64
+    # 12 for each layer, unit of the hidden size and position that a token attends to.
+    assert flops[True] - flops["documents"] == pytest.approx(12 * 2 * 48 * (64 - context))
+    _, index = locate(5, len(run.data.train), run.config.seed)
+    numbers = run.data.train.documents(index)
+    assert len(numbers) > 1
+    told = f"of document {', '.join(map(str, numbers))} of the source"
+    assert told in _sample(run, 5)
+
+
+def test_no_text_with_two_tokens(tmp_path: Path) -> None:
+    cache = token_cache(tmp_path / "cache", [[5], [6], []])
+    with pytest.raises(UserError, match=r"data\.source: no text has two tokens"):
+        planned(cache, Part(0, 3), LENGTH)
+    assert packed_sizes(cache, Part(0, 3), LENGTH).samples == 0

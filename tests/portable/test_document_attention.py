@@ -1,0 +1,251 @@
+"""Packed documents beside single ones: the same loss and gradients, for every way to keep them apart."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from portable.errors import UserError
+from portable.model.activation_checkpointing import checkpoint_activations
+from portable.model.build import build_model, model_config
+from portable.model.document_attention import KEEP_DOCUMENTS_APART, READ_THEIR_MASK, check_documents
+from portable.model.loss import token_loss
+from portable.model.transformers_patches import no_value_checks
+from tests.architectures import pairs
+from tests.runs import configured
+from tests.tiny_models import tiny_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from portable.backend import Batch
+
+LENGTH, WINDOW = 24, 4
+ROWS = ([9, 5, 7], [13, 8], [24], [1, 2, 14])
+"""The lengths of the documents of each sample; the rest is padding. Most are longer than the window."""
+PAD = 3
+USUAL = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "gpt2",
+    "gpt_oss",
+    "llama4_text",
+    "opt",
+    "falcon",
+)
+TYPES = sorted({pair.model_type for pair in pairs() if pair.task == "causal-lm"})
+
+
+def packed() -> tuple[list[torch.Tensor], Batch]:
+    """Documents of random tokens, and the batch that packs them."""
+    random = torch.Generator().manual_seed(0)
+    shape = (len(ROWS), LENGTH)
+    batch = {
+        "input_ids": torch.full(shape, PAD),
+        "labels": torch.full(shape, -100),
+        "position_ids": torch.zeros(shape, dtype=torch.int64),
+        "document_lengths": torch.zeros(len(ROWS), 4, dtype=torch.int64),
+    }
+    documents = []
+    for row, lengths in enumerate(ROWS):
+        at = 0
+        for number, length in enumerate([*lengths, LENGTH - sum(lengths)]):
+            batch["document_lengths"][row, number] = length
+            batch["position_ids"][row, at : at + length] = torch.arange(length)
+            if number < len(lengths):
+                documents.append(torch.randint(3, 300, (length + 1,), generator=random))
+                batch["input_ids"][row, at : at + length] = documents[-1][:-1]
+                batch["labels"][row, at : at + length] = documents[-1][1:]
+            at += length
+    return documents, batch
+
+
+def tiny(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
+    """A tiny model with windows shorter than the documents, and weights under which every token matters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
+    for part in (config, config.get_text_config()):
+        if getattr(part, "sliding_window", None):
+            part.sliding_window = WINDOW
+        if hasattr(part, "is_decoder"):
+            part.is_decoder = True
+    torch.manual_seed(0)
+    try:
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except ValueError:  # the type has no sdpa
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.config.use_cache = False
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) / 10)
+    return model.float().train()
+
+
+def result(model: PreTrainedModel, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The summed loss and its gradients."""
+    model.zero_grad(set_to_none=True)
+    total = 0.0
+    for batch in batches:
+        with no_value_checks():
+            loss = token_loss(model, batch)
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gap(model: PreTrainedModel, batch: Batch, documents: list[torch.Tensor]) -> float:
+    """The largest relative difference between packed and single documents, of the loss and each gradient."""
+    alone = [{"input_ids": tokens[None, :-1], "labels": tokens[None, 1:]} for tokens in documents]
+    loss, gradients = result(model, alone)
+    ours, found = result(model, [batch])
+    gaps = [abs(ours - loss) / loss]
+    for name, gradient in gradients.items():
+        largest = gradient.abs().max()
+        if largest > 1e-6:
+            gaps.append(float((found[name] - gradient).abs().max() / largest))
+    return float(torch.tensor(gaps).max())  # NaN if any is
+
+
+def worst(model_type: str) -> float:
+    """The gap of a type, with a call per document and with masks."""
+    documents, batch = packed()
+    model = tiny(model_type)
+    masked = {name: values for name, values in batch.items() if name != "document_lengths"}
+    return max(gap(model, batch, documents), gap(model, masked, documents))
+
+
+@pytest.mark.parametrize("model_type", USUAL)
+def test_equals_single_documents(model_type: str) -> None:
+    assert model_type in KEEP_DOCUMENTS_APART
+    assert worst(model_type) < 1e-5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", TYPES)
+def test_the_list_of_types_is_right(model_type: str) -> None:
+    """No type is listed that fails, and none is missing that works and can be built tiny."""
+    if model_type in KEEP_DOCUMENTS_APART:
+        assert worst(model_type) < 1e-4
+        return
+    with suppress(Exception):
+        assert not worst(model_type) < 1e-4
+
+
+def test_the_comparison_notices_what_a_document_sees() -> None:
+    documents, batch = packed()
+    model = tiny("llama")
+    blind = {name: batch[name] for name in ("input_ids", "labels")}
+    assert gap(model, blind, documents) > 1e-2
+    assert gap(tiny("mamba"), batch, documents) > 1e-2
+
+
+def test_recomputed_layers_attend_alike() -> None:
+    """They run after the forward pass, outside of its context."""
+    documents, batch = packed()
+    model = tiny("mistral")
+    checkpoint_activations(model, "full")
+    assert gap(model, batch, documents) < 1e-5
+
+
+def test_a_call_per_document_is_used_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    plain = functional.scaled_dot_product_attention
+
+    def watched(query: torch.Tensor, *rest: Any, **keywords: Any) -> torch.Tensor:
+        lengths.append(query.shape[2])
+        return plain(query, *rest, **keywords)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    _, batch = packed()
+    model = tiny("llama")
+    token_loss(model, batch)
+    one_layer = [length for row in ROWS for length in (*row, LENGTH - sum(row)) if length]
+    assert lengths == one_layer * 2
+    lengths.clear()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    token_loss(model, batch)
+    assert lengths == [LENGTH] * 2
+
+
+def test_compiled_layers_are_compiled_once() -> None:
+    """The lengths of the documents are no shapes."""
+    from torch._dynamo.testing import CompileCounter
+
+    documents, batch = packed()
+    model, counter = tiny("gemma2"), CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(backend=counter)
+    assert gap(model, batch, documents) < 1e-5
+    result(model, [batch])
+    before = counter.frame_count
+    other = {name: values.flip(0) for name, values in batch.items()}
+    whole = {**other, "position_ids": torch.arange(LENGTH).expand(len(ROWS), -1).contiguous()}
+    result(model, [other])
+    result(model, [whole])
+    assert counter.frame_count == before > 0
+
+
+def test_the_arguments_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel needs a GPU. Here its place is taken by a loop over the sequences that it is told of."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    seen = []
+
+    def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **keywords: Any) -> Any:
+        ends = keywords.get("cu_seq_lens_q")
+        if ends is None:
+            return plain(module, query, key, value, mask, scaling=keywords["scaling"])
+        assert mask is None and ends is keywords["cu_seq_lens_k"] and ends.dtype == torch.int32
+        assert keywords["max_length_q"] == keywords["max_length_k"] == LENGTH
+        seen.append(ends.tolist())
+        one_row = [t.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for t in (query, key, value)]
+        parts = zip(*(t.split(ends.diff().tolist(), dim=2) for t in one_row), strict=True)
+        results = [
+            plain(module, *part, None, scaling=keywords["scaling"])[0] for part in parts if len(part[0][0][0])
+        ]
+        return torch.cat(results, dim=1).view(query.shape[0], LENGTH, *results[0].shape[2:]), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
+    documents, batch = packed()
+    model = tiny("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    assert gap(model, batch, documents) < 1e-5
+    assert len(seen) == 2 and len(seen[0]) == 1 + batch["document_lengths"].numel()
+    assert seen[0][-1] == len(ROWS) * LENGTH
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"model_type": "mamba"}, "has layers of type linear_attention"),
+        ({"model_type": "bart"}, "was not found to keep packed texts apart"),
+        ({"model_type": "lfm2", "layer_types": ["full_attention", "conv"]}, "has layers of type conv"),
+        ({"model_type": "bert", "is_decoder": False}, "attends in both directions; set is_decoder: true"),
+    ],
+)
+def test_a_model_that_cannot_is_refused_by_name(
+    settings: dict[str, Any], why: str, tmp_path: Path, corpus: Path
+) -> None:
+    given = {**tiny_config(settings["model_type"], "causal-lm"), **settings}
+    config = configured(tmp_path, corpus, model__config=given, data__packing="documents")
+    model = build_model(model_config(config.model), config.model)
+    with pytest.raises(UserError, match=f"data.packing: {type(model).__name__} {why}.*; set data.packing"):
+        check_documents(model)
+    fine = configured(tmp_path, corpus, data__packing="documents")
+    check_documents(build_model(model_config(fine.model), fine.model))
+
+
+def test_the_lists_agree() -> None:
+    assert set(READ_THEIR_MASK) <= KEEP_DOCUMENTS_APART <= set(TYPES)

@@ -1,0 +1,197 @@
+"""Small HLO modules, written field by field as hlo.proto and xla_data.proto number them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpu.compile.protobuf import field, varint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+F32, S32, BF16, PRED, TUPLE = 11, 4, 16, 1, 13
+NAMES = {
+    "parameter_number": 9,
+    "tuple_index": 13,
+    "channel_id": 26,
+    "custom_call_target": 28,
+    "called": 38,
+    "backend_config": 43,
+    "comparison_direction": 63,
+}
+
+
+def numbers(*values: int) -> bytes:
+    return b"".join(map(varint, values))
+
+
+def shape(*dimensions: int, element: int = F32, memory: int = 0) -> bytes:
+    layout = field(1, numbers(*reversed(range(len(dimensions)))))
+    if memory:
+        layout += field(8, memory)
+    sizes = field(3, numbers(*dimensions)) + field(6, False) * len(dimensions) if dimensions else b""
+    return field(2, element) + sizes + field(5, layout)
+
+
+def tuple_of(*parts: bytes) -> bytes:
+    return field(2, TUPLE) + b"".join(field(4, part) for part in parts)
+
+
+def op(
+    number: int,
+    opcode: str,
+    result: bytes,
+    *operands: int,
+    extra: bytes = b"",
+    model: tuple[str, str, int] | None = None,
+    **fields: int | str | bytes | list[int],
+) -> bytes:
+    """One instruction. ``model``: the name, file and line of the operation that it comes from."""
+    out = field(1, f"{opcode}.{number}") + field(2, opcode) + field(3, result) + field(35, number)
+    if model is not None:
+        out += field(7, field(2, model[0]) + field(3, model[1]) + field(4, model[2]))
+    if operands:
+        out += field(36, numbers(*operands))
+    for name, value in fields.items():
+        out += field(NAMES[name], numbers(*value) if isinstance(value, list) else value)
+    return out + extra
+
+
+def constant(number: int, value: int) -> bytes:
+    literal = field(1, shape(element=S32)) + field(4, varint(value))
+    return op(number, "constant", shape(element=S32), extra=field(8, literal))
+
+
+def dot(number: int, result: bytes, left: int, right: int, *, extra: bytes = b"") -> bytes:
+    axes = field(1, numbers(1)) + field(2, numbers(0))
+    return op(
+        number, "dot", result, left, right, extra=field(30, axes) + extra, model=("aten__mm", "llama.py", 12)
+    )
+
+
+def sharded(devices: int) -> bytes:
+    """The annotation of a matrix that is cut along its rows."""
+    tiles = field(1, 3) + field(3, numbers(devices, 1)) + field(4, numbers(*range(devices)))
+    return field(40, tiles)
+
+
+def group(*devices: int) -> bytes:
+    """The devices of a collective."""
+    return field(49, field(1, numbers(*devices)))
+
+
+def computation(
+    number: int,
+    instructions: Sequence[bytes],
+    parameters: Sequence[bytes],
+    result: bytes,
+    root: int,
+    *,
+    fused: bool = False,
+) -> bytes:
+    return (
+        field(1, f"computation.{number}")
+        + b"".join(field(2, one) for one in instructions)
+        + field(4, _signature(parameters, result))
+        + field(5, number)
+        + field(6, root)
+        + (field(7, True) if fused else b"")
+    )
+
+
+def _signature(parameters: Sequence[bytes], result: bytes) -> bytes:
+    names = b"".join(field(3, f"p{i}") for i in range(len(parameters)))
+    return b"".join(field(1, one) for one in parameters) + field(2, result) + names
+
+
+def module(
+    others: Sequence[bytes],
+    instructions: Sequence[bytes],
+    parameters: Sequence[bytes],
+    result: bytes,
+    root: int,
+    *,
+    donated: Sequence[int] = (),
+) -> bytes:
+    """A module whose entry, computation 1, has these instructions."""
+    entry = computation(1, instructions, parameters, result, root)
+    donors = b"".join(field(1, field(1, one)) for one in donated)
+    return (
+        field(1, "module")
+        + field(2, "computation.1")
+        + b"".join(field(3, one) for one in (*others, entry))
+        + field(4, _signature(parameters, result))
+        + field(5, 1)
+        + field(6, 1)
+        + (field(18, donors) if donors else b"")
+    )
+
+
+def added(*dimensions: int, devices: int = 1, donated: bool = False) -> bytes:
+    """Doubles an array."""
+    array = shape(*dimensions)
+    cut = sharded(devices) if devices > 1 else b""
+    instructions = [
+        op(1, "parameter", array, parameter_number=0, extra=cut),
+        op(2, "add", array, 1, 1, extra=cut),
+    ]
+    return module([], instructions, [array], array, 2, donated=[0] if donated else [])
+
+
+def custom(target: str) -> bytes:
+    """Calls something that no compiler knows."""
+    array = shape(8)
+    instructions = [
+        op(1, "parameter", array, parameter_number=0),
+        op(2, "custom-call", array, 1, custom_call_target=target, model=("aten__foo", "llama.py", 7)),
+    ]
+    return module([], instructions, [array], array, 2)
+
+
+def loop(trips: int, width: int, devices: int) -> bytes:
+    """Multiplies a matrix, cut among devices, with itself ``trips`` times."""
+    matrix, counter, flag = shape(width, width), shape(element=S32), shape(element=PRED)
+    carried, cut = tuple_of(counter, matrix), sharded(devices)
+    body = [
+        op(10, "parameter", carried, parameter_number=0),
+        op(11, "get-tuple-element", counter, 10, tuple_index=0),
+        op(12, "get-tuple-element", matrix, 10, tuple_index=1),
+        constant(13, 1),
+        op(14, "add", counter, 11, 13),
+        dot(15, matrix, 12, 12, extra=cut),
+        op(16, "tanh", matrix, 15, extra=cut),
+        op(17, "tuple", carried, 14, 16),
+    ]
+    condition = [
+        op(20, "parameter", carried, parameter_number=0),
+        op(21, "get-tuple-element", counter, 20, tuple_index=0),
+        constant(22, trips),
+        op(23, "compare", flag, 21, 22, comparison_direction="LT"),
+    ]
+    entry = [
+        op(1, "parameter", matrix, parameter_number=0, extra=cut),
+        constant(2, 0),
+        op(3, "tuple", carried, 2, 1),
+        op(4, "while", carried, 3, called=[2, 3]),
+        op(5, "get-tuple-element", matrix, 4, tuple_index=1),
+    ]
+    others = [
+        computation(2, body, [carried], carried, 17),
+        computation(3, condition, [carried], flag, 23),
+    ]
+    return module(others, entry, [matrix], matrix, 5)
+
+
+def chain(width: int, length: int) -> bytes:
+    """Squares a matrix again and again, then needs every square, the last first."""
+    matrix = shape(width, width)
+    instructions = [op(1, "parameter", matrix, parameter_number=0)]
+    squares = [1]
+    for _ in range(length):
+        squares.append(len(instructions) + 1)
+        instructions.append(dot(squares[-1], matrix, squares[-2], squares[-2]))
+    last = squares[-1]
+    for square in reversed(squares):
+        instructions.append(dot(len(instructions) + 1, matrix, last, square))
+        last = len(instructions)
+    return module([], instructions, [matrix], matrix, last)

@@ -1,0 +1,496 @@
+"""libtpu's compiler on hand-made modules and on a run's own graph; what is read from its results."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from portable.errors import UserError
+from portable.formatting import human_bytes
+from portable.planner.cli import main
+from portable.planner.compiled import Collective, Compiled, CompiledGraph, advised, compare
+from portable.planner.memory_model import Setting
+from portable.planner.plan import DeviceBytes, Option
+from tests.tpu import hlo_modules as hlo
+from tpu.compile import compiler, trace
+from tpu.compile.compiler import compile_graphs, exhausted, find_library, refused
+from tpu.compile.hlo import Computation
+from tpu.compile.libtpu import compile_options
+from tpu.compile.protobuf import Message, WireError, field, varint
+from tpu.compile.report import analyse, convolution_flops
+from tpu.compile.slices import GENERATIONS, Slice, find_slice
+
+NEVER = 1 << 62
+ALL = ("v4", "v5e", "v5p", "v6e")
+FOUR = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2"}
+
+needs_torch_xla = pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed")
+
+
+@pytest.fixture(scope="module")
+def library() -> compiler.Library:
+    try:
+        return find_library()
+    except UserError:
+        pytest.skip("libtpu is not installed")
+
+
+def written(folder: Path, **modules: bytes) -> dict[str, Path]:
+    for name, data in modules.items():
+        (folder / name).write_bytes(data)
+    return {name: folder / name for name in modules}
+
+
+# -- the wire format ---------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read() -> None:
+    inner = field(1, -1) + field(2, 300) + field(3, "text")
+    found = Message(field(7, inner) + field(8, varint(1) + varint(200)) + field(8, 5) + field(7, b""))
+    first, second = found.messages(7)
+    assert (first.signed(1), first.number(2), first.text(3)) == (-1, 300, "text")
+    assert (second.number(1), list(second.messages(9))) == (0, [])
+    assert found.numbers(8) == [1, 200, 5]
+    assert (
+        Message(b"\x09" + bytes(8) + b"\x15" + bytes(4) + field(3, 4)).number(3) == 4
+    )  # fixed ones are skipped
+
+
+@pytest.mark.parametrize("data", [b"\x0a\x05abc", b"\x08\xff", b"\x0b", b"\x0d\x00"])
+def test_damaged_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(WireError):
+        Message(data)
+
+
+def test_options_are_those_of_torch_xla() -> None:
+    build = Message(compile_options([0, 4, 2], tupled=True)).message(3)
+    assert (build.signed(1), build.number(4), build.number(5), build.number(6)) == (-1, 1, 3, 1)
+    assert build.numbers(12) == [1]
+    assignment = build.message(9)
+    assert [one.numbers(1) for one in assignment.messages(3)] == [[0], [4], [2]]
+
+
+# -- slices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ALL)
+def test_each_slice_has_its_devices(device: str) -> None:
+    for chips in GENERATIONS[device].slices:
+        found = Slice(device, chips)
+        assert find_slice(device, found.devices, None) == found
+        assert find_slice(device, found.devices, chips) == found
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "topology", "said"),
+    [
+        ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; the nearest have 8 and 16"),
+        ("v4", 1, None, "--devices: no slice of v4 has 1 chips; the nearest have 4 and 8"),
+        (
+            "v5e",
+            16,
+            "4x4x1",
+            "--topology: '4x4x1' does not name the chips of a v5e slice as AxB; known are ",
+        ),
+        (
+            "v5p",
+            16,
+            "4x",
+            "--topology: '4x' does not name the chips of a v5p slice as AxBxC; known are ",
+        ),
+        ("v5e", 16, "4x8", "--topology: 4x8 has 32 chips, but --devices is 16"),
+        ("v3", 8, None, "--compile: needs --device v4, v5e, v5p, v6e, not v3"),
+        (None, 8, None, "--compile: needs --device v4, v5e, v5p, v6e, not none"),
+    ],
+)
+def test_no_such_slice(device: str | None, devices: int, topology: str | None, said: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        find_slice(device, devices, topology)
+    assert str(refusal.value).startswith(said)
+
+
+def flags_of_torch_xla(version: int, given: str) -> str:
+    """What torch_xla makes of LIBTPU_INIT_ARGS on a TPU; importing it takes seconds."""
+    spec = find_spec("torch_xla")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text("utf-8"))
+    wanted = ("_set_missing_flags", "_setup_libtpu_flags")
+    tree.body = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name in wanted]
+    environment = {"LIBTPU_INIT_ARGS": given}
+    scope: dict[str, Any] = {
+        "re": re,
+        "os": SimpleNamespace(environ=environment),
+        "tpu": SimpleNamespace(version=lambda: version),
+    }
+    exec(compile(tree, spec.origin, "exec"), scope)
+    scope["_setup_libtpu_flags"]()
+    return environment["LIBTPU_INIT_ARGS"]
+
+
+@needs_torch_xla
+def test_flags_are_those_of_a_run() -> None:
+    given = "--mine=1 --xla_latency_hiding_scheduler_rerun=2"
+    for device, version in (("v4", 4), ("v5e", 5), ("v5p", 5), ("v6e", 6)):
+        ours = Slice(device, FOUR[device]).environment({"LIBTPU_INIT_ARGS": given})["LIBTPU_INIT_ARGS"]
+        assert sorted(ours.split()) == sorted(flags_of_torch_xla(version, given).split()), device
+
+
+# -- what is read from a module ----------------------------------------------------------------------------
+
+
+def test_collectives_are_counted_with_their_bytes() -> None:
+    """A start and its end with a product between them; the same without; one in a loop; a fused scatter."""
+    part, whole = hlo.shape(64, 128), hlo.shape(256, 128)
+    both = hlo.tuple_of(part, whole)
+    cycles = b'{"window_config":{"estimated_cycles":"900"}}'
+    scatter = [
+        hlo.op(40, "parameter", whole, parameter_number=0),
+        hlo.op(41, "all-reduce", whole, 40, channel_id=9, extra=hlo.group(0, 1, 2, 3)),
+        hlo.op(42, "partition-id", hlo.shape(element=hlo.S32)),
+        hlo.op(43, "dynamic-slice", part, 41, 42),
+    ]
+    entry = [
+        hlo.op(1, "parameter", part, parameter_number=0),
+        hlo.op(2, "all-gather-start", both, 1, channel_id=1, extra=hlo.group(0, 1, 2, 3)),
+        hlo.op(3, "fusion", part, 1, called=[5], backend_config=cycles),
+        hlo.op(4, "all-gather-done", whole, 2),
+        hlo.op(5, "all-gather-start", both, 3, channel_id=2, extra=hlo.group(0, 1, 2, 3)),
+        hlo.op(6, "bitcast", part, 3),
+        hlo.op(7, "all-gather-done", whole, 5),
+        hlo.op(8, "fusion", part, 7, called=[4]),
+        hlo.op(9, "all-reduce", part, 8, channel_id=3, extra=hlo.group(0, 1)),
+        hlo.op(10, "collective-permute", part, 9),
+    ]
+    product = [hlo.op(50, "parameter", part, parameter_number=0), hlo.op(51, "multiply", part, 50, 50)]
+    others = [
+        hlo.computation(4, scatter, [whole], part, 43, fused=True),
+        hlo.computation(5, product, [part], part, 51, fused=True),
+    ]
+    found = analyse(hlo.module(others, entry, [part], part, 10), 4, NEVER)
+    one = 64 * 128 * 4
+    assert found.collectives == {
+        "all-gather": Collective(2, 2 * 3 * one, 2, 1, 900),
+        "reduce-scatter": Collective(1, 3 * one, 0, 0, 0),
+        "all-reduce": Collective(1, one, 0, 0, 0),
+        "collective-permute": Collective(1, one, 0, 0, 0),
+    }
+
+
+def test_collectives_that_fusions_carry_on() -> None:
+    """The TPU's own form: start, a product that carries it on, and end share a channel, and are one."""
+    part, whole = hlo.shape(64, 128), hlo.shape(256, 128)
+
+    def fused(number: int, *targets: str) -> bytes:
+        inside = [
+            hlo.op(number, "parameter", part, parameter_number=0),
+            hlo.op(number + 1, "all-gather", whole, number, channel_id=5, extra=hlo.group(0, 1, 2, 3)),
+            *(
+                hlo.op(number + 2 + i, "custom-call", whole, number + 1, custom_call_target=target)
+                for i, target in enumerate(targets)
+            ),
+        ]
+        return hlo.computation(number, inside, [part], whole, number + 1 + len(targets), fused=True)
+
+    others = [fused(100, "AsyncCollectiveStart"), fused(200), fused(300, "AsyncCollectiveDone")]
+    entry = [
+        hlo.op(1, "parameter", part, parameter_number=0),
+        *(hlo.op(i, "fusion", whole, 1, called=[100 * (i - 1)]) for i in (2, 3, 4)),
+        hlo.op(5, "fusion", whole, 1, called=[200]),  # nothing is open: it is a collective of its own
+    ]
+    found = analyse(hlo.module(others, entry, [part], whole, 5), 4, NEVER).collectives
+    assert found == {"all-gather": Collective(2, 2 * 3 * 64 * 128 * 4, 1, 1, 0)}
+
+
+def test_large_values_and_the_host() -> None:
+    small, large = hlo.shape(16, 16), hlo.shape(64, 512, element=hlo.BF16)
+    fast = hlo.shape(64, 512, element=hlo.BF16, memory=1)
+    entry = [
+        hlo.op(1, "parameter", large, parameter_number=0),
+        hlo.op(2, "fusion", large, 1, model=("aten__mm", "/venv/lib/site-packages/transformers/x.py", 3)),
+        hlo.op(3, "add", fast, 2, 2),
+        hlo.op(4, "bitcast", large, 2),
+        hlo.op(5, "fusion", hlo.tuple_of(small, large), 4),
+        hlo.op(6, "outfeed", small, 1, model=("aten__item", "y.py", 4)),
+        hlo.op(7, "custom-call", small, 1, custom_call_target="MoveToHost"),
+    ]
+    found = analyse(hlo.module([], entry, [large], small, 7), 4, 64 * 512)
+    assert [(str(v.shape), v.bytes, v.operation, v.source, v.count) for v in found.large_values] == [
+        ("bf16[64,512]", 65536, "aten__mm", "transformers/x.py:3", 1),
+        ("bf16[64,512]", 65536, "", "", 1),
+    ]
+    assert found.host_transfers == ("outfeed aten__item y.py:4", "custom-call")
+    assert found.custom_calls == {"MoveToHost": 1}
+
+
+def test_loops_count_as_often_as_they_run() -> None:
+    for trips in (0, 1, 9):
+        found = analyse(hlo.loop(trips, 64, 4), 4, 64 * 64)
+        assert found.unknown_loops == 0
+        counts = {value.operation: value.count for value in found.large_values}
+        assert counts.get("aten__mm", 0) == trips
+    unknown = hlo.loop(9, 64, 4).replace(b"\xfa\x03\x02LT", b"\xfa\x03\x02NE")
+    assert analyse(unknown, 4, NEVER).unknown_loops == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_flops_of_a_convolution(seed: int) -> None:
+    """Against every pair of positions, with the strides, paddings and gaps that batch dims become."""
+    size, stride, low, high, holes, gaps, extent = [
+        (1, 1, 0, 0, 1, 1, 7),
+        (3, 1, 1, 1, 1, 1, 6),
+        (4, 3, 0, 0, 1, 4, 4),  # a batch of 4
+        (3, 2, 2, 1, 2, 1, 9),
+        (5, 2, 3, 4, 1, 3, 5),
+        (4, 3, 3, 3, 3, 2, 4),
+    ][seed]
+    spread, reach = (extent - 1) * gaps + 1, (size - 1) * holes + 1
+    outputs = (spread + low + high - reach) // stride + 1
+    met = sum(
+        0 <= (at := out * stride + step * holes - low) < spread and at % gaps == 0
+        for out, step in itertools.product(range(outputs), range(size))
+    )
+    window = b"".join(field(i, v) for i, v in enumerate((size, stride, low, high, holes, gaps), start=1))
+    axes = field(3, 0) + field(4, 2) + field(6, numbers := varint(1)) + field(7, 0) + field(8, 2)
+    axes += field(9, 0) + field(10, 2) + field(11, numbers) + field(12, numbers)
+    left, right, result = hlo.shape(5, extent, 3), hlo.shape(3, size, 7), hlo.shape(5, outputs, 7)
+    instructions = [
+        hlo.op(1, "parameter", left, parameter_number=0),
+        hlo.op(2, "parameter", right, parameter_number=1),
+        hlo.op(3, "convolution", result, 1, 2, extra=field(15, field(1, window)) + field(16, axes)),
+    ]
+    scope = Computation(Message(hlo.computation(1, instructions, [left, right], result, 3)), None)
+    assert convolution_flops(scope, scope.by_id[3]) == 2 * met * 3 * 5 * 7
+
+
+# -- what libtpu says when it refuses ----------------------------------------------------------------------
+
+OUT_OF_MEMORY = """\
+XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 34.88G of 15.75G hbm. Exceeded.
+
+Total hbm usage >= 35.13G:
+    reserved        258.00M
+    program          30.88G
+    arguments         4.00G
+
+  Largest program allocations in hbm:
+
+  1. Size: 1.12G
+     Operator: op_type="aten__mm" op_name="aten__mm.1" source_file="models/llama.py" source_line=12
+     Shape: bf16[24576,24576]{1,0:T(8,128)(2,1)}
+     Allocation type: HLO temp
+     ==========================
+"""
+
+
+def test_one_line_of_an_account_of_memory() -> None:
+    assert exhausted(OUT_OF_MEMORY) == (
+        "it takes 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
+        "of aten__mm.1 at models/llama.py:12"
+    )
+    newer = (
+        "E1000: Ran out of memory on HBM, HLO temporaries (37.25G) exceeds available HBM (15.75G). HLO: m."
+    )
+    assert exhausted(newer) == "it takes 37.2 GiB of 15.8 GiB"
+    assert refused("no\nmore", "") == "no"
+
+
+def graph(**sizes: Any) -> CompiledGraph:
+    usual = dict.fromkeys(
+        ("argument_bytes", "output_bytes", "alias_bytes", "temporary_bytes", "code_bytes", "flops"), 0
+    )
+    found = {"name": "step", "bytes_accessed": 0, "compile_seconds": 0, **usual, **sizes}
+    return CompiledGraph(**found)
+
+
+def test_peak_and_comparison() -> None:
+    sums = {"all-gather": Collective(1, 100)}
+    graphs = (
+        graph(name="micro-batch", argument_bytes=60, temporary_bytes=50, code_bytes=1, collectives=sums),
+        graph(
+            name="update", argument_bytes=100, output_bytes=90, alias_bytes=80, code_bytes=2, collectives=sums
+        ),
+    )
+    found = Compiled("v5e:2x2", "libtpu", 160, graphs)
+    assert (found.peak_bytes, found.fits) == (100 + 3 + 50, True)  # the state stays through the micro-batch
+    assert found.sent_bytes(4) == 500
+    needs = DeviceBytes(parameters=20, gathered=10, gradients=20, optimizer=40, activations=40)
+    option = Option(Setting("full_shard"), 1, "none", needs, 0, 0, 0, 400, True)
+    assert [(line.planned, line.compiled, line.percent) for line in compare(found, option, 4)] == [
+        (80, 100, 25),  # state: the gradients' sums are kept from one micro-batch to the next
+        (50, 50, 0),
+        (130, 153, pytest.approx(17.69, abs=0.01)),
+        (400, 500, 25),
+    ]
+    one = Compiled("v5e:2x2", "libtpu", 90, (graph(argument_bytes=60, temporary_bytes=70),))
+    resident, working, *_ = compare(one, option, 1)
+    assert (resident.planned, working.planned) == (60, 70)  # the gradients come and go within the step
+    (problem,) = advised(one, "less").problems
+    assert problem == (
+        "the run does not fit: 60 B of arguments, 70 B of temporary values and results and 0 B of code are "
+        "more than 90 B; try less"
+    )
+
+
+# -- the command -------------------------------------------------------------------------------------------
+
+RUN = ["--train.global_batch_size", "4", "--train.micro_batch_size", "1", "--data.seq_len", "16"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--topology", "4x4"], "--topology: has an effect only with --compile; add it, or "),
+        (
+            ["--compile", "--device", "h100"],
+            "--compile: backend cuda has no compiler that works without its device",
+        ),
+        (["--compile", "--device", "v5e", "--devices", "2"], "--devices: no slice of v5e has 2 chips"),
+        (
+            ["--compile", "--device", "v5e"],
+            "--compile: needs libtpu, the TPU's compiler; install it with: pip ",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+    assert main([*RUN, *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith(f"error: {said}")
+
+
+def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
+    with pytest.raises(UserError, match=r"^TPU_LIBRARY_PATH: .*libtpu.so is no file$"):
+        find_library()
+    (tmp_path / "libtpu.so").write_text("text")
+    graphs = written(tmp_path, step=hlo.added(8))
+    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is no libtpu: .*$"):
+        compile_graphs(graphs, Slice("v5e", "1x1"), find_library(), NEVER)
+
+
+# -- the compiler itself -----------------------------------------------------------------------------------
+
+
+def test_known_modules(library: compiler.Library, tmp_path: Path) -> None:
+    """Bytes, FLOPs and traffic that are known beforehand, on four chips."""
+    kept, trips, width = 1 << 20, 7, 512
+    graphs = written(
+        tmp_path,
+        donated=hlo.added(1024, 1024, devices=4, donated=True),
+        copied=hlo.added(1024, 1024, devices=4),
+        loop=hlo.loop(trips, width, 4),
+    )
+    found = compile_graphs(graphs, Slice("v5e", "2x2"), library, NEVER)
+    assert found.fits
+    sizes = {g.name: (g.argument_bytes, g.output_bytes, g.alias_bytes) for g in found.graphs}
+    assert sizes["donated"] == (kept, kept, kept)
+    assert sizes["copied"] == (kept, kept, 0)
+    looped = found.graph("loop")
+    assert looped is not None
+    product = 2 * width**3 / 4
+    assert trips * product <= looped.flops <= 1.05 * trips * product
+    gathered = looped.collectives["all-gather"]
+    assert gathered.count == trips
+    assert gathered.bytes in [trips * 3 * width * width // 4 * size for size in (2, 4)]
+
+
+def test_memory_that_a_program_may_fill(library: compiler.Library, tmp_path: Path) -> None:
+    """The limit that is planned with is the one that the compiler refuses by."""
+    for device in ALL:
+        chips = GENERATIONS[device]
+        graphs = written(tmp_path, step=hlo.added(chips.hbm // 4 + (1 << 28)))
+        found = compile_graphs(graphs, Slice(device, FOUR[device]), library, NEVER)
+        assert not found.fits
+        (problem,) = found.problems
+        assert f" of {human_bytes(found.hbm_bytes)}" in problem, problem
+        assert found.peak_bytes > found.hbm_bytes
+
+
+def test_what_does_not_compile(library: compiler.Library, tmp_path: Path) -> None:
+    one = Slice("v5e", "1x1")
+    with pytest.raises(UserError) as unknown:
+        compile_graphs(written(tmp_path, step=hlo.custom("no_such_kernel")), one, library, NEVER)
+    assert str(unknown.value) == (
+        "--compile: step: libtpu refuses it: Custom emitter for no_such_kernel not found, in the operation "
+        "of aten__foo at llama.py:7"
+    )
+    with pytest.raises(UserError, match=r"^--compile: v5e:3x3: "):
+        compile_graphs(written(tmp_path, step=hlo.added(8)), Slice("v5e", "3x3"), library, NEVER)
+    found = compile_graphs(written(tmp_path, step=hlo.chain(49152, 2)), one, library, NEVER)
+    (problem,) = found.problems
+    assert "the largest value is " in problem
+    assert problem.endswith("of aten__mm at llama.py:12")
+
+
+def test_a_compiler_that_dies(
+    library: compiler.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_no_such_flag=1")
+    with pytest.raises(UserError) as died:
+        compile_graphs(written(tmp_path, step=hlo.added(8)), Slice("v5e", "1x1"), library, NEVER)
+    assert "\n" not in str(died.value)
+    assert str(died.value).startswith("--compile: libtpu ended with exit code 1 as it started: ")
+    assert str(died.value).endswith("'xla_no_such_flag'; remove it from LIBTPU_INIT_ARGS")
+
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@needs_torch_xla
+@pytest.mark.slow
+def test_the_step_compiles_for_each_generation(
+    library: compiler.Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One step is traced once, and compiled for all of them."""
+    traced: list[trace.Traced] = []
+
+    def once(config: Any, devices: int, folder: Path) -> list[trace.Traced]:
+        if not traced:
+            traced.extend(trace.trace_graphs(config, devices, tmp_path))
+        return traced
+
+    monkeypatch.setattr(compiler, "trace_graphs", once)
+    settings = ["--model.config", json.dumps(TINY), "--precision", "bf16", "--log.sample_tokens", "0"]
+    settings += ["--data.eval_fraction", "0", "--compile", "--json", "--devices", "4"]
+    multiplied = 256 * 64 + 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128
+    state = 12 * (256 * 64 + multiplied) // 4
+    for device in ALL:
+        assert main([*RUN, *settings, "--device", device]) == 0
+        found = json.loads(capsys.readouterr().out)["compiled"]
+        (step,) = found["graphs"]
+        assert step["name"] == "step"
+        assert (found["topology"], found["fits"]) == (f"{device}:{FOUR[device]}", True)
+        assert found["libtpu"].startswith("libtpu ")
+        assert state <= step["alias_bytes"] <= step["argument_bytes"] <= 1.2 * step["alias_bytes"]
+        assert step["output_bytes"] <= 1.1 * step["alias_bytes"]
+        assert 6 * multiplied * 16 < step["flops"] < 12 * multiplied * 16  # a chip has 16 tokens
+        assert step["host_transfers"] == []
+        kinds = step["collectives"]
+        assert kinds["all-gather"]["overlapped"] == kinds["all-gather"]["asynchronous"] > 5
+        assert kinds["reduce-scatter"]["count"] > 0
+        gathered = 2 * multiplied * 3 // 4  # bytes that a chip sends for every matrix in bf16
+        assert gathered <= kinds["all-gather"]["bytes"] <= 2.5 * gathered

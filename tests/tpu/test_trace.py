@@ -1,0 +1,173 @@
+"""The graphs that are traced without values are those that a run compiles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.errors import UserError
+from portable.run.rank import run_rank
+from tests.runs import TINY_MODEL, configured
+from tests.xla import QUICK
+from tpu.compile.protobuf import Message
+from tpu.compile.trace import ANSWER, trace_graphs
+from tpu.sharding import ShardingRules
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.xla import XlaPool
+
+DEVICES = 4
+ONE_LAYER = {**TINY_MODEL, "num_hidden_layers": 1}
+# Fields of an instruction that the compiler fills in or that only name things.
+_NAMES = {1, 7, 35, 36, 38, 50, 51, 58, 82}
+CASES: dict[str, dict[str, Any]] = {
+    "accumulated": {
+        "precision": "bf16",
+        "memory__activation_checkpointing": "full",
+        "model__config": {**ONE_LAYER, "attention_dropout": 0.1},
+        "train__global_batch_size": 16,
+    },
+    "one graph": {
+        "strategy": "shard_grad_op",
+        "train__optimizer": "adafactor",
+        "train__global_batch_size": 8,
+        "data__packing": False,
+        "data__eval_fraction": 0,
+        "model__config": ONE_LAYER,
+    },
+}
+
+
+def run(config: RunConfig) -> int:
+    return run_rank("xla", config)
+
+
+def traced(config: RunConfig, folder: Path) -> list[str]:
+    from tpu.compile.tracing import trace
+
+    return [graph["name"] for graph in trace(config, folder, "CPU")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_what_a_run_compiles(case: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    settings = {"train__steps": 2, "train__micro_batch_size": 2, "checkpoint__export": False, **CASES[case]}
+    config = configured(tmp_path / "run", corpus, backend="xla", log__sample_tokens=0, **settings)
+    dumped, folder = tmp_path / "dumped", tmp_path / "traced"
+    folder.mkdir()
+    dump = f"{QUICK} --xla_dump_to={dumped} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=SyncTensors"
+    assert xla.run(DEVICES, run, config, environment={"XLA_FLAGS": dump}) == 0
+    names = xla.run(DEVICES, traced, config, folder, environment={"XLA_HLO_DEBUG": "1"})
+    assert names == (["step"] if case == "one graph" else ["micro-batch", "update", "evaluation"])
+    compiled = [Message(path.read_bytes()).message(1) for path in dumped.glob("*before_optimizations.hlo.pb")]
+    theirs = [identity(one) for one in compiled]
+    ours = {name: identity(Message((folder / f"{name}.hlo.pb").read_bytes())) for name in names}
+    assert {name: found in theirs for name, found in ours.items()} == dict.fromkeys(names, True)
+    assert len(theirs) == len(names)  # and the run compiles no other
+    updated = ours["step" if case == "one graph" else "update"]
+    assert len(updated[1]) > 2 * 12  # donated: parameters, their state, the counters
+
+
+def identity(found: Message) -> tuple[str, list[int]]:
+    """A hash of what a module computes, and the parameters that it donates."""
+    computations = {one.number(5): one for one in found.messages(3)}
+    known: dict[int, str] = {}
+
+    def computation(number: int) -> str:
+        if number not in known:
+            values: dict[int, str] = {}
+            for instruction in computations[number].messages(2):
+                fields = [
+                    (key, given)
+                    for key, given in sorted(plain(instruction).items())
+                    if key not in _NAMES and any(given)
+                ]
+                operands = [values[operand] for operand in instruction.numbers(36)]
+                called = [computation(other) for other in instruction.numbers(38)]
+                values[instruction.signed(35)] = digest(repr((fields, operands, called)))
+            known[number] = values[computations[number].signed(6)]
+        return known[number]
+
+    donated = [entry.number(1) for entry in found.message(18).messages(1)]
+    return computation(found.number(6)), sorted(donated)
+
+
+def plain(message: Message) -> dict[int, list[Any]]:
+    return {
+        key: [value if isinstance(value, int) else bytes(value) for value in values]
+        for key, values in message._fields.items()
+    }
+
+
+def digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def test_needs_no_memory_for_the_model(tmp_path: Path, corpus: Path) -> None:
+    """A billion parameters, of which a run keeps 12 bytes each."""
+    large = {
+        **TINY_MODEL,
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+    }
+    settings = {"data__seq_len": 4096, "train__global_batch_size": 16, "train__micro_batch_size": 1}
+    config = configured(
+        tmp_path / "run", corpus, backend="xla", precision="auto", model__config=large, **settings
+    )
+    found = trace_graphs(config, 16, tmp_path)
+    assert [graph.name for graph in found] == ["step", "evaluation", "generation"]
+    assert {graph.devices for graph in found} == {16}
+    assert found[0].donated >= 3 * 146
+    assert json.loads((tmp_path / ANSWER).read_text())["host_bytes"] < 2 << 30
+    step = found[0].path.read_bytes()
+    assert b"modeling_llama.py" in step  # where operations come from
+    sharded = entry_parameter_bytes(Message(step), devices=16)
+    parameters = 1_235_814_400
+    assert sharded == pytest.approx(12 * parameters / 16, rel=0.01)
+
+
+def entry_parameter_bytes(found: Message, devices: int) -> int:
+    """Bytes of a module's parameters on one device."""
+    sizes = {11: 4, 16: 2, 5: 8, 4: 4, 9: 8, 1: 1, 10: 2, 12: 8}
+    total = 0
+    (entry,) = (one for one in found.messages(3) if one.number(5) == found.number(6))
+    for instruction in entry.messages(2):
+        if instruction.text(2) == "parameter":
+            shape, cut = instruction.message(3), instruction.message(40)
+            elements = 1
+            for size in shape.numbers(3):
+                elements *= size
+            tiled = cut.number(1) == 3  # OpSharding.OTHER
+            total += sizes[shape.number(2)] * elements // (devices if tiled else 1)
+    return total
+
+
+def test_refuses_what_a_run_refuses(tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path / "run", corpus, backend="xla", train__optimizer="adamw_8bit")
+    with pytest.raises(UserError, match=r"^train\.optimizer: adamw_8bit"):
+        trace_graphs(config, 4, tmp_path)
+
+
+def test_shards_an_untied_head_like_the_table(tmp_path: Path, corpus: Path) -> None:
+    """Cut along another dim, what the optimizer broadcasts for both is sent between the devices."""
+    rules = ShardingRules(configured(tmp_path, corpus, backend="xla"), 4)
+    assert rules.dim("model.embed_tokens.weight", [384, 48]) == 1
+    assert rules.dim("model.layers.0.mlp.up_proj.weight", [80, 48]) == 0
+    assert rules.dim("lm_head.weight", [384, 48]) == 1
+
+
+@pytest.mark.exhaustive
+def test_hands_on_the_error_of_its_process(tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path / "run", corpus, backend="xla", data__seq_len=128)
+    with pytest.raises(UserError, match=r"^data\.seq_len: 128 tokens exceed"):
+        trace_graphs(config, 2, tmp_path)

@@ -1,0 +1,1 @@
+"""Compile the graphs of a run for a TPU, without a TPU."""

@@ -1,0 +1,265 @@
+"""Compile the graphs of a run for a slice of TPU chips, and say what they take."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portable.errors import UserError, one_line
+from portable.formatting import human_bytes
+from portable.planner.compiled import Compiled, CompiledGraph
+from portable.temporary_folder import scratch_folder
+from portable.terminal import at_a_terminal
+from tpu.compile.slices import Slice, find_slice
+from tpu.compile.trace import trace_graphs
+from tpu.compile.worker import ANSWER, JOB, Job
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.config import RunConfig
+
+LOG = "libtpu.txt"
+_EXHAUSTED = 8
+_NO_VALUES = 1 << 62
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Library:
+    """A libtpu on this machine."""
+
+    path: Path
+    version: str | None
+    """Of the package; None where the library was given by path."""
+
+
+def find_library() -> Library:
+    """libtpu at ``TPU_LIBRARY_PATH``, else that of the installed package. Imports nothing.
+
+    Raises:
+        UserError: there is none.
+    """
+    named = os.environ.get("TPU_LIBRARY_PATH")
+    if named:
+        path = Path(named)
+        if not path.is_file():
+            raise UserError(f"TPU_LIBRARY_PATH: {named} is no file")
+        return Library(path, None)
+    spec = find_spec("libtpu")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / "libtpu.so"
+        if path.is_file():
+            return Library(path, metadata.version("libtpu"))
+    raise UserError(
+        "--compile: needs libtpu, the TPU's compiler; install it with: "
+        "pip install 'portable-trainer[tpu-compile]', or name the library in TPU_LIBRARY_PATH"
+    )
+
+
+def compile_run(
+    config: RunConfig, device: str | None, devices: int, topology: str | None, logits: int
+) -> Compiled:
+    """See :meth:`portable.registry.BackendPackage.compile`."""
+    wanted = find_slice(device, devices, topology)
+    library = find_library()
+    with scratch_folder("portable-compile") as folder:
+        _say(f"tracing the run's graphs for {devices} devices ...")
+        traced = trace_graphs(config, devices, folder / "graphs")
+        _say("")
+        return compile_graphs(
+            {graph.name: graph.path for graph in traced}, wanted, library, logits or _NO_VALUES
+        )
+
+
+def compile_graphs(graphs: dict[str, Path], wanted: Slice, library: Library, large: int) -> Compiled:
+    """Compile modules in a process of its own.
+
+    Args:
+        graphs: files with a serialized ``HloModuleProto``, by the name of the graph.
+        wanted: the slice. Each module is partitioned for all its devices.
+        library: the compiler.
+        large: elements from which a value is listed.
+
+    Raises:
+        UserError: libtpu knows no such slice, a graph does not compile, or the compiler died.
+    """
+    with scratch_folder("portable-compile") as folder:
+        files = {name: str(path) for name, path in graphs.items()}
+        job = Job(str(library.path), wanted.generation, wanted.chips, files, large, os.getpid())
+        (folder / JOB).write_text(json.dumps(asdict(job)), "utf-8")
+        _run(folder, wanted, len(graphs))
+        answer = json.loads((folder / ANSWER).read_text("utf-8"))
+    if "error" in answer:
+        raise UserError(f"--compile: {wanted.name}: {one_line(answer['error'])}")
+    compiled, problems, needed = [], [], 0
+    for graph in answer["graphs"]:
+        if "error" not in graph:
+            compiled.append(CompiledGraph.from_json(graph))
+        elif does_not_fit(graph["error"], graph["code"]):
+            problems.append(f"{graph['name']} does not fit: {exhausted(graph['error'])}")
+            needed = max(needed, _needed(graph["error"]))
+        else:
+            raise UserError(
+                f"--compile: {graph['name']}: libtpu refuses it: {refused(graph['error'], graph['place'])}"
+            )
+    return Compiled(
+        wanted.name,
+        _named(library, answer["compiler"]),
+        answer["hbm_bytes"],
+        tuple(compiled),
+        tuple(problems),
+        needed,
+    )
+
+
+def _run(folder: Path, wanted: Slice, graphs: int) -> None:
+    """Run the worker, with a progress bar on a terminal."""
+    from tqdm import tqdm  # not at the top: slow to import
+
+    with (folder / LOG).open("wb") as log:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "tpu.compile.worker", str(folder)],
+            env=wanted.environment(dict(os.environ)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    begun: list[str] = []
+    bar = tqdm(total=graphs, desc="compiling", unit="graph", leave=False, disable=not at_a_terminal())
+    ended = threading.Event()
+
+    def follow() -> None:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            bar.update(1 if begun else 0)
+            begun.append(line.strip())
+            bar.set_description(f"compiling {begun[-1]}")
+        ended.set()
+
+    reader = threading.Thread(target=follow, daemon=True)
+    reader.start()
+    try:
+        while not ended.wait(1.0):
+            bar.refresh()  # its clock goes on: a graph takes minutes
+        code = worker.wait()
+    except BaseException:
+        worker.kill()
+        worker.wait()
+        raise
+    finally:
+        reader.join()
+        bar.close()
+        assert worker.stdout is not None
+        worker.stdout.close()
+    if not (folder / ANSWER).is_file():
+        raise UserError(_died(code, begun, (folder / LOG).read_text("utf-8", "replace")))
+
+
+def _died(code: int, begun: Sequence[str], log: str) -> str:
+    """Why the compiler's process left no answer, in one line."""
+    where = f"while it compiled {begun[-1]}" if begun else "as it started"
+    how = f"with exit code {code}"
+    if code < 0:
+        how = f"by {signal.Signals(-code).name}"
+    if code == -signal.SIGKILL:
+        return f"--compile: libtpu's process was killed {where}; the host may be out of memory"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    told = [line for line in lines if re.match(r"[EF]\d{4}|.*(?:Check failed|ERROR|Error|Unknown)", line)]
+    last = one_line((told or lines or ["it left no message"])[0])
+    last = re.sub(r"^[EF]\d{4,}[\d :.]*\s*\d*\s+", "", last)
+    remedy = "remove it from LIBTPU_INIT_ARGS" if "command line flag" in last else "try another libtpu"
+    return f"--compile: libtpu ended {how} {where}: {last}; {remedy}"
+
+
+# -- what libtpu says of a graph that it refuses -----------------------------------------------------------
+
+
+def does_not_fit(message: str, code: int) -> bool:
+    """Whether a refusal is for want of device memory."""
+    return code == _EXHAUSTED or "would exceed memory" in message or "Ran out of memory" in message
+
+
+def exhausted(message: str) -> str:
+    """One line of libtpu's account of the memory that a graph would take: how much, and the largest value."""
+    total = re.search(r"Used (\S+) of (\S+) hbm", message)
+    temporary = re.search(r"HLO temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message)
+    one = re.search(
+        r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*?'?(\w+\[[\d,]*\])", message
+    )
+    parts = []
+    if found := total or temporary:
+        parts.append(f"it takes {human_bytes(_size(found[1]))} of {human_bytes(_size(found[2]))}")
+    elif one:
+        parts.append(
+            f"a value of {one[3]} alone takes {human_bytes(int(one[1]))} of {human_bytes(int(one[2]))}"
+        )
+    arguments = re.search(r"^\s+arguments\s+(\S+)\s*$", message, re.MULTILINE)
+    if arguments and _size(arguments[1]):
+        parts.append(f"arguments {human_bytes(_size(arguments[1]))}")
+    largest = re.search(r"^\s*1\. Size: (\S+)\s*\n(.*?)={5}", message, re.MULTILINE | re.DOTALL)
+    if largest:
+        shape = re.search(r"Shape: (\w+\[[\d,]*\])", largest[2])
+        parts.append(
+            f"the largest value is {shape[1] if shape else 'one'} ({human_bytes(_size(largest[1]))})"
+            + _place(largest[2])
+        )
+    return ", ".join(parts) or one_line(message)
+
+
+def refused(message: str, place: str) -> str:
+    """The first line of libtpu's reason, and which operation of the model it means.
+
+    Args:
+        message: of libtpu.
+        place: of an operation that the message names; empty if it names none.
+    """
+    first = (message.strip().splitlines() or ["it gives no reason"])[0]
+    where = _place(message) or (f" of {place}" if place else "")
+    return f"{one_line(first)[:300]}{where and f', in the operation{where}'}"
+
+
+def _place(text: str) -> str:
+    operation = re.search(r'op_name="([^"]+)"', text)
+    file, line = re.search(r'source_file="([^"]+)"', text), re.search(r"source_line=(\d+)", text)
+    found = [operation[1] if operation else "", f"{file[1]}:{line[1]}" if file and line else ""]
+    return f" of {' at '.join(filter(None, found))}" if any(found) else ""
+
+
+def _needed(message: str) -> int:
+    found = re.search(r"Used (\S+) of|HLO temporaries \((\S+)\)", message)
+    if found:
+        return _size(found[1] or found[2])
+    one = re.search(r"Allocation \(size=(\d+)\)", message)
+    return int(one[1]) if one else 0
+
+
+def _size(text: str) -> int:
+    """Bytes of libtpu's ``18.63G``; 0 where it is no size."""
+    found = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _named(library: Library, compiler: str) -> str:
+    built = re.search(r"Built on (\w+ +\d+ \d+)", compiler)
+    day = f", built on {' '.join(built[1].split())}" if built else ""
+    return f"libtpu {library.version or library.path}{day}"
+
+
+def _say(line: str) -> None:
+    if at_a_terminal():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

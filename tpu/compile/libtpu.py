@@ -1,0 +1,364 @@
+"""libtpu's compiler through its C interface, PJRT, for a topology of which no chip is attached.
+
+The functions and structs are those of ``xla/pjrt/c/pjrt_c_api.h``. Since its version 0.57 functions and
+fields have only been appended, so that a table of indices serves every later release. libtpu ends the process
+on some errors: call this in a process of its own (:mod:`tpu.compile.worker`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from tpu.compile.protobuf import Message, field, varint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    Value: TypeAlias = str | int | float | bool | list[int]
+
+OLDEST = (0, 57)
+"""The first version of the interface with today's order of functions."""
+# Index of each function in the struct that GetPjrtApi returns.
+_FUNCTIONS = {
+    "PJRT_Error_Destroy": 0,
+    "PJRT_Error_Message": 1,
+    "PJRT_Error_GetCode": 2,
+    "PJRT_Plugin_Initialize": 3,
+    "PJRT_DeviceDescription_Id": 23,
+    "PJRT_DeviceDescription_Attributes": 25,
+    "PJRT_DeviceDescription_Kind": 26,
+    "PJRT_Executable_Destroy": 40,
+    "PJRT_Executable_GetCostAnalysis": 46,
+    "PJRT_Executable_OptimizedProgram": 48,
+    "PJRT_TopologyDescription_Create": 82,
+    "PJRT_TopologyDescription_PlatformVersion": 85,
+    "PJRT_TopologyDescription_GetDeviceDescriptions": 86,
+    "PJRT_Compile": 89,
+    "PJRT_Executable_GetCompiledMemoryStats": 96,
+}
+_STRING, _INT64, _INT64_LIST, _FLOAT, _BOOL = range(5)
+_ROOM = 24
+"""Fields behind those that go in: for what a function fills in, and for what later releases append. A struct
+may be longer than the library knows, never shorter."""
+
+
+class CompileError(Exception):
+    """libtpu refused a call; the text is its message.
+
+    Args:
+        message: of libtpu, often of many lines.
+        code: of ``absl::StatusCode``; 8 is RESOURCE_EXHAUSTED.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class InterfaceError(Exception):
+    """The library speaks no interface that this module knows."""
+
+
+class _Api(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("extensions", ctypes.c_void_p),
+        ("version_size", ctypes.c_size_t),
+        ("version_extensions", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+    )
+
+
+class _NamedValue(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("extensions", ctypes.c_void_p),
+        ("name", ctypes.c_void_p),
+        ("name_size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("value", ctypes.c_uint64),
+        ("value_size", ctypes.c_size_t),
+    )
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("extensions", ctypes.c_void_p),
+        ("code", ctypes.c_void_p),
+        ("code_size", ctypes.c_size_t),
+        ("format", ctypes.c_void_p),
+        ("format_size", ctypes.c_size_t),
+    )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that an executable takes of one device's high-bandwidth memory."""
+
+    code: int
+    arguments: int
+    results: int
+    aliased: int
+    """Bytes of arguments whose buffers results take over."""
+    temporary: int
+
+
+class Libtpu:
+    """A loaded libtpu.
+
+    Args:
+        path: of ``libtpu.so``.
+
+    Raises:
+        InterfaceError: it is no libtpu, or one of another interface.
+        CompileError: it does not start.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            library = ctypes.CDLL(str(path))
+            get = library.GetPjrtApi
+        except (OSError, AttributeError) as error:
+            raise InterfaceError(f"{path} is no libtpu: {error}") from None
+        get.restype = ctypes.c_void_p
+        address = get()
+        api = _Api.from_address(address)
+        version = (api.major, api.minor)
+        needed = ctypes.sizeof(_Api) + ctypes.sizeof(ctypes.c_void_p) * (max(_FUNCTIONS.values()) + 1)
+        if version[0] != OLDEST[0] or version < OLDEST or api.struct_size < needed:
+            raise InterfaceError(
+                f"{path} speaks PJRT {version[0]}.{version[1]}; from {OLDEST[0]}.{OLDEST[1]} up to 1 is known"
+            )
+        self.interface = f"{version[0]}.{version[1]}"
+        kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+        self._functions = {
+            name: kind(
+                ctypes.c_void_p.from_address(
+                    address + ctypes.sizeof(_Api) + index * ctypes.sizeof(ctypes.c_void_p)
+                ).value
+                or 0
+            )
+            for name, index in _FUNCTIONS.items()
+        }
+        self.call("PJRT_Plugin_Initialize")
+
+    def call(self, function: str, *fields: int) -> list[int]:
+        """Call ``function`` and return its struct's fields after the two that all structs begin with.
+
+        Args:
+            function: one of the interface.
+            fields: the values that go in, in the struct's order; each takes eight bytes there.
+
+        Raises:
+            CompileError: it returned an error.
+        """
+        filled, error = self._invoke(function, *fields)
+        if not error:
+            return filled
+        # None of these returns an error that matters; the two last are void.
+        code = self._invoke("PJRT_Error_GetCode", error)[0][1] & 0xFFFFFFFF
+        _, text, size = self._invoke("PJRT_Error_Message", error)[0][:3]
+        message = _text(text, size)
+        self._invoke("PJRT_Error_Destroy", error)
+        raise CompileError(message, code)
+
+    def _invoke(self, function: str, *fields: int) -> tuple[list[int], int]:
+        slots = (ctypes.c_uint64 * (2 + len(fields) + _ROOM))()
+        slots[0] = ctypes.sizeof(slots)
+        slots[2 : 2 + len(fields)] = [value & (1 << 64) - 1 for value in fields]
+        error = self._functions[function](ctypes.addressof(slots))
+        return list(slots[2:]), error or 0
+
+    def topology(self, name: str, **options: Value) -> Topology:
+        """A slice by libtpu's name for it, such as ``v5e:4x4``.
+
+        Args:
+            name: the generation, and the chips along each axis.
+            options: ``chips_per_host_bounds`` (three numbers), ``chip_config_name``, ...
+
+        Raises:
+            CompileError: libtpu knows no such slice.
+        """
+        kept: list[Any] = []  # keeps the buffers alive during the call
+        values = (_NamedValue * max(1, len(options)))()
+        for value, (key, given) in zip(values, options.items(), strict=False):
+            _fill(value, key, given, kept)
+        encoded = name.encode()
+        buffer = ctypes.create_string_buffer(encoded)
+        filled = self.call(
+            "PJRT_TopologyDescription_Create",
+            ctypes.addressof(buffer),
+            len(encoded),
+            ctypes.addressof(values),
+            len(options),
+        )
+        return Topology(self, name, filled[4])
+
+
+class Topology:
+    """The chips of a slice. It lives as long as the process."""
+
+    def __init__(self, library: Libtpu, name: str, handle: int) -> None:
+        self._library = library
+        self.name = name
+        self._handle = handle
+        _, array, count = library.call("PJRT_TopologyDescription_GetDeviceDescriptions", handle)[:3]
+        self._devices = list((ctypes.c_uint64 * count).from_address(array))
+
+    @cached_property
+    def device_ids(self) -> list[int]:
+        """The id of each device, ascending: the order in which torch_xla numbers them."""
+        found = (self._library.call("PJRT_DeviceDescription_Id", device)[1] for device in self._devices)
+        return sorted(identity & 0xFFFFFFFF for identity in found)
+
+    @cached_property
+    def kind(self) -> str:
+        """What libtpu calls the device: ``TPU v5 lite``."""
+        _, text, size = self._library.call("PJRT_DeviceDescription_Kind", self._devices[0])[:3]
+        return _text(text, size)
+
+    @cached_property
+    def attributes(self) -> dict[str, Value]:
+        """What libtpu says of the first device: ``coords``, ``num_cores``, since 2026 also its memory."""
+        _, count, array = self._library.call("PJRT_DeviceDescription_Attributes", self._devices[0])[:3]
+        return _named(array, count)
+
+    @cached_property
+    def compiler(self) -> str:
+        """The version of the compiler, with the day that it was built on."""
+        _, text, size = self._library.call("PJRT_TopologyDescription_PlatformVersion", self._handle)[:3]
+        return _text(text, size)
+
+    def compile(self, module: bytes) -> Executable:
+        """Compile a module for all devices of the slice, with the options that torch_xla compiles it with.
+
+        Args:
+            module: a serialized ``HloModuleProto``, with its shardings and donated buffers.
+
+        Raises:
+            CompileError: it does not compile, or takes more memory than there is.
+        """
+        options = compile_options(self.device_ids, tupled=_takes_a_tuple(module))
+        program = _Program(ctypes.sizeof(_Program))
+        buffers = [ctypes.create_string_buffer(data, len(data)) for data in (module, b"hlo", options)]
+        program.code, program.code_size = ctypes.addressof(buffers[0]), len(module)
+        program.format, program.format_size = ctypes.addressof(buffers[1]), len(b"hlo")
+        filled = self._library.call(
+            "PJRT_Compile",
+            self._handle,
+            ctypes.addressof(program),
+            ctypes.addressof(buffers[2]),
+            len(options),
+            0,  # no client
+        )
+        return Executable(self._library, filled[5])
+
+
+class Executable:
+    """A compiled module."""
+
+    def __init__(self, library: Libtpu, handle: int) -> None:
+        self._library = library
+        self._handle = handle
+
+    def memory(self) -> Memory:
+        """The device memory that it takes, by the compiler."""
+        return Memory(*self._library.call("PJRT_Executable_GetCompiledMemoryStats", self._handle)[1:6])
+
+    def cost(self) -> dict[str, Value]:
+        """The compiler's cost analysis: ``flops`` and ``bytes accessed`` of one device, and more."""
+        _, count, array = self._library.call("PJRT_Executable_GetCostAnalysis", self._handle)[:3]
+        return _named(array, count)
+
+    def program(self) -> bytes:
+        """The scheduled module: a serialized ``HloModuleProto``."""
+        program = _Program(ctypes.sizeof(_Program))
+        self._library.call("PJRT_Executable_OptimizedProgram", self._handle, ctypes.addressof(program))
+        buffer = ctypes.create_string_buffer(program.code_size)
+        program.code = ctypes.addressof(buffer)
+        self._library.call("PJRT_Executable_OptimizedProgram", self._handle, ctypes.addressof(program))
+        kind = _text(program.format, program.format_size)
+        if kind == "hlo_with_config":
+            return bytes(Message(buffer.raw).bytes(1))
+        if kind == "hlo":
+            return buffer.raw
+        raise InterfaceError(f"libtpu returns its program as {kind}, not as HLO")
+
+    def close(self) -> None:
+        """Free it."""
+        self._library.call("PJRT_Executable_Destroy", self._handle)
+
+
+def compile_options(device_ids: Sequence[int], *, tupled: bool) -> bytes:
+    """The ``CompileOptionsProto`` with which torch_xla compiles an SPMD graph.
+
+    Args:
+        device_ids: one partition for each.
+        tupled: whether the graph takes one tuple in place of many parameters.
+    """
+    devices = b"".join(field(3, field(1, varint(identity))) for identity in device_ids)
+    assignment = field(1, 1) + field(2, len(device_ids)) + devices
+    build = (
+        field(1, -1)  # no device ordinal
+        + field(4, 1)  # replicas
+        + field(5, len(device_ids))  # partitions
+        + field(6, True)  # partition by SPMD
+        + field(9, assignment)
+        + field(12, varint(1))  # shardings may reach the results; else each is replicated
+    )
+    return field(2, tupled) + field(3, build)
+
+
+def _takes_a_tuple(module: bytes) -> bool:
+    tuple_type = 13
+    parameters = list(Message(module).message(4).messages(1))  # of the host program's shape
+    return len(parameters) == 1 and parameters[0].number(2) == tuple_type
+
+
+def _fill(into: _NamedValue, name: str, value: Value, kept: list[Any]) -> None:
+    buffer = ctypes.create_string_buffer(name.encode())
+    into.struct_size = ctypes.sizeof(_NamedValue)
+    into.name, into.name_size = ctypes.addressof(buffer), len(name.encode())
+    kept.append(buffer)
+    if isinstance(value, list):
+        numbers = (ctypes.c_int64 * len(value))(*value)
+        into.type, into.value, into.value_size = _INT64_LIST, ctypes.addressof(numbers), len(value)
+        kept.append(numbers)
+    elif isinstance(value, str):
+        text = ctypes.create_string_buffer(value.encode())
+        into.type, into.value, into.value_size = _STRING, ctypes.addressof(text), len(value.encode())
+        kept.append(text)
+    else:
+        assert isinstance(value, int)
+        into.type, into.value, into.value_size = _INT64, value, 1
+
+
+def _named(array: int, count: int) -> dict[str, Value]:
+    if not count:
+        return {}
+    values = (_NamedValue * count).from_address(array)
+    return {_text(value.name, value.name_size): _read(value) for value in values}
+
+
+def _read(value: _NamedValue) -> Value:
+    raw = int(value.value)
+    if value.type == _STRING:
+        return _text(raw, value.value_size)
+    if value.type == _INT64:
+        return ctypes.c_int64(raw).value
+    if value.type == _INT64_LIST:
+        return list((ctypes.c_int64 * value.value_size).from_address(raw)) if value.value_size else []
+    if value.type == _FLOAT:
+        return float(struct.unpack("<f", struct.pack("<I", raw & 0xFFFFFFFF))[0])
+    return bool(raw & 0xFF)
+
+
+def _text(address: int | None, size: int) -> str:
+    return ctypes.string_at(address, size).decode("utf-8", "replace") if address and size else ""
