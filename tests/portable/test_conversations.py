@@ -539,3 +539,19 @@ def test_settings_that_contradict_each_other(values: dict[str, Any], message: st
     with pytest.raises(UserError, match=message):
         load_config(None, values)
     assert RunConfig().data.truncation == "end"
+
+
+def test_an_evaluation_source_has_its_own_format(settings: Settings, tmp_path: Path) -> None:
+    held = write_jsonl(tmp_path / "held.jsonl", [SHAREGPT, SHAREGPT])
+    config = configured(
+        tmp_path / "run",
+        write_jsonl(tmp_path / "chat.jsonl", [{"messages": TALK}]),
+        data__tokenizer=settings.tokenizer,
+        data__packing=False,
+        data__seq_len=64,
+        data__eval={"source": str(held)},
+    )
+    data = build_data(config.data)
+    assert data.eval is not None and len(data.eval) == 2
+    labels = data.eval[0]["labels"]
+    assert data.tokenizer.decode(labels[labels != IGNORED]) == "It is 5.<|eot_id|>"
