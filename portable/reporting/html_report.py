@@ -301,6 +301,7 @@ def page(runs: Sequence[Run]) -> str:
                 "series": curves,
                 "events": run.described(),
                 "facts": fact,
+                "data": run.preview,
                 "confusions": run.confusions(),
             }
             for name, curves, run, fact in zip(names, series, runs, facts, strict=True)
