@@ -57,7 +57,8 @@ def every_expert(
     outer = experts.along_tokens(_products(experts, "down_proj", experts.along_tokens(inner)))
     if experts.has_post_expert_norm:
         outer = experts.post_expert_norm(outer)
-    return (outer * shares.t().unsqueeze(-1)).sum(dim=0).to(hidden.dtype)
+    weighted: torch.Tensor = (outer * shares.t().unsqueeze(-1)).sum(dim=0)
+    return weighted.to(hidden.dtype)
 
 
 def _products(experts: Any, name: str, inputs: torch.Tensor) -> torch.Tensor:
