@@ -232,7 +232,6 @@ def contestants(folder: Path, given: argparse.Namespace) -> tuple[dict[str, Any]
             documents = documents_of(prepared)
     found["Trainer, padded"] = Peer(prepared, documents, folder, None, now)
     if given.trl is not None:
-        sys.path.append(str(given.trl))
         for strategy in ("bfd", "wrapped"):
             found[f"TRL, {strategy}"] = Peer(prepared, documents, folder, strategy, now)
     return found, planned
@@ -261,7 +260,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     given = parser.parse_args(argv)
-    machine = describe_machine(torch.device("cpu"), *(("trl",) if given.trl is None else ()))
+    if given.trl is not None:
+        sys.path.append(str(given.trl))
+    machine = describe_machine(torch.device("cpu"), *(() if given.trl is None else ("trl",)))
     with tempfile.TemporaryDirectory() as folder:
         found, planned = contestants(Path(folder), given)
         for turn in range(given.rounds + 1):

@@ -253,8 +253,8 @@ def measure(case: Case) -> dict[str, Any]:
 def table(found: Sequence[dict[str, Any]]) -> str:
     """A Markdown table, one line a case."""
     lines = [
-        "| step | slice | fits | peak, GiB | plan, GiB | state: compiler to plan | TFLOP a chip | sends, GiB | "
-        "trace, s | compile, s |",
+        "| step | slice | fits | peak, GiB | plan, GiB | state: compiler to plan | TFLOP a chip | "
+        "sends, GiB | trace, s | compile, s |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in found:

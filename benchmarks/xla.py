@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -139,7 +140,7 @@ class Bare:
         return float(loss.detach())
 
 
-def both(folder: Path, steps: int, **model: int) -> tuple[Backend, Prepared]:
+def both(folder: Path, steps: int, *, loop: bool = False, **model: int) -> tuple[Backend, Prepared]:
     """The run of both: no warm-up and a constant rate, one micro-batch a step."""
     devices = xr.global_runtime_device_count()
     config = load_config(
@@ -156,6 +157,7 @@ def both(folder: Path, steps: int, **model: int) -> tuple[Backend, Prepared]:
             "train.global_batch_size": 2 * devices,
             "train.micro_batch_size": 2,
             "data.eval_fraction": 0.0,
+            "xla.scan_layers": loop,
         },
     )
     backend = create_backend("xla")
@@ -194,10 +196,13 @@ def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) 
 
 
 def compile_times(folder: Path, depths: Sequence[int]) -> list[dict[str, float]]:
-    """For each depth: seconds to record a step and start it, before and after its graph is known."""
+    """For each depth: seconds to record a step and start it, before and after its graph is known.
+
+    Once layer by layer, and once with ``xla.scan_layers``.
+    """
     rows = []
-    for layers in depths:
-        backend, prepared = both(folder, 10, num_hidden_layers=layers, hidden_size=64)
+    for layers, loop in itertools.product(depths, (False, True)):
+        backend, prepared = both(folder, 10, loop=loop, num_hidden_layers=layers, hidden_size=64)
         ours = Ours(prepared, backend)
         before = counted()["graphs_compiled"]
         times = []
@@ -207,7 +212,13 @@ def compile_times(folder: Path, depths: Sequence[int]) -> list[dict[str, float]]
             times.append(time.perf_counter() - start)
         compiled = counted()["graphs_compiled"] - before
         rows.append(
-            {"layers": layers, "first": times[0], "later": statistics.median(times[1:]), "graphs": compiled}
+            {
+                "layers": layers,
+                "loop": loop,
+                "first": times[0],
+                "later": statistics.median(times[1:]),
+                "graphs": compiled,
+            }
         )
         ours.close()
         del ours, prepared
@@ -239,9 +250,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, values in seconds.items():
         ratio = statistics.median(v / b for v, b in zip(values, bare, strict=True))
         print(f"{name:<16}{1e3 * statistics.median(values):>10.1f}{ratio:>9.3f}")
-    print(f"\n{'layers':>6}{'first step, s':>15}{'later, s':>10}{'graphs':>8}")
+    print(f"\n{'layers':>6}{'loop':>6}{'first step, s':>15}{'later, s':>10}{'graphs':>8}")
     for row in depths:
-        print(f"{row['layers']:>6}{row['first']:>15.2f}{row['later']:>10.3f}{row['graphs']:>8.0f}")
+        looped = "yes" if row["loop"] else "no"
+        figures = f"{row['first']:>15.2f}{row['later']:>10.3f}{row['graphs']:>8.0f}"
+        print(f"{row['layers']:>6}{looped:>6}{figures}")
     if given.json is not None:
         document = {"command": command, "machine": machine, "steps": seconds, "depths": depths}
         given.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")

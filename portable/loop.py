@@ -55,11 +55,11 @@ class Progress:
 class Evaluation(Protocol):
     """The evaluations of a run, and what follows from them. All ranks call each method."""
 
-    def __call__(self, progress: Progress) -> Verdict:
-        """Evaluate, report, and compare with what earlier evaluations came to (``progress.standing``)."""
+    def __call__(self, progress: Progress, *, counts: bool) -> Verdict:
+        """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.standing``."""
 
-    def lacks(self, progress: Progress) -> bool:
-        """Whether the evaluation after ``progress.step`` is missing."""
+    def lacks(self, progress: Progress, *, counts: bool) -> bool:
+        """Whether the evaluation after ``progress.step`` is missing; the arguments are those of a call."""
 
     def ends(self, progress: Progress) -> bool:
         """Whether the run ends early, by the evaluations so far."""
@@ -70,6 +70,8 @@ class Cadence:
     """Intervals in optimizer steps; 0 means never.
 
     Attributes:
+        stops_early: whether ``until`` is not the end of the schedule. A run in one launch might not evaluate
+            there, so that evaluation does not count.
         eval_samples: evaluate after each step that reaches a multiple of this many samples; 0 means never.
         save_samples: the same for saving.
     """
@@ -78,6 +80,7 @@ class Cadence:
     log_every: int
     eval_every: int
     save_every: int
+    stops_early: bool = False
     eval_samples: float = 0.0
     save_samples: float = 0.0
 
@@ -163,17 +166,18 @@ def train(
     start = Progress(progress.step, progress.samples, progress.skipped)
     saved = progress.step
 
+    def regular() -> bool:
+        """Whether an evaluation is due wherever this launch ends."""
+        ends = progress.step == cadence.until and not cadence.stops_early
+        by_samples = _passed(progress, plan, cadence.eval_samples)
+        return ends or _due(progress.step, cadence.eval_every) or by_samples
+
     def due_evaluation() -> Evaluation | None:
-        due = (
-            progress.step == cadence.until
-            or _due(progress.step, cadence.eval_every)
-            or _passed(progress, plan, cadence.eval_samples)
-        )
-        return evaluation if due else None
+        return evaluation if regular() or progress.step == cadence.until else None
 
     # A signal ends a launch with a checkpoint, but without the evaluation that was due.
-    if progress.step > 0 and (due := due_evaluation()) and due.lacks(progress):
-        due(progress)
+    if progress.step > 0 and (due := due_evaluation()) and due.lacks(progress, counts=regular()):
+        due(progress, counts=regular())
     progress.ended = evaluation is not None and evaluation.ends(progress)
     with stop_signals() as stop_requested:
         while progress.step < cadence.until and not progress.ended:
@@ -205,7 +209,7 @@ def train(
                 events.on_log(progress, loss, grad_norm, learning_rate)
             paused = time.perf_counter()
             if due:  # before the save, which holds what follows from it
-                verdict = due(progress)
+                verdict = due(progress, counts=regular())
                 progress.ended = verdict.stop
                 save_due = save_due or verdict.save or verdict.stop
             if save_due and progress.step > saved:

@@ -107,6 +107,48 @@ MUTANTS: dict[str, Mutant] = {
             "tests/portable/test_command_line.py",
         ),
     ),
+    "rows that fill up a batch count in a metric": Mutant(
+        "portable/evaluation/builtin.py",
+        "valid = labels != IGNORED",
+        "valid = labels == labels",
+        ("tests/portable/test_metrics.py::test_one_class_per_text",),
+    ),
+    "the best checkpoint is deleted as an old one": Mutant(
+        "portable/checkpoint/store.py",
+        "            if step not in best:",
+        "            if step not in ():",
+        ("tests/portable/test_best_checkpoints.py::test_the_best_stay_beside_the_last",),
+    ),
+    "a resumed run forgets how long it has waited": Mutant(
+        "portable/run/restore.py",
+        "return Progress(state.step, state.samples, state.skipped_steps, state.standing)",
+        "return Progress(state.step, state.samples, state.skipped_steps)",
+        ("tests/portable/test_best_checkpoints.py::test_a_resumed_run_ends_at_the_same_step",),
+    ),
+    "a new best is not saved": Mutant(
+        "portable/loop.py",
+        "save_due = save_due or verdict.save or verdict.stop",
+        "save_due = save_due or verdict.stop",
+        ("tests/portable/test_best_checkpoints.py::test_the_best_stay_beside_the_last",),
+    ),
+    "a compiled loop counts as one pass": Mutant(
+        "tpu/compile/report.py",
+        "self.read(body, times * trips)",
+        "self.read(body, times)",
+        ("tests/tpu/test_compile.py::test_loops_count_as_often_as_they_run",),
+    ),
+    "the results of a compiled graph are whole on every chip": Mutant(
+        "tpu/compile/libtpu.py",
+        "+ field(12, varint(1))",
+        "+ field(12, varint(0))",
+        ("tests/tpu/test_compile.py::test_options_are_those_of_torch_xla",),
+    ),
+    "the state of a run is left out of the peak while a smaller graph runs": Mutant(
+        "portable/planner/compiled.py",
+        "return max(self.state_bytes + self.code_bytes + self.working_bytes, self.needed_bytes)",
+        "return max(graph.argument_bytes + graph.code_bytes + graph.working_bytes for graph in self.graphs)",
+        ("tests/tpu/test_compile.py::test_peak_and_comparison",),
+    ),
 }
 
 

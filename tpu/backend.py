@@ -81,8 +81,8 @@ class XlaBackend:
         xla._xla_set_mat_mul_precision("highest")
         if (folder := _compilation_cache(config.xla.compilation_cache)) is not None:
             runtime.cache_graphs(folder)
-        use_fixed_shapes(model)
         self._layout = self._make_layout(config)
+        use_fixed_shapes(model, self._layout.along_tokens)
         return XlaEngine(model, config, self._layout, self._make_graphs())
 
     def _make_layout(self, config: RunConfig) -> Layout:

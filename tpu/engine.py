@@ -270,7 +270,7 @@ class XlaEngine:
         for total in totals.values():
             whole = self._layout.sharding(self._layout.replicated(total.dim()))
             xla._xla_mark_sharding(total, whole)
-        self.graphs.run("evaluation", list(totals.values()))
+        self.graphs.run(measure.kind, list(totals.values()))
         return totals
 
     @torch.no_grad()

@@ -98,6 +98,11 @@ class Layout:
         """The bindings' form of ``spec``."""
         return self.mesh.get_op_sharding(spec)
 
+    def along_tokens(self, tensor: Tensor) -> Tensor:
+        """``tensor``, ``[experts, tokens, ...]``, and its gradient sharded along the tokens."""
+        sharding = self.sharding((None, *self.batch(tensor.dim() - 1)))
+        return constrain(tensor, sharding, sharding)
+
     # -- tensors -----------------------------------------------------------------------------------------
 
     def place_batch(self, tensor: Tensor) -> Tensor:

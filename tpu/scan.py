@@ -27,6 +27,10 @@ Shardings = tuple[Any, Any] | None
 """How a slice and its gradient are sharded, in the bindings' form."""
 
 _DEVICE = "xla:0"
+_ANY_SEED = 12345
+"""While a body is recorded; each iteration gets its own. 0 and 1 would be constants of the graph."""
+_seeds: list[list[torch.Tensor]] = []
+"""Of each body that is being recorded, the innermost last: the seeds that its random numbers come from."""
 
 
 class Scan:
@@ -69,16 +73,17 @@ class Scan:
         counts = (len(carry), len(stacked), len(shared))
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         signature = (key, counts, learns, *((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs))
-        # The body's random numbers start from a seed of its own, so that tracing does not move the run's.
+        # The body's random numbers come from seeds of its own, so that tracing does not move the run's.
         seed = xla._xla_get_rng_seed(_DEVICE)
         if signature not in self._traced:
             trace = _Trace(self._body, counts, inputs, tuple(shardings) or (None,) * len(stacked))
             self._traced[signature] = trace.taken(learns, self._recompute)
-        xla._xla_set_rng_seed(seed, _DEVICE)
+        _start_from(seed)
         traced = self._traced[signature]
-        seeds: Tensors = ()
-        if traced.random:
-            seeds = (torch.randint(0, 2**62, (len(stacked[0]),), dtype=torch.int64, device=_DEVICE),)
+        shape = (len(stacked[0]),)
+        seeds = tuple(
+            torch.randint(0, 2**62, shape, dtype=torch.int64, device=_DEVICE) for _ in range(traced.seeds)
+        )
         if not learns:
             carried, results = traced.forward(carry, stacked, shared, seeds)
             return tuple(carried), tuple(results)
@@ -132,7 +137,7 @@ class _Traced:
         saved: number of tensors saved for the backward loop.
         outputs: shape and dtype of the carry and of the stacked results.
         learning_stacked, learning_shared: the positions of tensors that get a gradient.
-        random: whether the body draws random numbers.
+        seeds: number of seeds of each iteration, 0 if the body draws no random numbers.
     """
 
     forward: _Loop
@@ -141,7 +146,7 @@ class _Traced:
     outputs: list[tuple[tuple[int, ...], torch.dtype]]
     learning_stacked: list[int]
     learning_shared: list[int]
-    random: bool
+    seeds: int
 
 
 class _Trace:
@@ -164,7 +169,7 @@ class _Trace:
             with torch.no_grad():
                 outputs, _ = self._called(given := self._placeholders())
             loop = self._loop(given, outputs)
-            return _Traced(loop, None, 0, self._described(outputs), [], [], loop.random)
+            return _Traced(loop, None, 0, self._described(outputs), [], [], loop.seeds)
         return self._recomputing() if recompute else self._saving()
 
     def _placeholders(self) -> list[Tensor]:
@@ -189,9 +194,13 @@ class _Trace:
         self, placeholders: Sequence[Tensor], know: Callable[[Sequence[Tensor]], None] = lambda _: None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The body's outputs, and the inputs that it saw; ``know`` gets them before it runs."""
-        xla._xla_set_rng_seed(0, _DEVICE)
-        know(seen := self._seen(placeholders))
-        carried, results = self._body(*_split(seen, *self._counts[:2]))
+        _seeds.append([])
+        try:
+            _start_from(_ANY_SEED)
+            know(seen := self._seen(placeholders))
+            carried, results = self._body(*_split(seen, *self._counts[:2]))
+        finally:
+            self._own_seeds = _seeds.pop()
         for before, after in zip(seen, carried, strict=False):
             assert (before.shape, before.dtype) == (after.shape, after.dtype), "the carry changes its shape"
         return [_another(t) for t in (*carried, *results)], seen  # an input may be an output, too
@@ -280,11 +289,12 @@ class _Trace:
             given[carries + stacks :],
             [*of_carry, *added, *of_stacked.values()],
             self._iterations,
+            self._own_seeds,
             reverse=True,
         )
         described = self._described(outputs)
         return _Traced(
-            forward, backward, len(saved), described, list(of_stacked), list(of_shared), forward.random
+            forward, backward, len(saved), described, list(of_stacked), list(of_shared), forward.seeds
         )
 
     def _described(self, outputs: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -296,7 +306,7 @@ class _Trace:
 
     def _loop(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Loop:
         carry, slices, shared = _split(given, *self._counts[:2])
-        return _Loop(carry, slices, shared, outputs, self._iterations, reverse=False)
+        return _Loop(carry, slices, shared, outputs, self._iterations, self._own_seeds, reverse=False)
 
 
 class _Loop:
@@ -305,10 +315,11 @@ class _Loop:
     Args:
         carry, slices, shared: the placeholders that ``outputs`` were computed from.
         outputs: the new carry, and the results to stack.
+        seeds: what the body's random numbers come from.
         reverse: from the last slice to the first; results stay in the order of the slices.
 
     Attributes:
-        random: whether the body draws random numbers.
+        seeds: number of seeds of each iteration, 0 if the body draws no random numbers.
     """
 
     def __init__(
@@ -318,6 +329,7 @@ class _Loop:
         shared: Sequence[Tensor],
         outputs: Sequence[Tensor],
         iterations: int,
+        seeds: Sequence[Tensor],
         *,
         reverse: bool,
     ) -> None:
@@ -325,14 +337,12 @@ class _Loop:
         self._lowered = lowered = xla.lowering.LoweringContext("scan")
         lowered.set_name_string("scan")
         lowered.build(list(outputs))
-        # Constants that the body made itself are arguments of its computation, too, and so is the seed.
+        # Constants that the body made itself are arguments of its computation, too, and so are the seeds.
         constants = dict(lowered.device_parameter_id_tensor_mapping())
-        names, nodes = xla._get_tensors_xla_device_data_node(list(outputs))
-        seed = xla._get_seed_info_id()
-        seeded = lowered.tensor_parameter_id(nodes[names.index(seed)]) if seed in names else -1
-        self.random = seeded != -1
-        arguments: dict[int, tuple[str, int]] = {seeded: ("seeds", 0)} if self.random else {}
-        for group, tensors in (("carry", carry), ("slices", slices), ("shared", shared)):
+        self.seeds = len(seeds) if self.reads(seeds) else 0
+        arguments: dict[int, tuple[str, int]] = {}
+        groups = (("carry", carry), ("slices", slices), ("shared", shared), ("seeds", seeds))
+        for group, tensors in groups:
             for index, tensor in enumerate(tensors):
                 arguments[lowered.tensor_parameter_id(tensor)] = (group, index)
         arguments.pop(-1, None)
@@ -371,7 +381,7 @@ class _Loop:
         starts: dict[str, int] = {}
         for group in ("carry", "slices", "shared", "seeds", "constants"):
             starts[group] = len(state)
-            if group == "seeds" and self.random:
+            for _ in range(self.seeds if group == "seeds" else 0):
                 parameter((iterations,), torch.int64)
             for tensor in groups.get(group, ()):
                 parameter((iterations, *tensor.shape) if group == "slices" else tensor.shape, tensor.dtype)
@@ -415,9 +425,18 @@ class _Loop:
         shared: Sequence[Tensor],
         seeds: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        given = [*carry, *stacked, *shared, *(seeds if self.random else ()), *self._constants]
+        given = [*carry, *stacked, *shared, *seeds[: self.seeds], *self._constants]
         outputs = xla._xla_user_computation("portable::scan", given, self._computation)
         return outputs[: self._carries], outputs[self._carries :]
+
+
+def _start_from(seed: int) -> None:
+    """Draw what follows from ``seed``. A body that is being recorded has one more seed from here on."""
+    xla._xla_set_rng_seed(seed, _DEVICE)
+    if _seeds:
+        # The seed becomes an input of graphs when something is drawn.
+        _, inputs = xla._get_tensors_xla_device_data_node([torch.rand((), device=_DEVICE)])
+        _seeds[-1] += [tensor for tensor in inputs if tensor.dtype == torch.int64]
 
 
 def _another(tensor: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ def find_segments(model: nn.Module) -> list[Segment]:
         UserError: if there are none, or the model's config does not allow for a loop.
     """
     kind = str(getattr(model.config, "model_type", type(model).__name__))
-    for key, value in model.config.to_dict().items():
+    config: Any = model.config
+    for key, value in config.to_dict().items():
         skips = key.endswith("layerdrop") and bool(value)
         shows = key in ("output_hidden_states", "output_attentions") and bool(value)
         require(

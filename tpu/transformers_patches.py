@@ -3,20 +3,68 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def use_fixed_shapes(model: Any) -> None:
-    """Make mixtures of experts multiply with the weights gathered for each token.
 
-    The other implementations sort tokens by expert into groups of data-dependent sizes. This one needs
-    memory: tokens x experts per token x the size of an expert's matrix.
+def use_fixed_shapes(model: Any, along_tokens: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Make mixtures of experts compute every expert for every token; see :func:`every_expert`.
+
+    Args:
+        model: is changed.
+        along_tokens: shards a tensor ``[experts, tokens, ...]`` along its tokens.
     """
-    experts = any(type(module).__name__.endswith("Experts") for module in model.modules())
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    for module in experts:
+        module.along_tokens = along_tokens
     if experts and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("batched_mm")
+        ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT, every_expert)
+        model.set_experts_implementation(EVERY_EXPERT)
+
+
+EVERY_EXPERT = "every_expert"
+
+
+def every_expert(
+    experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """All experts for all tokens, added up by their weights, which are zero for those not chosen.
+
+    transformers' other ways sort tokens by expert into groups of data-dependent sizes, or gather a copy of
+    the chosen experts' matrices for each token. The first has no fixed shapes. The second takes
+    ``hidden size x experts per token / experts`` times the memory of this one, and a TPU would wait for it
+    longer than it multiplies here.
+
+    Args:
+        experts: the module of a layer's experts.
+        hidden: ``[tokens, hidden size]``.
+        chosen: the experts of each token, int64 ``[tokens, experts per token]``; a number that is no expert's
+            counts for none.
+        weights: of the chosen experts, of the same shape.
+    """
+    numbers = torch.arange(experts.num_experts, device=chosen.device)
+    shares = (weights.unsqueeze(-1) * (chosen.unsqueeze(-1) == numbers)).sum(dim=1)
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    # Else the products take the sharding of the weights, and all tokens are sent to every device.
+    inner = experts.along_tokens(_products(experts, name, hidden.unsqueeze(0)))
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    outer = experts.along_tokens(_products(experts, "down_proj", experts.along_tokens(inner)))
+    if experts.has_post_expert_norm:
+        outer = experts.post_expert_norm(outer)
+    return (outer * shares.t().unsqueeze(-1)).sum(dim=0).to(hidden.dtype)
+
+
+def _products(experts: Any, name: str, inputs: torch.Tensor) -> torch.Tensor:
+    """``[experts, tokens, out]`` from ``[experts or 1, tokens, in]``."""
+    weight = getattr(experts, name)
+    found = torch.matmul(inputs, weight if experts.is_transposed else weight.transpose(1, 2))
+    return found + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else found
 
 
 @cache  # once per process

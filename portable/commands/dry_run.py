@@ -12,7 +12,9 @@ from portable.checkpoint.external import open_external
 from portable.checkpoint.resume_external import adopt_checkpoint
 from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.config import dump_yaml
+from portable.config.evaluation_sources import evaluation_names
 from portable.data import inspect_data
+from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_bytes, human_count, table
 from portable.model import build as models
 from portable.model.flops import parameter_count
@@ -23,6 +25,7 @@ from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
+from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on, tokenizer_hints
 from portable.run.settle import first_plan, on_device
@@ -49,6 +52,9 @@ def dry_run(settled: Settled) -> int:
     models.check_length(model_config, config)
     problem_of(model_config, config.model)  # refuses what a run refuses
     data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
+    if config.model.task not in _LABELLED:  # whose metrics depend on the labels
+        measures = measures_of(config.train.metrics, Setting(config.model.task))
+        judge_of(config, evaluation_names(config.data), measures)
     special_tokens = SpecialTokens(model_config, config.model)
     model = models.build_model(model_config, config.model)
     if data.vocab_size is not None:

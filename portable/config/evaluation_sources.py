@@ -19,7 +19,7 @@ HELD_OUT = "held_out"
 """The name of the share that ``data.eval_fraction`` holds out, beside sources of ``data.eval``."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _OF_ONE_SOURCE = ("config_name", "split", "max_samples", "format")
-"""Not taken over by a source of its own: they say which part of the training's source is read, and as what."""
+"""Not taken over by a source of its own: which part of the training's source is read, and as what."""
 
 
 class EvaluationSourceError(ValueError):
@@ -54,6 +54,12 @@ def evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
             "data.eval_fraction to 0",
         )
     return {name: _with(data, key_of(name), inside, known) for name, inside in given.items()}
+
+
+def evaluation_names(data: DataConfig) -> list[str]:
+    """The names of all that a run evaluates on."""
+    names = list(evaluation_sources(data))
+    return [*names, HELD_OUT if names else ALONE] if data.eval_fraction > 0 else names
 
 
 def key_of(name: str) -> str:

@@ -92,7 +92,7 @@ class Confusion(_ByClass):
     It is left out above 100 classes, where it would fill the log.
     """
 
-    names = ("confusion",)
+    names = ()  # it is no number to compare
 
     def values(self, totals: Totals) -> dict[str, Any]:
         if len(self.classes) > MOST_CLASSES:

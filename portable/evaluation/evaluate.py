@@ -33,7 +33,7 @@ def evaluate(
         placed = backend.place(batch)
         totals = engine.evaluate(placed, measures, totals)
         if measures.texts is not None:
-            for name, value in measures.texts.sums(backend, engine, placed, batch["labels"]).items():
+            for name, value in measures.texts.sums(backend, engine, batch, placed).items():
                 texts[name] = texts.get(name, 0.0) + value
     totals |= {
         name: torch.tensor(value, dtype=torch.float64, device=backend.device) for name, value in texts.items()

@@ -59,16 +59,16 @@ class TextMetrics:
     names: Sequence[str]
     tokenizer: Any
 
-    def sums(self, backend: Backend, engine: Engine, placed: Batch, labels: Tensor) -> dict[str, float]:
+    def sums(self, backend: Backend, engine: Engine, batch: Batch, placed: Batch) -> dict[str, float]:
         """Generate for a micro-batch, and add up its metrics; all ranks call it.
 
         Args:
-            placed: the micro-batch on the device. labels: the same on the host, int64 ``[rows, tokens]``.
+            batch: on the host. placed: the same on the device.
         """
         end = self.tokenizer.eos_token_id
-        tokens = torch.tensor(backend.read([greedy(backend, engine, placed, end)]), dtype=torch.int64)
+        tokens = greedy(backend, engine, batch, placed, end)
         found = dict.fromkeys(("texts", *self.names), 0.0)
-        for row, wanted in zip(tokens.view(labels.shape).tolist(), labels, strict=True):
+        for row, wanted in zip(tokens.tolist(), batch["labels"], strict=True):
             if target := wanted[wanted != IGNORED].tolist():
                 text = self._text(row[: row.index(end)] if end in row else row)
                 found["texts"] += 1
@@ -87,28 +87,26 @@ class _Guess:
     needs: Literal["logits", "predictions"] | None = "predictions"
     kind = "generation"
 
-    def __init__(self, end: int | None) -> None:
-        self._end = end
-
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        guess = outputs.predictions
-        assert guess is not None
-        if self._end is not None:  # nothing follows the end
-            ends = (guess == self._end).long()
-            guess = torch.where(ends.cumsum(dim=-1) - ends > 0, self._end, guess)
-        return {"guess": guess, "changed": (guess != batch["guess"]).sum()}
+        assert outputs.predictions is not None
+        return {"guess": outputs.predictions}
 
 
-def greedy(backend: Backend, engine: Engine, batch: Batch, end: int | None) -> Tensor:
-    """The most likely tokens after each row's first decoder input, int64 ``[rows, tokens]`` on the device."""
-    start = batch["decoder_input_ids"][:, :1]
-    guess = batch["decoder_input_ids"]  # any will do; on XLA, a constant would be another graph
-    measure = _Guess(end)
+def greedy(backend: Backend, engine: Engine, batch: Batch, placed: Batch, end: int | None) -> Tensor:
+    """The most likely tokens after each row's first decoder input, int64 ``[rows, tokens]`` on the host.
+
+    Args:
+        batch: on the host. placed: the same on the device. end: the token after which nothing follows.
+    """
+    guess = torch.zeros_like(batch["labels"])
     for _ in range(guess.shape[1]):
-        inputs = torch.cat([start, guess[:, :-1]], dim=1)
-        found = engine.evaluate({**batch, "decoder_input_ids": inputs, "guess": guess}, measure, {})
-        guess = found["guess"]
-        (changed,) = backend.read([backend.sum(found["changed"])])
-        if not changed:
+        inputs = torch.cat([batch["decoder_input_ids"][:, :1], guess[:, :-1]], dim=1)
+        asked = {**placed, **backend.place({"decoder_input_ids": inputs})}
+        found = engine.evaluate(asked, _Guess(), {})["guess"]
+        before, guess = guess, torch.tensor(backend.read([found]), dtype=torch.int64).view_as(guess)
+        if end is not None:
+            ends = (guess == end).long()
+            guess = guess.where(ends.cumsum(dim=-1) - ends == 0, end)
+        if not backend.any(not torch.equal(before, guess)):
             break
     return guess

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from portable.model.chunked_loss import ChunkedHead
 
 IGNORED = -100
-NOT_INPUTS = ("labels", "guess")
-"""What a batch may hold besides the inputs of the model; ``guess`` is of a measure."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def _passed(
     terms: ModelTerms | None = None,
 ) -> tuple[Tensor, Any]:
     """Return the summed loss of a forward pass, and the model's output."""
-    inputs = {name: tensor for name, tensor in batch.items() if name not in NOT_INPUTS}
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
     in_parts = head is not None and head.pays(labels)
     with ExitStack() as stack:

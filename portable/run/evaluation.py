@@ -12,7 +12,7 @@ from portable.reporting.metrics import EVALUATION
 from portable.run.batches import eval_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from portable.backend import Batch, Engine
     from portable.config import RunConfig
@@ -45,8 +45,11 @@ def _name(value: str, source: str) -> str:
     return f"{EVALUATION}{value}/{source}" if source else f"{EVALUATION}{value}"
 
 
-def judge_of(config: RunConfig, data: Data, measures: Measures) -> Judge | None:
+def judge_of(config: RunConfig, sources: Collection[str], measures: Measures) -> Judge | None:
     """What compares evaluations; None if nothing follows from them.
+
+    Args:
+        config: of the run. sources: the names of what it evaluates on. measures: its metrics.
 
     Raises:
         UserError: if no evaluation has ``checkpoint.best_metric``, or nothing tells which way it is better.
@@ -54,13 +57,13 @@ def judge_of(config: RunConfig, data: Data, measures: Measures) -> Judge | None:
     checkpoint, patience = config.checkpoint, config.train.early_stopping_patience
     if checkpoint.keep_best is None and patience is None:
         return None
-    if not data.evals:
+    if not sources:
         raise UserError("data.eval_fraction: the data is too small to hold any out; set data.eval")
-    metric = checkpoint.best_metric or _name("loss", next(iter(data.evals)))
+    metric = checkpoint.best_metric or _name("loss", next(iter(sources)))
     value, _, source = metric.removeprefix(EVALUATION).partition("/")
     names = measures.names
-    known = [_name(name, one) for one in data.evals for name in names or ("loss",)]
-    own = names is None and metric.startswith(EVALUATION) and source in data.evals
+    known = [_name(name, one) for one in sources for name in names or ("loss",)]
+    own = names is None and metric.startswith(EVALUATION) and source in sources
     if metric not in known and not own:
         more = "" if names is not None else ", and those of your own metrics"
         raise UserError(
@@ -91,19 +94,19 @@ class Evaluations:
         self._over = over
         self._any = prepared.backend.any
 
-    def __call__(self, progress: Progress) -> Verdict:
+    def __call__(self, progress: Progress, *, counts: bool) -> Verdict:
         values = evaluate_all(self._prepared, self._engine, self._over)
         self._reporter.on_eval(progress, values)
         judge = self._prepared.judge
-        if judge is None:
+        if judge is None or not counts:
             return Verdict()
         verdict = judge(progress.standing, progress.step, values)
         # The values are the same on all ranks; the ranks must do the same whatever happens.
         return Verdict(self._any(verdict.save), self._any(verdict.stop))
 
-    def lacks(self, progress: Progress) -> bool:
+    def lacks(self, progress: Progress, *, counts: bool) -> bool:
         judged = self._prepared.judge is None or progress.standing.step >= progress.step
-        return self._any(not judged or self._reporter.lacks_eval(progress))
+        return self._any((counts and not judged) or self._reporter.lacks_eval(progress))
 
     def ends(self, progress: Progress) -> bool:
         judge = self._prepared.judge

@@ -113,7 +113,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     if measures.texts is not None and backend.one_program and backend.world_size > 1:
         names = " and ".join(measures.texts.names)
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
-    judge = judge_of(config, data, measures)
+    judge = judge_of(config, data.evals, measures)
     special_tokens.prepare(data.tokenizer)
     model = models.build_model(model_config, config.model)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)

@@ -195,6 +195,7 @@ def _cadence(prepared: Prepared) -> Cadence:
     config, samples = prepared.config, len(prepared.data.train)
     return Cadence(
         until=prepared.until,
+        stops_early=prepared.until < prepared.steps,
         log_every=config.log.every_steps,
         eval_every=config.train.eval_every or 0,
         save_every=config.checkpoint.every_steps or 0,

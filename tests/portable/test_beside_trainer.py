@@ -15,6 +15,8 @@ import transformers
 import yaml
 from torch.utils.data import Dataset
 
+from portable.checkpoint.resume_source import checkpoints_of
+from portable.checkpoint.trainer_state import TrainerState
 from portable.data.loader import EVAL_EPOCH
 from portable.data.order import locate
 from portable.model.build import AUTO_CLASSES
@@ -187,8 +189,8 @@ def arguments(
     )
 
 
-def beside(config: RunConfig, folder: Path, accumulation: int) -> tuple[list[float], list[float]]:
-    """The Trainer's loss of each step, and of each evaluation."""
+def trained_beside(config: RunConfig, folder: Path, accumulation: int, **more: Any) -> Ordered:
+    """The Trainer after the same run; ``more`` are arguments of its own."""
     task, batch = config.model.task, config.train.global_batch_size
     with opened(config) as trial:
         data, seed = trial.run.data, config.seed
@@ -211,8 +213,15 @@ def beside(config: RunConfig, folder: Path, accumulation: int) -> tuple[list[flo
             args=arguments(config, folder, accumulation),
             train_dataset=Given(rows),
             eval_dataset=Given(held) or None,
+            **more,
         )
     trainer.train()
+    return trainer
+
+
+def beside(config: RunConfig, folder: Path, accumulation: int) -> tuple[list[float], list[float]]:
+    """The Trainer's loss of each step, and of each evaluation."""
+    trainer = trained_beside(config, folder, accumulation)
     parts = trainer.step_losses
     losses = [sum(parts[i : i + accumulation]) for i in range(0, len(parts), accumulation)]
     return losses, [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
@@ -275,3 +284,48 @@ def test_the_pages_file_does_what_the_trainer_does(tmp_path: Path, labelled: Pat
     theirs, _ = beside(config, tmp_path / "theirs", 1)
     assert losses == pytest.approx(theirs, rel=1e-5)
     assert len(losses) == 9
+
+
+def test_it_judges_as_the_trainer_does(tmp_path: Path, labelled: Path) -> None:
+    """Accuracy, the step at which early stopping ends the run, and the best value."""
+    settings = {
+        **page_settings(),
+        **CASES["classification"].settings,
+        "data__eval_fraction": 0.4,
+        "train__steps": 20,
+        "train__eval_every": 1,
+        "train__learning_rate": 2.5e-2,
+        "train__global_batch_size": 6,
+        "train__micro_batch_size": 6,
+        "train__early_stopping_patience": 2,
+        "checkpoint__keep_best": 1,
+        "checkpoint__export": False,
+    }
+    config = configured(tmp_path / "ours", labelled, **settings)
+    assert run_rank("cpu", config) == 0
+    rows = [row for row in read_metrics(tmp_path / "ours") if "eval_loss" in row]
+
+    def accuracy(found: Any) -> dict[str, float]:
+        return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
+    stopping = transformers.EarlyStoppingCallback(2)
+    trainer = trained_beside(
+        config, tmp_path / "theirs", 1, compute_metrics=accuracy, callbacks=[stopping, _ByLoss()]
+    )
+    theirs = [row for row in trainer.state.log_history if "eval_loss" in row]
+    assert [row["step"] for row in rows] == [row["step"] for row in theirs]
+    assert 3 < rows[-1]["step"] < 20
+    assert [row["eval_accuracy"] for row in rows] == [row["eval_accuracy"] for row in theirs]
+    assert [row["eval_loss"] for row in rows] == pytest.approx([row["eval_loss"] for row in theirs], rel=1e-4)
+    latest = checkpoints_of(tmp_path / "ours").latest()
+    best = TrainerState.read(latest or tmp_path).standing.best
+    first = min(theirs, key=lambda row: row["eval_loss"])["step"]
+    assert [step for step, _ in best] == [first]
+    assert best[0][1] == pytest.approx(trainer.state.best_metric, rel=1e-4)
+
+
+class _ByLoss(transformers.TrainerCallback):  # type: ignore[misc]
+    """The Trainer's best is by the loss."""
+
+    def on_init_end(self, args: Any, *_: Any, **__: Any) -> None:
+        args.metric_for_best_model, args.greater_is_better = "eval_loss", False

@@ -9,6 +9,7 @@ import pytest
 
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
+from portable.commands.dry_run import dry_run
 from portable.config import load_config
 from portable.data import build_data
 from portable.errors import UserError
@@ -17,6 +18,7 @@ from portable.reporting.html_report import Run
 from portable.reporting.metrics import read_metrics
 from portable.run import evaluation
 from portable.run.rank import run_rank
+from portable.run.settle import settle
 from tests.runs import configured, tiny
 
 if TYPE_CHECKING:
@@ -45,10 +47,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, float]]:
     at = [0]
     call = evaluation.Evaluations.__call__
 
-    def called(self: Any, progress: Any) -> Verdict:
+    def called(self: Any, progress: Any, *, counts: bool) -> Verdict:
         at[0] = progress.step
         counted[progress.step] = counted.get(progress.step, 0) + 1
-        return call(self, progress)
+        return call(self, progress, counts=counts)
 
     monkeypatch.setattr(evaluation, "evaluate_all", values)
     monkeypatch.setattr(evaluation.Evaluations, "__call__", called)
@@ -130,6 +132,16 @@ def test_a_resumed_run_ends_at_the_same_step(
     assert told == dict.fromkeys(range(1, 6), 1)
 
 
+def test_the_evaluation_where_a_launch_ends_does_not_count(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """At step 3, which no run in one launch evaluates: after it, 4 would be no improvement."""
+    given = PATIENT | {"train__early_stopping_patience": 1, "train__eval_every": 2}
+    assert leg(tmp_path, corpus, **given, train__stop_after=3) == 0
+    assert told == {2: 1, 3: 1}
+    assert leg(tmp_path, corpus, **given) == 0
+    assert kept(tmp_path)[-1] == 8
+    assert TrainerState.read(tmp_path / "checkpoints" / "step-000008").standing.best == [(6, 1.9)]
+
+
 @pytest.mark.parametrize("at", [3, 4, 5])
 def test_a_killed_run_ends_at_the_same_step(
     at: int, told: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,8 +154,8 @@ def test_a_killed_run_ends_at_the_same_step(
     with monkeypatch.context() as patched:
         real = evaluation.Evaluations.__call__
 
-        def evaluates(self: Any, progress: Any) -> Verdict:
-            verdict = real(self, progress)
+        def evaluates(self: Any, progress: Any, *, counts: bool) -> Verdict:
+            verdict = real(self, progress, counts=counts)
             if progress.step == at:
                 killed()
             return verdict
@@ -179,6 +191,14 @@ def test_a_signal_comes_before_an_evaluation(
     assert 4 not in told and kept(tmp_path)[-1] == 4
     assert leg(tmp_path, corpus, **PATIENT) == 0
     assert kept(tmp_path)[-1] == 5 and told == dict.fromkeys(range(1, 6), 1)
+
+
+def test_it_counts_on_in_another_folder(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """A run that moves to another folder is as patient as before; the best there are its own."""
+    assert leg(tmp_path / "one", corpus, **PATIENT, train__stop_after=4) == 0
+    moved = PATIENT | {"checkpoint__resume": str(tmp_path / "one" / "checkpoints" / "step-000004")}
+    assert leg(tmp_path / "two", corpus, **moved, checkpoint__export_best=True) == 0
+    assert kept(tmp_path / "two") == [5] and (tmp_path / "two" / "final").exists()
 
 
 def test_the_judge() -> None:
@@ -289,6 +309,10 @@ def test_nothing_is_held_out_then(sources: dict[str, Path], tmp_path: Path, corp
             {"checkpoint.keep_best": 1, "checkpoint.best_metric": "eval_f1"},
             "checkpoint.best_metric: no evaluation of this run has eval_f1; it has eval_loss, eval_perp",
         ),
+        (
+            {"checkpoint.keep_best": 1, "checkpoint.best_metric": "eval_loss/news"},
+            "checkpoint.best_metric: no evaluation of this run has eval_loss/news",
+        ),
         ({"train.metrics": ["rouge"]}, "train.metrics: 'rouge' is no metric of causal-lm"),
         (
             {
@@ -304,6 +328,9 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], told_so: str, tmp_path
     with pytest.raises(UserError) as caught:
         run_rank("cpu", load_config(None, tiny(tmp_path / "run", corpus) | given))
     assert told_so in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        dry_run(settle(load_config(None, tiny(tmp_path / "run", corpus) | given), "cpu"))
+    assert told_so in str(caught.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

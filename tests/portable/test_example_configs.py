@@ -63,8 +63,12 @@ def models(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, 
 @pytest.fixture(scope="module")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("reviews") / "reviews.jsonl"
-    rows = ({"sentence": f"film {i} is {('dull', 'fine')[i % 2]}", "label": i % 2} for i in range(80))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, first in ((path.name, 0), ("others.jsonl", 80)):
+        rows = (
+            {"sentence": f"film {i} is {('dull', 'fine')[i % 2]}", "label": i % 2}
+            for i in range(first, first + 80)
+        )
+        path.with_name(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -83,6 +87,8 @@ def here(path: Path, folder: Path, models: dict[str, Path], corpus: Path, review
         "data.seq_len": 32,
         "data.max_samples": 60,
     }
+    if config.data.eval is not None:
+        settings["data.eval"] = {"source": str(reviews.with_name("others.jsonl"))}
     if config.strategy == "hybrid_shard":
         settings["fsdp.shard_group_size"] = 2
     if config.memory.nvme_path is not None:

@@ -43,7 +43,8 @@ def values_of(setting: Setting, logits: Tensor, labels: Tensor, size: int, more:
     totals: dict[str, Tensor] = {}
     for rows, wanted in zip(logits.split(size), labels.split(size), strict=True):
         outputs = Outputs(None if floats else rows.argmax(dim=-1), rows)
-        totals = added(totals, measures(outputs, {"labels": wanted}))
+        sums = measures(outputs, {"labels": wanted})
+        totals = added(totals, {name: value.double() for name, value in sums.items()})
     valid = (~labels.isnan() if floats else labels != IGNORED).sum()
     totals = {"labels": valid, "loss": 2 * valid, **totals}
     return measures.values({name: total.double() for name, total in totals.items()})

@@ -21,7 +21,7 @@ from portable.planner.memory_model import Setting
 from portable.planner.plan import DeviceBytes, Option
 from tests.tpu import hlo_modules as hlo
 from tpu.compile import compiler, trace
-from tpu.compile.compiler import compile_graphs, exhausted, find_library, refused
+from tpu.compile.compiler import compile_graphs, died, exhausted, find_library, refused
 from tpu.compile.hlo import Computation
 from tpu.compile.libtpu import compile_options
 from tpu.compile.protobuf import Message, WireError, field, varint
@@ -284,7 +284,7 @@ Total hbm usage >= 35.13G:
   Largest program allocations in hbm:
 
   1. Size: 1.12G
-     Operator: op_type="aten__mm" op_name="aten__mm.1" source_file="models/llama.py" source_line=12
+     Operator: op_type="aten__mm" op_name="aten__mm.1" source_file="/site-packages/llama.py" source_line=12
      Shape: bf16[24576,24576]{1,0:T(8,128)(2,1)}
      Allocation type: HLO temp
      ==========================
@@ -294,13 +294,27 @@ Total hbm usage >= 35.13G:
 def test_one_line_of_an_account_of_memory() -> None:
     assert exhausted(OUT_OF_MEMORY) == (
         "it takes 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
-        "of aten__mm.1 at models/llama.py:12"
+        "of aten__mm.1 at llama.py:12"
     )
     newer = (
         "E1000: Ran out of memory on HBM, HLO temporaries (37.25G) exceeds available HBM (15.75G). HLO: m."
     )
     assert exhausted(newer) == "it takes 37.2 GiB of 15.8 GiB"
     assert refused("no\nmore", "") == "no"
+
+
+def test_one_line_of_a_dead_compiler() -> None:
+    log = "W0000 00:00:1.2 3 a.cc:4] noise\nF0000 00:00:1755.25  913 hlo.cc:528] Check failed: a == b\n***"
+    assert died(-6, ["step"], log) == (
+        "--compile: libtpu ended by SIGABRT while it compiled step: hlo.cc:528] Check failed: a == b; try "
+        "another libtpu"
+    )
+    assert died(-9, ["a", "b"], log) == (
+        "--compile: libtpu's process was killed while it compiled b; the host may be out of memory"
+    )
+    assert died(3, [], "") == (
+        "--compile: libtpu ended with exit code 3 as it started: it left no message; try another libtpu"
+    )
 
 
 def graph(**sizes: Any) -> CompiledGraph:
@@ -429,10 +443,15 @@ def test_what_does_not_compile(library: compiler.Library, tmp_path: Path) -> Non
     )
     with pytest.raises(UserError, match=r"^--compile: v5e:3x3: "):
         compile_graphs(written(tmp_path, step=hlo.added(8)), Slice("v5e", "3x3"), library, NEVER)
-    found = compile_graphs(written(tmp_path, step=hlo.chain(49152, 2)), one, library, NEVER)
-    (problem,) = found.problems
-    assert "the largest value is " in problem
-    assert problem.endswith("of aten__mm at llama.py:12")
+
+
+@pytest.mark.exhaustive  # five seconds of a compiler that tries to make it fit
+def test_the_largest_value_is_named(library: compiler.Library, tmp_path: Path) -> None:
+    graphs = written(tmp_path, step=hlo.chain(49152, 2))
+    (problem,) = compile_graphs(graphs, Slice("v5e", "1x1"), library, NEVER).problems
+    assert re.search(
+        r", the largest value is \w+\[49152,49152\] \(.* GiB\) of aten__mm at llama.py:12$", problem
+    )
 
 
 def test_a_compiler_that_dies(

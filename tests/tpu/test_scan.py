@@ -9,6 +9,7 @@ import torch
 
 from converters import open_checkpoint
 from portable.errors import UserError
+from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.parity import Steps, opened, take_steps
 from tests.ranks import RankError
@@ -172,6 +173,11 @@ def test_checkpoints_are_those_without_a_loop(tmp_path: Path, corpus: Path, xla:
     ours, truth = (
         open_checkpoint(path / "checkpoints" / "step-000008") for path in (folder, tmp_path / "truth")
     )
+    rows, wanted = (read_metrics(path) for path in (folder, tmp_path / "truth"))
+    for name in ("loss", "eval_loss"):  # each leg evaluates at its end as well
+        found, expected = ({row["step"]: row[name] for row in each if name in row} for each in (rows, wanted))
+        assert 8 in expected
+        assert {step: found[step] for step in expected} == pytest.approx(expected, rel=1e-6), name
     assert ours.tensors.keys() == truth.tensors.keys()
     assert ours.optimizer is not None and truth.optimizer is not None
     assert ours.optimizer.state.keys() == truth.optimizer.state.keys()
@@ -305,6 +311,36 @@ def test_random_numbers_differ_between_iterations_and_are_drawn_once(recompute: 
     assert 0 < int((results == 0).sum()) < results.numel()
     assert len({tuple(row.tolist()) for row in results}) == 4
     assert torch.equal(results, gradient)  # of a sum: what was kept, scaled
+
+
+def dropped_within() -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout in a loop within a loop, before and after it."""
+    from tpu import runtime
+    from tpu.scan import Scan
+
+    def inner(carry: Any, slices: Any, _: Any) -> Any:
+        return carry, (torch.nn.functional.dropout(slices[0], 0.5),)
+
+    loop = Scan(inner, recompute=True)
+
+    def outer(carry: Any, slices: Any, shared: Any) -> Any:
+        before = torch.nn.functional.dropout(slices[0], 0.5)
+        _, (within,) = loop(carry, (slices[0],))
+        return carry, (torch.cat([before, within, torch.nn.functional.dropout(slices[0], 0.5)]),)
+
+    runtime.start()
+    ones = torch.ones(3, 2, 64, device="xla:0", requires_grad=True)
+    _, (results,) = Scan(outer, recompute=True)((torch.zeros(1, device="xla:0"),), (ones,))
+    results.sum().backward()
+    assert ones.grad is not None
+    return results.detach().cpu(), ones.grad.cpu()
+
+
+def test_random_numbers_of_loops_within_loops(xla: XlaPool) -> None:
+    results, gradient = xla.run(1, dropped_within)
+    rows = [tuple(row.tolist()) for row in results.flatten(0, 1)]
+    assert len(set(rows)) == len(rows) == 3 * 6
+    assert torch.equal(results.unflatten(1, (3, 2)).sum(1), gradient)
 
 
 def keeps_a_tensor() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from portable.formatting import human_bytes
 from portable.planner.compiled import Compiled, CompiledGraph
 from portable.temporary_folder import scratch_folder
 from portable.terminal import at_a_terminal
+from tpu.compile.hlo import short
 from tpu.compile.slices import Slice, find_slice
 from tpu.compile.trace import trace_graphs
 from tpu.compile.worker import ANSWER, JOB, Job
@@ -60,7 +62,9 @@ def find_library() -> Library:
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder) / "libtpu.so"
         if path.is_file():
-            return Library(path, metadata.version("libtpu"))
+            with suppress(metadata.PackageNotFoundError):
+                return Library(path, metadata.version("libtpu"))
+            return Library(path, None)
     raise UserError(
         "--compile: needs libtpu, the TPU's compiler; install it with: "
         "pip install 'portable-trainer[tpu-compile]', or name the library in TPU_LIBRARY_PATH"
@@ -137,7 +141,9 @@ def _run(folder: Path, wanted: Slice, graphs: int) -> None:
             text=True,
         )
     begun: list[str] = []
-    bar = tqdm(total=graphs, desc="compiling", unit="graph", leave=False, disable=not at_a_terminal())
+    layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
+    hidden = not at_a_terminal()
+    bar = tqdm(total=graphs, desc="compiling", leave=False, disable=hidden, bar_format=layout)
     ended = threading.Event()
 
     def follow() -> None:
@@ -164,11 +170,17 @@ def _run(folder: Path, wanted: Slice, graphs: int) -> None:
         assert worker.stdout is not None
         worker.stdout.close()
     if not (folder / ANSWER).is_file():
-        raise UserError(_died(code, begun, (folder / LOG).read_text("utf-8", "replace")))
+        raise UserError(died(code, begun, (folder / LOG).read_text("utf-8", "replace")))
 
 
-def _died(code: int, begun: Sequence[str], log: str) -> str:
-    """Why the compiler's process left no answer, in one line."""
+def died(code: int, begun: Sequence[str], log: str) -> str:
+    """Why the compiler's process left no answer, in one line.
+
+    Args:
+        code: its exit code; the negative number of a signal.
+        begun: the graphs that it had begun with.
+        log: what it wrote on standard error.
+    """
     where = f"while it compiled {begun[-1]}" if begun else "as it started"
     how = f"with exit code {code}"
     if code < 0:
@@ -233,7 +245,7 @@ def refused(message: str, place: str) -> str:
 def _place(text: str) -> str:
     operation = re.search(r'op_name="([^"]+)"', text)
     file, line = re.search(r'source_file="([^"]+)"', text), re.search(r"source_line=(\d+)", text)
-    found = [operation[1] if operation else "", f"{file[1]}:{line[1]}" if file and line else ""]
+    found = [operation[1] if operation else "", f"{short(file[1])}:{line[1]}" if file and line else ""]
     return f" of {' at '.join(filter(None, found))}" if any(found) else ""
 
 

@@ -154,8 +154,8 @@ class Instruction:
     def source(self) -> str:
         """The place in the model's code: ``models/llama.py:12``; empty as above."""
         metadata = self._message.message(7)
-        file, line = _PACKAGES.sub("", metadata.text(3)), metadata.number(4)
-        return f"{file.removeprefix(_HERE)}:{line}" if file else ""
+        file, line = metadata.text(3), metadata.number(4)
+        return f"{short(file)}:{line}" if file else ""
 
     def group_size(self, devices: int) -> int:
         """The devices that take part in a collective with each other."""
@@ -240,6 +240,11 @@ class Module:
         if found.opcode == "parameter" and outer:
             return outer[found.parameter]
         return found
+
+
+def short(file: str) -> str:
+    """The path of a source file from its package on."""
+    return _PACKAGES.sub("", file).removeprefix(_HERE)
 
 
 def _element(scope: Computation, tuple_: Instruction, index: int) -> int | None:

@@ -2,6 +2,7 @@
 
 The graphs come from a process of its own with as many virtual devices as the slice has
 (:mod:`tpu.compile.tracing`). They are those of the run, sharding annotations and donated buffers included.
+One difference is left: torch_xla passes 3200 or more arguments as one tuple, and here they stay apart.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
         "XLA_HLO_DEBUG": "1",  # the line of code of each operation
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tpu.compile.tracing", str(folder), hardware],
+        [sys.executable, "-m", "tpu.compile.tracing", str(answer), hardware],
         input=pickle.dumps(config),
         env=environment,
         stdout=subprocess.DEVNULL,

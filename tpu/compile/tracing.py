@@ -33,7 +33,6 @@ from portable.planner.passes import Request
 from portable.run.micro_batch import batch_plan
 from tpu.backend import XlaBackend
 from tpu.compile.protobuf import field
-from tpu.compile.trace import ANSWER
 from tpu.graphs import Graphs
 from tpu.layout import Layout
 from tpu.runtime import xla
@@ -271,7 +270,8 @@ class _OneMicroBatch:
 
 
 def main() -> int:
-    folder, hardware = Path(sys.argv[1]), sys.argv[2]
+    answers, hardware = Path(sys.argv[1]), sys.argv[2]
+    folder = answers.parent
     config: RunConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
     answer: dict[str, Any]
     try:
@@ -279,9 +279,9 @@ def main() -> int:
         answer["host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     except UserError as error:
         answer = {"error": one_line(error)}
-    partial = folder / f"{ANSWER}.partial"
+    partial = answers.with_suffix(".partial")
     partial.write_text(json.dumps(answer), "utf-8")
-    partial.rename(folder / ANSWER)
+    partial.rename(answers)
     sys.stderr.flush()
     os._exit(0)  # the runtime's threads take seconds to end
 
