@@ -302,6 +302,7 @@ def page(runs: Sequence[Run]) -> str:
                 "events": run.described(),
                 "facts": fact,
                 "confusions": run.confusions(),
+                "data": run.preview,
             }
             for name, curves, run, fact in zip(names, series, runs, facts, strict=True)
         ],
