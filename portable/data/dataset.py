@@ -39,7 +39,7 @@ from portable.data.tokenizer import (
     trained_tokenizer_folder,
     trained_vocab_size,
 )
-from portable.data.truncation import Truncated, keeps_an_end, truncated
+from portable.data.truncation import Truncated, answered_blocks, keeps_an_end, truncated
 from portable.errors import UserError
 from portable.paths import default_cache_dir
 
@@ -305,7 +305,8 @@ def errors_under(key: str) -> Iterator[None]:
         yield
     except UserError as error:
         own = "|".join(of_source(DataConfig))
-        raise UserError(re.sub(rf"\bdata\.(?=({own})\b)", f"{key}.", str(error))) from error
+        said = re.sub(rf"\bdata\.(?=({own})\b)", f"{key}.", str(error))
+        raise UserError(said if key in said else f"{key}: {said}") from error
 
 
 @dataclass(frozen=True)
@@ -532,11 +533,13 @@ def _converses(settings: DataConfig) -> bool:
 
 
 def _truncated(settings: DataConfig, task: str, tokens: TokenCache) -> Truncated | None:
-    """What truncation does; None where it only cuts the ends of plain texts."""
-    if task != CAUSAL or settings.packing is True:
+    """What truncation does; None where it only cuts the ends of plain texts, or joins them."""
+    if task != CAUSAL:
         return None
-    if tokens.trained_bits is None and settings.truncation == "end":
+    if tokens.trained_bits is None and (settings.packing is True or settings.truncation == "end"):
         return None
+    if settings.packing is True:
+        return answered_blocks(tokens, settings.seq_len, _blocks(settings, task, tokens))
     return truncated(tokens, settings.truncation, settings.seq_len)
 
 
@@ -651,11 +654,14 @@ def _packs(settings: DataConfig, task: str) -> bool | Literal["documents"]:
 def _parts(
     settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None = None
 ) -> tuple[Part, Part]:
+    left_out = None if cut is None else cut.left_out
     if settings.packing == "documents" or not _packs(settings, task):
-        left_out = None if cut is None else cut.left_out
         return split_documents(tokens.documents, settings.eval_fraction, left_out)
-    blocks = packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
-    return split_blocks(blocks, settings.eval_fraction)
+    return split_blocks(_blocks(settings, task, tokens), settings.eval_fraction, left_out)
+
+
+def _blocks(settings: DataConfig, task: str, tokens: TokenCache) -> int:
+    return packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
 
 
 def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:

@@ -94,10 +94,20 @@ def packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
     return count
 
 
-def split_blocks(blocks: int, eval_fraction: float) -> tuple[Part, Part]:
-    """Split packed blocks into training and evaluation. The evaluation part is the end of the text."""
+def split_blocks(
+    blocks: int, eval_fraction: float, left_out: npt.NDArray[np.int64] | None = None
+) -> tuple[Part, Part]:
+    """Split packed blocks into training and evaluation. The evaluation part is the end of the text.
+
+    Args:
+        left_out: the numbers of blocks that are in neither, in order.
+    """
+    order: KeptOrder | None = None
+    if left_out is not None and len(left_out):
+        blocks -= len(left_out)
+        order = KeptOrder(blocks, left_out, shuffled=False)
     held = _held_out(blocks, eval_fraction)
-    return Part(0, blocks - held), Part(blocks - held, held)
+    return Part(0, blocks - held, order), Part(blocks - held, held, order)
 
 
 def split_documents(

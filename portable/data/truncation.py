@@ -103,6 +103,20 @@ def truncated(tokens: TokenCache, mode: Truncation, seq_len: int) -> Truncated:
     return found
 
 
+def answered_blocks(tokens: TokenCache, seq_len: int, blocks: int) -> Truncated:
+    """The same for blocks of ``seq_len`` tokens of all documents: those without a trained label are left out.
+
+    Raises:
+        UserError: none is left.
+    """
+    starts = np.arange(blocks, dtype=np.int64) * seq_len + 1
+    left_out = np.flatnonzero(~_any_trained(tokens, starts, starts + seq_len))
+    found = Truncated("end", seq_len + 1, blocks, 0, 0, 0, len(left_out), left_out)
+    if not found.kept:
+        raise UserError("data.train_on: no full sequence has a trained token; lower data.seq_len")
+    return found
+
+
 def keeps_an_end(tokens: TokenCache, found: Truncated, end: int) -> bool:
     """Whether any document still has the token ``end`` as a trained label."""
     for number in range(tokens.documents) if found.mode == "end" and found.cut else ():
@@ -134,26 +148,33 @@ def _any_trained(
 
 
 class KeptOrder:
-    """A shuffle of the documents that are not left out; takes memory only for those that are."""
+    """A shuffle of the documents that are not left out; takes memory only for those that are.
 
-    def __init__(self, count: int, left_out: npt.NDArray[np.int64]) -> None:
-        self._order = Permutation(count, seed=0)
+    Args:
+        count: how many are not.
+        left_out: the numbers of the others, in order.
+        shuffled: False keeps the order.
+    """
+
+    def __init__(self, count: int, left_out: npt.NDArray[np.int64], *, shuffled: bool = True) -> None:
+        self._order = Permutation(count, seed=0) if shuffled else None
+        self._count = count
         self._shifted = left_out - np.arange(len(left_out))
         self._digest = hashlib.blake2b(left_out.tobytes(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._count
 
     def __repr__(self) -> str:
         return f"KeptOrder({len(self)}, {self._digest})"
 
     def __call__(self, index: int) -> int:
         """The number of the document at ``index`` of the shuffle."""
-        at = self._order(index)
+        at = index if self._order is None else self._order(index)
         return at + int(np.searchsorted(self._shifted, at, side="right"))
 
     def array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The same for an array of any shape."""
-        at = self._order.array(indices)
+        at = np.asarray(indices) if self._order is None else self._order.array(indices)
         numbers: npt.NDArray[np.int64] = at + np.searchsorted(self._shifted, at, side="right")
         return numbers

@@ -70,7 +70,11 @@ def ranks_in_words(ranks: int, devices_per_rank: int) -> str:
 def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
     """Print how the trained model continues a text; all ranks call it."""
     config = prepared.config
-    prompt = sample_prompt(prepared)
+    try:
+        prompt = sample_prompt(prepared)
+    except Exception as error:  # the template is foreign code; the run is complete without a sample
+        reporter.say(f"warning: log.sample_prompt: the chat template cannot ask it: {one_line(error)}")
+        return
     bound = positions(prepared.model_config)
     wanted = config.log.sample_tokens
     tokens = wanted if bound is None else min(wanted, bound - prompt.shape[1])
@@ -91,8 +95,10 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
     if given is not None:
         if data.end_of_turn is not None and data.tokenizer.chat_template:
             asked = [{"role": "user", "content": given}]
+            given_too = prepared.config.data.chat_template_kwargs
+            kwargs = {name: value for name, value in given_too.items() if name != "strftime_now"}
             chat: list[int] = data.tokenizer.apply_chat_template(
-                asked, add_generation_prompt=True, return_dict=False
+                asked, add_generation_prompt=True, return_dict=False, **kwargs
             )
             return torch.tensor([chat], dtype=torch.int64)
         ids: list[int] = data.tokenizer(given)["input_ids"]

@@ -135,9 +135,9 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                 raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
             if state.data != prepared.data.fingerprint:
                 raise UserError(
-                    f"checkpoint.resume: {source} was trained on other text than "
-                    f"{prepared.data.sizes.source} here; give data.source the same files, or choose another "
-                    "output_dir"
+                    f"checkpoint.resume: {source} was trained on other tokens than those of "
+                    f"{prepared.data.sizes.source} here; give it the same files, tokenizer and data.* settings, "
+                    "or choose another output_dir"
                 )
             engine.load(checkpoint)
     except CheckpointError as error:
