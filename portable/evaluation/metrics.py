@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -106,7 +109,12 @@ class Measures:
             own = {
                 key.partition("/")[2]: total for key, total in totals.items() if key.startswith(f"{name}/")
             }
-            found |= metric.values(own | common)
+            values = metric.values(own | common)
+            if twice := next((value for value in values if value in found), None):
+                raise UserError(
+                    f"train.metrics: {name}: another metric has a value {twice!r}, too; rename it"
+                )
+            found |= values
         if self.texts is not None:
             found |= {name: float(totals[name] / totals["texts"]) for name in self.texts.names}
         return found
@@ -159,15 +167,48 @@ def own_metric(path: str) -> Metric:
             found = found()
         except TypeError as error:
             raise UserError(f"{key}: cannot be made without arguments ({one_line(error)})") from error
-    if isinstance(found, Metric):
-        return found
-    if not callable(found):
+    if not isinstance(found, Metric) and not callable(found):
         raise UserError(f"{key}: is neither a function nor a class with the methods sums and values")
-    ratios = Ratios(found)
+    own = _Own(key, found if isinstance(found, Metric) else Ratios(found))
     for name in ("needs", "higher_is_better", "names"):
         if hasattr(found, name):
-            object.__setattr__(ratios, name, getattr(found, name))
-    return ratios
+            setattr(own, name, getattr(found, name))
+    if getattr(own, "needs", None) not in (None, "logits", "predictions"):
+        raise UserError(f"{key}: needs is {own.needs!r}; set it to 'logits' or 'predictions'")  # type: ignore[attr-defined]
+    return own
+
+
+class _Own:
+    """A metric of the user's, whose errors are told as theirs."""
+
+    def __init__(self, key: str, metric: Metric) -> None:
+        self._key = key
+        self._metric = metric
+
+    def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        device = batch["labels"].device
+        with self._told():
+            sums = self._metric.sums(outputs, batch)
+            return {name: torch.as_tensor(total, device=device) for name, total in sums.items()}
+
+    def values(self, totals: Totals) -> dict[str, Any]:
+        with self._told():
+            found = self._metric.values(totals).items()
+            values = {name: value.item() if hasattr(value, "item") else value for name, value in found}
+            json.dumps(values)  # as the log has to
+            return values
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # foreign code
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(frame.filename).name}, line {frame.lineno}"
+            said = f"{type(error).__name__}: {one_line(error)}"
+            raise UserError(f"{self._key}: fails ({said}; {where}); correct it") from error
 
 
 def finite_exp(exponent: float) -> float:

@@ -154,6 +154,43 @@ class Largest:
 NO_METRIC = 3
 
 
+def failing(outputs: Outputs, batch: Mapping[str, Tensor]) -> Any:
+    raise ValueError("not\nso")
+
+
+def no_pair(outputs: Outputs, batch: Mapping[str, Tensor]) -> Any:
+    return {"one": torch.tensor(1.0)}
+
+
+def loss_again(outputs: Outputs, batch: Mapping[str, Tensor]) -> Any:
+    return {"loss": (1.0, 2)}
+
+
+class Needy(Largest):
+    needs = "everything"
+
+
+class Several(Largest):
+    def values(self, totals: Mapping[str, Tensor]) -> Any:
+        return {"counts": totals["counts"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("failing", r"failing: fails \(ValueError: not so; test_metrics.py, line \d+\)"),
+        ("no_pair", r"no_pair: fails \(IndexError: .*; metrics.py, line"),
+        ("loss_again", r"loss_again: another metric has a value 'loss', too"),
+        ("Several", r"Several: fails \(RuntimeError: .*Tensor with 4 elements"),
+        ("Needy", r"Needy: needs is 'everything'; set it to 'logits'"),
+    ],
+)
+def test_a_metric_that_fails_is_named(name: str, told: str) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        values_of(Setting(SINGLE, NAMES), torch.randn(4, 4), torch.arange(4), 2, (f"{__name__}:{name}",))
+    assert "\n" not in str(caught.value)
+
+
 def test_metrics_by_import_path() -> None:
     torch.manual_seed(4)
     labels = torch.randint(0, 4, (40,))
