@@ -136,8 +136,8 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
             if state.data != prepared.data.fingerprint:
                 raise UserError(
                     f"checkpoint.resume: {source} was trained on other tokens than those of "
-                    f"{prepared.data.sizes.source} here; give it the same files, tokenizer and data.* settings, "
-                    "or choose another output_dir"
+                    f"{prepared.data.sizes.source} here; give the same files, tokenizer, template and "
+                    "data.train_on, or choose another output_dir"
                 )
             engine.load(checkpoint)
     except CheckpointError as error:

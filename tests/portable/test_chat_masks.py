@@ -226,8 +226,8 @@ def test_marks_that_leave_out_the_end() -> None:
 def test_marks_whose_answers_end_with_another_added_token() -> None:
     """Only the token that ends the turn makes a model stop."""
     text = (
-        "{% for message in messages %}<|im_start|>{{ message.role + '\n' }}"
-        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+        "{% for message in messages %}<|im_start|>{{ message.role + '\n' }}{% if message.role != 'user' %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
         "<|im_end|>\n{% endfor %}"
     )
     messages = [GREETING[0], {"role": "assistant", "content": "It is 5.</think>"}]

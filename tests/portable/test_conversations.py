@@ -216,7 +216,7 @@ def test_parquet_gives_no_record_the_keys_of_another(settings: Settings, tmp_pat
 
 def test_half_characters_of_json_become_question_marks(settings: Settings) -> None:
     half = "x\ud800"
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"messages": [QUESTION, {**ANSWER, "content": half}], "chat_template_kwargs": {"date_string": half}},
         {"messages": GREETING, "tools": [{"name": half}]},
     ]

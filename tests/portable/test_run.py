@@ -425,7 +425,7 @@ def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path, corpus: Path) -> 
     source.write_text(corpus.read_text())
     leg(folder, corpus, data__source=str(source), train__stop_after=2)
     source.write_text(corpus.read_text().replace("small", "large"))
-    with pytest.raises(UserError, match="trained on other text"):
+    with pytest.raises(UserError, match="trained on other tokens"):
         leg(folder, corpus, data__source=str(source))
 
 
