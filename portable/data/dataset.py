@@ -39,7 +39,7 @@ from portable.data.tokenizer import (
     trained_tokenizer_folder,
     trained_vocab_size,
 )
-from portable.data.truncation import Truncated, truncated
+from portable.data.truncation import Truncated, keeps_an_end, truncated
 from portable.errors import UserError
 from portable.paths import default_cache_dir
 
@@ -241,6 +241,7 @@ def build_data(
         pad_left=pad_left,
     )
     opened = reading.open(settings, source, progress=progress)
+    _check_ends(opened, tokenizer)
     classes: Classes | None = None
     if task == CLASSIFICATION:
         classes = classes_of(opened.tokens, source.class_names, known_classes, problem)
@@ -483,6 +484,7 @@ def inspect_data(
             target_frame = _target_frame(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}
             if (cached := reading.cached(settings, source)) is not None:
+                _check_ends(cached, tokenizer)
                 tokens, cut = cached.tokens, cached.truncated
             elif not source.remote and (chat := reading.chat(settings)) is not None:
                 chat.encode(list(islice(source.documents(), 1)))  # raises what the first record reveals
@@ -536,6 +538,18 @@ def _truncated(settings: DataConfig, task: str, tokens: TokenCache) -> Truncated
     if tokens.trained_bits is None and settings.truncation == "end":
         return None
     return truncated(tokens, settings.truncation, settings.seq_len)
+
+
+def _check_ends(opened: Opened, tokenizer: Any) -> None:
+    """Raise UserError if truncation takes the end of every answer: the model would never stop."""
+    end = opened.tokens.meta.get("end_of_turn")
+    if end is None or opened.truncated is None or keeps_an_end(opened.tokens, opened.truncated, end):
+        return
+    raise UserError(
+        f"data.truncation: all samples are cut before {tokenizer.decode([end])!r}, which ends an answer, so "
+        f"the model would never stop; raise data.seq_len, which is {opened.settings.seq_len}, or set "
+        "data.truncation to start or drop"
+    )
 
 
 def _cache_dir(settings: DataConfig) -> Path:
