@@ -46,6 +46,7 @@ CHATML = (
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 BUILT_IN = {"chatml": CHATML}
+_PROBE = "What is shown of this?"
 VERSION = 2  # of how records become tokens and masks; a change makes caches anew
 DAY = "2025-01-01"
 """The date in a prompt that tells today's, so that the tokens are the same on every day."""
@@ -171,6 +172,7 @@ class ChatTemplate:
         self._train_on = train_on
         self._split_turns = split_turns
         self._kwargs = {**tokenizer.special_tokens_map, **(kwargs or {})}
+        self._parts: dict[str, bool] = {}
         for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
             self._compiled(text)
 
@@ -227,7 +229,7 @@ class ChatTemplate:
     def _draft(self, conversation: Conversation, train_on: TrainOn | None) -> _Draft:
         if train_on is None:
             train_on = "assistant" if conversation.prompt is None else "completion"
-        conversation = self._with_arguments(conversation)
+        conversation = self._with_arguments(self._with_parts(conversation))
         messages = conversation.messages
         marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
         if marked:
@@ -324,6 +326,30 @@ class ChatTemplate:
         except Exception as error:
             raise self._failure(conversation, f"the template fails ({_reason(error)})") from error
         return valid(text), [(start, end) for start, end in spans if end > start]
+
+    def _with_parts(self, conversation: Conversation) -> Conversation:
+        """The conversation with lists of parts for texts, if the template would pass over a string."""
+        if not self._takes_parts(self._template(conversation)):
+            return conversation
+        messages = tuple(map(_text_parts, conversation.messages))
+        return replace(conversation, messages=messages)
+
+    def _takes_parts(self, template: str) -> bool:
+        """Whether a template, such as that of a model for images, shows a text only in a list of parts."""
+        if template not in self._parts:
+            message = {"role": "user", "content": _PROBE}
+            self._parts[template] = not self._shows(template, message) and self._shows(
+                template, _text_parts(message)
+            )
+        return self._parts[template]
+
+    def _shows(self, template: str, message: Message) -> bool:
+        variables = {"strftime_now": datetime.fromisoformat(DAY).strftime, "tools": None, "documents": None}
+        given = {**variables, **self._kwargs, "messages": [message], "add_generation_prompt": False}
+        try:
+            return _PROBE in self._compiled(template).render(**given)
+        except Exception:  # templates are foreign code; what they take is shown by the data
+            return False
 
     def _with_arguments(self, conversation: Conversation) -> Conversation:
         """The conversation with its calls' arguments as a string, if the template cannot take objects.
@@ -507,6 +533,13 @@ def _token_after(encoding: Any, char: int, length: int) -> int:
     found = _token_with(encoding, char)
     begins = found < len(encoding.ids) and encoding.token_to_chars(found)[0] < char
     return found + 1 if begins else found
+
+
+def _text_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _text_arguments(message: Message) -> Message:

@@ -277,7 +277,7 @@ def _eval_sources(
     for name, own in evaluation_sources(settings).items():
         with errors_under(key_of(name)):
             source = _source(own, task, _cache_dir(own), remember=remember)
-            if remember or not source.remote:
+            if remember or not source.downloads:
                 own, source = _recognised(own, task, source, remember=remember)
             source.check()
         found[name] = own, source
@@ -455,7 +455,7 @@ def inspect_data(
     """
     cache = _cache_dir(settings)
     source = _source(settings, task, cache, remember=False)
-    if not source.remote:
+    if not source.downloads:
         settings, source = _recognised(settings, task, source, remember=False)
     source.check()
     evals = _eval_sources(settings, task, source, remember=False)
@@ -487,7 +487,7 @@ def inspect_data(
             if (cached := reading.cached(settings, source)) is not None:
                 _check_ends(cached, tokenizer)
                 tokens, cut = cached.tokens, cached.truncated
-            elif not source.remote and (chat := reading.chat(settings)) is not None:
+            elif not source.downloads and (chat := reading.chat(settings)) is not None:
                 chat.encode(list(islice(source.documents(), 1)))  # raises what the first record reveals
             for key, (own, own_source) in evals.items():
                 if (found := reading.cached(own, own_source)) is not None:
@@ -513,7 +513,7 @@ def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True)
     if settings.format != "auto" or settings.source is None or task != CAUSAL:
         return "text" if task != CAUSAL or settings.source is None else settings.format
     source = _source(settings, task, _cache_dir(settings), remember=False)
-    return "auto" if source.remote and not downloads else source.recognised(_fields(settings, task))
+    return "auto" if source.downloads and not downloads else source.recognised(_fields(settings, task))
 
 
 def _recognised(

@@ -65,6 +65,8 @@ class Source(ABC):
 
     remote = False
     """Whether opening it may download it."""
+    downloads = False
+    """Whether reading its records may download them."""
     name: str
     """The name for messages, such as the path as given by the user."""
 

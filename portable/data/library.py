@@ -89,6 +89,7 @@ class HubDataset(Source):
     """A data set of the Hugging Face hub, downloaded by the ``datasets`` library into its own cache."""
 
     remote = True
+    downloads = True
 
     # Loaded once per process: the key, the tokenizer and the tokens each need it.
     _loaded: ClassVar[dict[tuple[str, str | None, str], Any]] = {}

@@ -299,3 +299,17 @@ def test_records_that_a_template_does_not_take(
     family = "mistral" if name == "mistral_v3" else name
     with pytest.raises(UserError, match=message):
         encode(family, template(name), {"messages": messages})
+
+
+def test_a_template_that_shows_only_lists_of_parts() -> None:
+    """As those of models for images: a string has no parts, so they would write an empty message."""
+    parts = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    encoded = encode("chatml", parts, {"messages": TALK})
+    assert (
+        encoded.tokens[0].tolist() == encode("chatml", plain_chatml(), {"messages": TALK}).tokens[0].tolist()
+    )
+    assert trained("chatml", encoded).count("<|im_end|>") == 3
