@@ -430,8 +430,13 @@ class ChatTemplate:
         before = self._render(conversation, conversation.messages[:at])
         context, rest = self._common(encoding, before)
         first, left = self._common(encoding, opened)
+        ids = encoding.ids
+        # A header ends with an added token or a space. What else is alike is so by chance.
+        while first > context and not (ids[first - 1] in self._added or self._is_blank(ids[first - 1])):
+            first -= 1
+            left.insert(0, ids[first])
         begins = first > context or opened == before  # the answer, with part of the generation prompt
-        if not self._only_special(rest) or not begins or first < context or first == len(encoding.ids):
+        if not self._only_special(rest) or not begins or first < context or first == len(ids):
             raise self._unstable(conversation, at)
         encoded.prompt_left = encoded.prompt_left or self._tokenizer.decode(left)
         return first

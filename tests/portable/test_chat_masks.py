@@ -191,6 +191,11 @@ def test_a_generation_prompt_that_answers_do_not_begin_with() -> None:
     encoded = encode("deepseekv3", template("deepseekv3"), {"messages": GREETING})
     assert encoded.prompt_left == "<think>\n"
     assert trained("deepseekv3", encoded) == "It is 5.<｜end▁of▁sentence｜>"
+    # Here <think> is no token, so that an answer may begin as it does.
+    messages = [GREETING[0], {"role": "assistant", "content": "<b>5"}]
+    encoded = encode("deepseekv3", template("deepseekv3"), {"messages": messages})
+    assert encoded.prompt_left == "<think>\n"
+    assert trained("deepseekv3", encoded) == "<b>5<｜end▁of▁sentence｜>"
 
 
 def test_arguments_of_calls_are_objects_or_text_as_the_template_needs() -> None:
