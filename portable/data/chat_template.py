@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.conversations import valid
+from portable.data.conversations import Conversation, valid
 from portable.data.documents import listed
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from portable.data.conversations import Conversation, Message
+    from portable.data.conversations import Message
     from portable.data.documents import Document
     from portable.data.tokenize import Frame
 
@@ -344,10 +344,11 @@ class ChatTemplate:
         return self._parts[template]
 
     def _shows(self, template: str, message: Message) -> bool:
-        variables = {"strftime_now": datetime.fromisoformat(DAY).strftime, "tools": None, "documents": None}
-        given = {**variables, **self._kwargs, "messages": [message], "add_generation_prompt": False}
+        probe = Conversation((message,), "")
         try:
-            return _PROBE in self._compiled(template).render(**given)
+            return _PROBE in self._compiled(template).render(
+                messages=[message], add_generation_prompt=False, **self._variables(probe)
+            )
         except Exception:  # templates are foreign code; what they take is shown by the data
             return False
 

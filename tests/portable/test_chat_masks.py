@@ -310,7 +310,8 @@ def test_a_template_that_shows_only_lists_of_parts() -> None:
     """As those of models for images: a string has no parts, so they would write an empty message."""
     parts = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-        "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+        "{% endfor %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     encoded = encode("chatml", parts, {"messages": TALK})
@@ -318,3 +319,10 @@ def test_a_template_that_shows_only_lists_of_parts() -> None:
         encoded.tokens[0].tolist() == encode("chatml", plain_chatml(), {"messages": TALK}).tokens[0].tolist()
     )
     assert trained("chatml", encoded).count("<|im_end|>") == 3
+    dated = encode(
+        "chatml",
+        "{{ strftime_now('%Y') }}" + parts,
+        {"messages": TALK},
+        kwargs={"strftime_now": "2026-01-01"},
+    )
+    assert trained("chatml", dated) == trained("chatml", encoded)
