@@ -17,7 +17,7 @@ from itertools import islice
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from portable.errors import RunError, UserError
+from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,7 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
         alone: items that this process does itself before it starts others, which takes seconds.
 
     Raises:
-        RunError: a process died.
+        RunError: a process died, or ``work`` failed in it.
     """
     rest = iter(items)
     yield from map(work, rest if processes < 2 else islice(rest, alone))
@@ -117,6 +117,9 @@ def serve() -> None:
                 result = work(item)
             except UserError as error:
                 result = error
+            except Exception as error:
+                said = f"{type(error).__name__}: {one_line(error)}"
+                result = RunError(f"data.source: a process that tokenizes failed ({said})")
             connection.send(result)
     except (EOFError, OSError):  # the other side is done, or dead
         os._exit(0)

@@ -13,4 +13,6 @@ def work(item: int) -> int:
         raise UserError("refused")
     if item == -2:
         os.kill(os.getpid(), signal.SIGKILL)
+    if item == -3:
+        raise OSError("no\nroom")
     return item * item

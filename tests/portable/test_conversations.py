@@ -517,6 +517,8 @@ def test_a_map_in_processes() -> None:
         assert [next(found) for _ in range(5)] == [0, 1, 4, 9, 16] and next(found)
     with pytest.raises(RunError, match="a process that tokenizes ended with code -9"):
         list(ordered_map(work, [1, -2, 3], processes=2))
+    with pytest.raises(RunError, match=r"a process that tokenizes failed \(OSError: no room\)"):
+        list(ordered_map(work, [1, -3], processes=2))
 
 
 # -- runs ----------------------------------------------------------------------------------------------------
