@@ -148,7 +148,10 @@ def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
             messages.append({"role": "assistant", "tool_calls": _calls(turn["value"], where, at)})
         else:
             messages.append(_message({**turn, "role": role, "content": turn["value"]}, where, at))
-    if isinstance(system := row.get("system"), str) and system and messages[:1] != []:
+    system = row.get("system")
+    if not isinstance(system, str | None):
+        raise _refused(where, f"system is {_kind(system)}; make it a string")
+    if system and messages:
         if messages[0]["role"] == "system":
             raise _refused(where, "a field system and a message from system; remove one")
         messages.insert(0, {"role": "system", "content": system})
@@ -182,7 +185,8 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
         texts[key] = value or ""
     asked = "\n".join(part for part in (texts["instruction"], texts["input"]) if part)
     messages: list[Message] = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-    for pair in row.get("history") or ():
+    history = row.get("history") or ()
+    for pair in history if isinstance(history, Sequence) else (history,):
         if not isinstance(pair, Sequence) or len(pair) != 2 or {type(text) for text in pair} != {str}:
             raise _unlike("alpaca", where, "history is not a list of pairs of strings")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -225,7 +229,7 @@ def _conversation(
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
     ):
-        raise _refused(where, f"tools is {_kind(tools)}, not a list of JSON schemas")
+        raise _refused(where, "tools is not a list of JSON schemas")
     kwargs = _json(row.get("chat_template_kwargs"), "chat_template_kwargs", where) or {}
     if not isinstance(kwargs, Mapping):
         raise _refused(where, f"chat_template_kwargs is {_kind(kwargs)}, not a mapping")

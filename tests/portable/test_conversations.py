@@ -268,7 +268,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "messages that are text": ({"messages": "hello"}, "2: messages is of type str"),
     "tools that are no JSON": ({"messages": GREETING, "tools": "{"}, "2: tools is not JSON"),
-    "tools that are no list": ({"messages": GREETING, "tools": 5}, "2: tools is of type int"),
+    "tools that are no list": ({"messages": GREETING, "tools": 5}, "2: tools is not a list"),
 }  # fmt: skip
 
 
@@ -294,6 +294,8 @@ def test_a_bad_record_is_named_by_its_line(name: str, settings: Settings, tmp_pa
         ({"prompt": "a", "completion": 5}, {}, "they are of type str and of type int"),
         ({"instruction": "a", "output": None}, {}, "output is null"),
         ({"messages": GREETING}, {"format": "alpaca"}, "instruction is missing"),
+        ({**ALPACA, "history": 5}, {}, "history is not a list of pairs of strings"),
+        ({**SHAREGPT, "system": 5}, {}, "system is of type int; make it a string"),
     ],
 )  # fmt: skip
 def test_refusals_at_the_start(
