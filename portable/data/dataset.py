@@ -87,6 +87,8 @@ class DataSizes:
     """The token cache, if it exists."""
     evals: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     """Source and samples of each of ``data.eval``, by name."""
+    trained_on: tuple[str, ...] = ()
+    """The names of those that have files of the training data."""
     opened: Any = field(default=None, compare=False, repr=False)
     """The tokenizer, if it is available locally."""
     target_frame: Frame | None = field(default=None, compare=False, repr=False)
@@ -122,6 +124,7 @@ class DataSizes:
             found.append(f"data.truncation: of the samples, {lost}")
         elif self.cut > MAX_CUT:
             found.append(self._cut_warning)
+        found += [f"{key_of(name)}: the run is trained on files of it, too" for name in self.trained_on]
         if self.prompt_left:
             found.append(
                 f"data.chat_template: its generation prompt ends in {self.prompt_left!r}, which it does not "
@@ -258,7 +261,11 @@ def build_data(
         tokenizer=tokenizer,
         train=reading.samples(opened, train, classes),
         evals=samples,
-        sizes=replace(sizes, evals={key: (evals[key].source.name, len(samples[key])) for key in evals}),
+        sizes=replace(
+            sizes,
+            evals={key: (evals[key].source.name, len(samples[key])) for key in evals},
+            trained_on=_trained_on(source, eval_sources),
+        ),
         fingerprint=opened.tokens.fingerprint,
         vocab_size=reading.vocabulary.size,
         classes=classes,
@@ -284,6 +291,11 @@ def _eval_sources(
         if (remember or not source.remote) and source.key == training.key:
             raise UserError(f"{key_of(name)}: is the training data itself; name other files or another split")
     return found
+
+
+def _trained_on(training: Source, evals: Mapping[str, tuple[DataConfig, Source]]) -> tuple[str, ...]:
+    """The names of the evaluation sources that have files of the training data."""
+    return tuple(name for name, (_, source) in evals.items() if training.contents & source.contents)
 
 
 def _all_samples(
@@ -495,7 +507,10 @@ def inspect_data(
                         counted[key] = _sample_counts(found.settings, task, found.tokens, found.truncated)[0]
     sizes = _sizes(settings, task, source, name, size, tokens, cut)
     return replace(
-        sizes, evals={key: (one.name, counted.get(key)) for key, (_, one) in evals.items()}, **opened
+        sizes,
+        evals={key: (one.name, counted.get(key)) for key, (_, one) in evals.items()},
+        trained_on=_trained_on(source, evals),
+        **opened,
     )
 
 

@@ -96,6 +96,11 @@ class Source(ABC):
         """A digest of the content and of the settings for reading it."""
 
     @property
+    def contents(self) -> frozenset[bytes]:
+        """Digests of the local files that it reads."""
+        return frozenset()
+
+    @property
     @abstractmethod
     def size_bytes(self) -> int | None:
         """Estimated bytes of text; ``None`` if unknown."""

@@ -119,6 +119,11 @@ class LocalFiles(Source):
             self._key = digest.hexdigest()
         return self._key
 
+    @property
+    def contents(self) -> frozenset[bytes]:
+        self.key  # noqa: B018  (computes the digests)
+        return frozenset(self._known.values())
+
     def _settings(self) -> tuple[Any, ...]:
         """The settings that change the documents."""
         fields = self._fields

@@ -11,7 +11,7 @@ from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.commands.dry_run import dry_run
 from portable.config import load_config
-from portable.data import build_data
+from portable.data import build_data, inspect_data
 from portable.errors import UserError
 from portable.evaluation.standing import Judge, Standing, Verdict
 from portable.reporting.html_report import Run
@@ -271,6 +271,17 @@ def test_evaluation_data_may_change_within_a_run(
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows if "eval_loss" in row] == [1, 2]
     assert [row["step"] for row in rows if "eval_loss/news" in row][-2:] == [3, 4]
+
+
+def test_evaluation_files_among_those_of_training_are_told(
+    sources: dict[str, Path], tmp_path: Path, corpus: Path
+) -> None:
+    """A folder or a pattern of the training data easily has them."""
+    told = "data.eval: the run is trained on files of it, too"
+    given: dict[str, Any] = {"data__eval": {"source": str(sources["code"])}, "data__vocab_size": 300}
+    both = configured(tmp_path, corpus, data__source=[str(corpus), str(sources["code"])], **given)
+    assert told in build_data(both.data).sizes.warnings and told in inspect_data(both.data).warnings
+    assert told not in build_data(configured(tmp_path, corpus, **given).data).sizes.warnings
 
 
 def test_nothing_is_held_out_then(sources: dict[str, Path], tmp_path: Path, corpus: Path) -> None:
