@@ -59,7 +59,6 @@ _Span = tuple[int, int]
 class Encoded:
     """The tokens of some conversations, one sample after the other."""
 
-    lengths: list[int] = field(default_factory=list)
     tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
     trained: list[npt.NDArray[np.bool_]] = field(default_factory=list)
     stopping: int = 0
@@ -196,7 +195,6 @@ class ChatTemplate:
             within = self._trained(draft, encoding, encoded)
             ends = np.full(len(draft.prefix), draft.whole), within, np.ones(len(draft.suffix), dtype=bool)
             trained = np.concatenate(ends)
-            encoded.lengths.append(len(tokens))
             encoded.tokens.append(tokens)
             encoded.trained.append(trained)
             self._count_stops(draft, tokens, trained, encoded)

@@ -150,7 +150,7 @@ def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
             messages.append(_message({**turn, "role": role, "content": turn["value"]}, where, at))
     system = row.get("system")
     if not isinstance(system, str | None):
-        raise _refused(where, f"system is {_kind(system)}; make it a string")
+        raise _refused(where, f"system is {kind_of(system)}; make it a string")
     if system and messages:
         if messages[0]["role"] == "system":
             raise _refused(where, "a field system and a message from system; remove one")
@@ -168,7 +168,7 @@ def _prompt_completion(row: Mapping[str, Any], where: str) -> Conversation | Com
     if not (isinstance(prompt, Sequence) and isinstance(completion, Sequence)) or str in map(
         type, (prompt, completion)
     ):
-        raise _unlike("prompt_completion", where, f"they are {_kind(prompt)} and {_kind(completion)}")
+        raise _unlike("prompt_completion", where, f"they are {kind_of(prompt)} and {kind_of(completion)}")
     if not prompt or not completion:
         raise _refused(where, f"{'prompt' if not prompt else 'completion'} is empty; remove the record")
     messages = [_message(message, where, at) for at, message in enumerate([*prompt, *completion])]
@@ -180,7 +180,7 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
     for key in ("system", "instruction", "input", "output"):
         value = row.get(key)
         if not isinstance(value, str) and not (value is None and key in ("system", "input")):
-            missing = "missing" if key not in row else _kind(value)
+            missing = "missing" if key not in row else kind_of(value)
             raise _unlike("alpaca", where, f"{key} is {missing}")
         texts[key] = value or ""
     asked = "\n".join(part for part in (texts["instruction"], texts["input"]) if part)
@@ -232,7 +232,7 @@ def _conversation(
         raise _refused(where, "tools is not a list of JSON schemas")
     kwargs = _json(row.get("chat_template_kwargs"), "chat_template_kwargs", where) or {}
     if not isinstance(kwargs, Mapping):
-        raise _refused(where, f"chat_template_kwargs is {_kind(kwargs)}, not a mapping")
+        raise _refused(where, f"chat_template_kwargs is {kind_of(kwargs)}, not a mapping")
     return Conversation(tuple(messages), where, tuple(tools) if tools else None, prompt, kwargs)
 
 
@@ -251,11 +251,11 @@ def _message(message: Any, where: str, at: int) -> Message:
     if isinstance(content, str):
         read["content"] = content
     elif content is not None or not message.get("tool_calls"):
-        raise _refused(where, f"message {at + 1}: content is {_kind(content)}; make it a string")
+        raise _refused(where, f"message {at + 1}: content is {kind_of(content)}; make it a string")
     read |= {key: message[key] for key in _KEPT if message.get(key) is not None}
     for key in _REASONING:
         if not isinstance(read.get(key, ""), str):
-            raise _refused(where, f"message {at + 1}: {key} is {_kind(read[key])}; make it a string")
+            raise _refused(where, f"message {at + 1}: {key} is {kind_of(read[key])}; make it a string")
     if "tool_calls" in read:
         read["tool_calls"] = _calls(read["tool_calls"], where, at)
     reasoning = next((read[key] for key in _REASONING if key in read), None)
@@ -267,7 +267,7 @@ def _message(message: Any, where: str, at: int) -> Message:
 def _part(part: Any, where: str, at: int) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type", "text") if isinstance(part, Mapping) else _kind(part)
+    kind = part.get("type", "text") if isinstance(part, Mapping) else kind_of(part)
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
         raise _refused(where, f"message {at + 1} has a part of type {kind}; only text can be trained on")
@@ -305,7 +305,7 @@ def _list(row: Mapping[str, Any], key: str, kind: Format, where: str) -> Sequenc
     if _is_list(value):
         value = _json(value, key, where)
     if not isinstance(value, list | tuple):
-        raise _unlike(kind, where, f"{key} is {_kind(value) if key in row else 'missing'}")
+        raise _unlike(kind, where, f"{key} is {kind_of(value) if key in row else 'missing'}")
     return value
 
 
@@ -314,7 +314,8 @@ def valid(text: str) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """What a value is, for messages."""
     return "null" if value is None else f"of type {type(value).__name__}"
 
 

@@ -14,6 +14,7 @@ from portable.data.conversations import (
     Completion,
     Conversation,
     Format,
+    kind_of,
     read_conversation,
     recognise,
     valid,
@@ -165,7 +166,7 @@ def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
     value = _value_of(row, key, name, where)
     if not isinstance(value, str):
         raise UserError(
-            f"data.{key}: {where}: {name!r} is {_kind(value)}, not a string; "
+            f"data.{key}: {where}: {name!r} is {kind_of(value)}, not a string; "
             + (
                 f"choose a field in it, such as {name}.{next(iter(value))}"
                 if isinstance(value, dict) and value
@@ -187,7 +188,7 @@ def _label_of(row: Mapping[str, Any], name: str, where: str) -> Label:
 
 def _one_label(value: Any, name: str, where: str) -> int | float | str:
     if not isinstance(value, int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
-        shown = value if isinstance(value, float) else _kind(value)
+        shown = value if isinstance(value, float) else kind_of(value)
         raise UserError(
             f"data.label_field: {where}: {name!r} is {shown}, not a class (an integer or a string), a number "
             "or a list of these; choose a column of labels"
@@ -220,10 +221,6 @@ def _fields_of(row: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{inner}" for inner in value)
         else:
             yield name
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def listed(names: Iterable[str]) -> str:

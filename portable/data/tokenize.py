@@ -158,10 +158,9 @@ def _write_conversations(
     written, stopping, ends, prompt_left, unstopped = 0, 0, Counter[int](), "", ""
     for encoded in ordered_map(chat.encode, batches(), processes=cores(), alone=_ALONE):
         bar.update(sizes.popleft())
-        writer.extend(
-            "text", np.concatenate(encoded.tokens), encoded.lengths, np.concatenate(encoded.trained)
-        )
-        written += len(encoded.lengths)
+        lengths = [len(tokens) for tokens in encoded.tokens]
+        writer.extend("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
+        written += len(lengths)
         stopping, ends = stopping + encoded.stopping, ends + encoded.ends
         prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
         if not stopping:  # not one of thousands: the template's, not the record's
