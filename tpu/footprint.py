@@ -18,6 +18,7 @@ from portable.planner.memory_model import (
     Traffic,
     moment_bytes,
 )
+from portable.planner.passes import Compiler
 from tpu.checks import GATHERED_ONCE, recomputed, unsupported_settings
 from tpu.sharding import HYBRID, ShardingRules
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.planner.inventory import Inventory
+    from portable.planner.passes import Result
 
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
@@ -47,6 +49,55 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
 def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     return []
+
+
+# Products are written, with what elementwise operations make of them.
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm"}
+# Reductions whose results are as large as their operand: that is read again, with the small sums of its rows.
+_ROWS = {
+    "_log_softmax",
+    "_log_softmax_backward_data",
+    "_safe_softmax",
+    "_softmax",
+    "_softmax_backward_data",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+}
+# Operations that only move elements or make them of nothing.
+_MOVES = {
+    "_to_copy",
+    "arange",
+    "cat",
+    "clone",
+    "copy_",
+    "empty",
+    "empty_like",
+    "expand",
+    "fill_",
+    "full",
+    "full_like",
+    "new_zeros",
+    "nll_loss_backward",
+    "ones",
+    "ones_like",
+    "repeat",
+    "scalar_tensor",
+    "slice_backward",
+    "tril",
+    "triu",
+    "zero_",
+    "zeros",
+    "zeros_like",
+}
+
+
+def result(operation: str, *, elementwise: bool) -> Result:
+    """What a TPU's compiler does with the result of an operation; see :data:`portable.planner.passes.Result`."""
+    if operation in _PRODUCTS:
+        return "product"
+    if operation in _ROWS:
+        return "rows"
+    return "computed" if elementwise or operation in _MOVES else "written"
 
 
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
@@ -97,7 +148,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         gradients=gradients,
         optimizer=moments,
         compute="cast",
-        compiled=True,
+        compiler=Compiler(result, bool(config.xla.scan_layers), config.xla.attention_rows),
         gathered=gathered + copied,
         in_layers=in_layers + copied,
         # New parameters and moments exist before the old ones are freed.
