@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.tpu_compile --docs docs/tpu.md --json tpu.json`` traces each step without weights,
 compiles it for the slice and writes a table. It needs no TPU. Large models take minutes each: ``--case``
-chooses, and ``--json`` keeps what earlier calls have found.
+chooses, and ``--json`` keeps what earlier calls have found, so that a call goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -90,6 +90,18 @@ _WIDE = {
 }
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {**_WIDE, "model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False},
+    "wide-llama": {
+        **_WIDE,
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    },
     "qwen2": {**_WIDE, "model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True},
     "qwen3": {**_WIDE, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128},
     "mistral": {**_WIDE, "model_type": "mistral", "vocab_size": 32768},
@@ -161,6 +173,8 @@ class Case:
     precision: str = "bf16"
     optimizer: str = "adamw"
     micro_batches: int = 1
+    scan_layers: bool = False
+    attention_rows: int | None = None
 
     @property
     def name(self) -> str:
@@ -169,7 +183,9 @@ class Case:
             self.optimizer != "adamw"
         )
         parts += [f"{self.micro_batches}-micro-batches"] * (self.micro_batches > 1)
-        return "/".join(parts)
+        parts += ["scan"] * self.scan_layers
+        parts += [f"rows-{self.attention_rows}"] * (self.attention_rows is not None)
+        return "/".join([*parts, f"{self.micro_batch}x{self.seq_len}"])
 
     def config(self, folder: str) -> RunConfig:
         architecture = {**SMALL, **MODELS}[self.model]
@@ -189,6 +205,8 @@ class Case:
                 "train.micro_batch_size": self.micro_batch,
                 "train.global_batch_size": self.micro_batch * self.devices * self.micro_batches,
                 "memory.activation_checkpointing": self.recompute,
+                "xla.scan_layers": self.scan_layers,
+                "xla.attention_rows": self.attention_rows,
                 **hybrid,
                 **OTHER_TASKS.get(self.model, {}),
             },
@@ -199,10 +217,24 @@ CASES = (
     Case("qwen2-0.5b", "v5e", 4, "full_shard", 1, 2048),
     Case("llama-1b", "v5e", 8, "full_shard", 1, 4096),
     Case("llama-1b", "v5e", 8, "shard_grad_op", 1, 4096),
-    Case("llama-8b", "v5e", 16, "full_shard", 1, 4096),
-    Case("llama-8b", "v5p", 16, "full_shard", 1, 8192),
-    Case("llama-70b", "v5p", 64, "full_shard", 1, 8192),
-    *(Case(model, "v5e", 4, "full_shard", 2, 256 if model == "mixtral" else 1024) for model in SMALL),
+    Case("llama-8b", "v5e", 16, "full_shard", 1, 4096, scan_layers=True, attention_rows=512),
+    Case("llama-8b", "v5p", 16, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
+    Case("llama-70b", "v5p", 64, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
+    # Values that do not fit into a core's vector memory, as in large models.
+    *(
+        Case("wide-llama", "v5e", 4, "full_shard", 4, 2048, recompute, attention_rows=rows)
+        for recompute in ("full", "none")
+        for rows in (None, 512)
+    ),
+    *(
+        Case("wide-llama", "v5e", 4, "full_shard", 4, 2048, recompute, scan_layers=True, attention_rows=512)
+        for recompute in ("full", "none")
+    ),
+    *(
+        Case(model, "v5e", 4, "full_shard", 2, 256 if model == "mixtral" else 1024)
+        for model in SMALL
+        if model != "wide-llama"
+    ),
     *(
         Case("llama", "v5e", 4, strategy, 2, 1024, recompute)
         for strategy in ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
@@ -282,6 +314,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 def _unusual(row: dict[str, Any]) -> list[str]:
     usual = {"precision": "bf16", "optimizer": "adamw"}
     found = [row[key] for key, value in usual.items() if row[key] != value]
+    found += ["scan"] * row["scan_layers"]
+    found += [f"{row['attention_rows']} rows"] * (row["attention_rows"] is not None)
     return found + ([f"{row['micro_batches']} micro-batches"] if row["micro_batches"] > 1 else [])
 
 
@@ -291,7 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--case", nargs="+", metavar="TEXT", help="only cases with one of these in their name"
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="add the results to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="add the results to this file; what it has is not repeated"
+    )
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
     given = parser.parse_args(argv)
     cases = [case for case in CASES if not given.case or any(text in case.name for text in given.case)]
@@ -302,6 +338,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json is not None and given.json.exists():
         known = json.loads(given.json.read_text("utf-8"))
     for case in cases:
+        if case.name in known:
+            continue
         try:
             known[case.name] = measure(case)
         except UserError as error:

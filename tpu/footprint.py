@@ -57,8 +57,6 @@ _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm"}
 _ROWS = {
     "_log_softmax",
     "_log_softmax_backward_data",
-    "_safe_softmax",
-    "_softmax",
     "_softmax_backward_data",
     "native_layer_norm",
     "native_layer_norm_backward",
@@ -68,7 +66,6 @@ _MOVES = {
     "_to_copy",
     "arange",
     "cat",
-    "clone",
     "copy_",
     "empty",
     "empty_like",
@@ -92,7 +89,7 @@ _MOVES = {
 
 
 def result(operation: str, *, elementwise: bool) -> Result:
-    """What a TPU's compiler does with the result of an operation; see :data:`portable.planner.passes.Result`."""
+    """What a TPU's compiler does with a result; see :data:`portable.planner.passes.Result`."""
     if operation in _PRODUCTS:
         return "product"
     if operation in _ROWS:
@@ -129,30 +126,33 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     largest = max(layers, default=0)
     once = config.strategy in GATHERED_ONCE
     # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
-    # that, and only the running layer and the next are gathered. Lookup tables are never gathered, except
-    # the head's.
+    # that, and only the running layer's are there. Lookup tables are never gathered, except the head's.
     outside -= sum(w.elements for w in model.weights if w.table and not w.head)
     kept = once or not recomputed(config)
     gathered = compute * (outside + (sum(layers) if kept else 0))
-    in_layers = compute * (outside + (sum(layers) if kept else 2 * largest) + 2 * largest)
+    in_layers = compute * (sum(layers) if kept else largest)
+    # In the graph of a whole step, gradients are kept as they are reduced: in the compute type.
+    whole_step = config.train.global_batch_size == config.train.micro_batch_size * cluster.devices
+    if whole_step:
+        in_layers += gradients * compute // MASTER
     share, copies = (group - 1) / group, cluster.devices // group
     per_pass = ((1 if once else 2) + 1) * compute * cut * share
     summed = 2 * compute * (whole - cut) * (cluster.devices - 1) / cluster.devices
     between = 2 * gradients * (copies - 1) / copies if config.strategy in HYBRID else 0.0
     if config.strategy == "no_shard" or group == 1:
-        gathered = in_layers = 0
+        gathered, in_layers = 0, in_layers - compute * (sum(layers) if kept else largest)
     if group == cluster.devices and cluster.nodes > 1:
         between = (per_pass + summed) * (cluster.nodes - 1) / cluster.nodes / cluster.per_node
     return Footprint(
         parameters=parameters,
-        gradients=gradients,
+        gradients=0 if whole_step else gradients,
         optimizer=moments,
         compute="cast",
         compiler=Compiler(result, bool(config.xla.scan_layers), config.xla.attention_rows),
         gathered=gathered + copied,
         in_layers=in_layers + copied,
-        # New parameters and moments exist before the old ones are freed.
-        in_update=parameters + moments,
+        # The state is updated in place.
+        in_update=gradients * compute // MASTER if whole_step else 0,
         links=Traffic(per_pass=per_pass + summed),
         network=Traffic(per_pass=between),
     )

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     from portable.planner.passes import Compiler, Result
 
-_WORTH = 1.5
-"""A result with several readers is written if what it is computed from takes this many times its bytes."""
+_MANY = 5
+"""A result is written rather than computed for each reader if it has more readers than one, and these and the
+values that it is computed from, counted in its own size, are more than this."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,9 @@ def peaks(values: Sequence[Value], ends: Sequence[int], left: set[int]) -> list[
     for i, value in enumerate(values):
         needs = frozenset[int]().union(*(sources[j] for j in value.inputs))
         computed = value.result in ("computed", "rows")
-        if computed and readers[i] > 1 and sum(values[j].bytes for j in needs) > _WORTH * value.bytes:
-            computed = False
+        if computed and readers[i] > 1:
+            taken = sum(values[j].bytes for j in needs)
+            computed = taken <= (_MANY - readers[i]) * value.bytes
         if not computed:
             for j in needs:
                 last[j] = i
