@@ -12,7 +12,7 @@ import json
 import resource
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from benchmarks.pages import put_into
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
-from portable.planner.compiled import compare
+from portable.planner.compiled import Collective
 from portable.planner.device_lookup import named
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import MetaModel
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config import RunConfig
+    from portable.planner.plan import Option
 
 MARKS = "<!-- benchmarks.tpu_compile: begin -->", "<!-- benchmarks.tpu_compile: end -->"
 GIB = 1 << 30
@@ -248,25 +249,35 @@ CASES = (
 )
 
 
+def plan(case: Case, folder: str) -> tuple[Option, int]:
+    """What the planner says of a case, and the size of its vocabulary."""
+    config = case.config(folder)
+    model = models.build_model(models.model_config(config.model), config.model)
+    device = named(case.device)
+    target = Target("xla", Cluster(case.devices, device.per_node), device, None)
+    planner = Planner(config, MetaModel(model, config), target)
+    return planner.option(Setting.of(config)), planner.model.vocab_size
+
+
 def measure(case: Case) -> dict[str, Any]:
-    """Trace, compile and plan one case. Sizes in bytes, of one device."""
+    """Trace and compile one case. Sizes in bytes, of one device; FLOPs and bytes sent in a step."""
     with tempfile.TemporaryDirectory(prefix="tpu-compile-") as scratch:
-        config = case.config(scratch)
-        model = models.build_model(models.model_config(config.model), config.model)
-        device = named(case.device)
-        target = Target("xla", Cluster(case.devices, device.per_node), device, None)
-        planner = Planner(config, MetaModel(model, config), target)
+        vocabulary = plan(case, scratch)[1]
         folder = Path(scratch) / "graphs"
-        traced = trace_graphs(config, case.devices, folder)
+        traced = trace_graphs(case.config(scratch), case.devices, folder)
         host = json.loads((folder / ANSWER).read_text("utf-8"))["host_bytes"]
-        logits = case.micro_batch * case.seq_len * planner.model.vocab_size
         compiled = compile_graphs(
             {graph.name: graph.path for graph in traced},
             find_slice(case.device, case.devices, None),
             find_library(),
-            logits,
+            case.micro_batch * case.seq_len * vocabulary,
         )
-    compared = compare(compiled, planner.option(Setting.of(config)), case.micro_batches)
+    times = {"micro-batch": case.micro_batches}
+    collectives: dict[str, Collective] = {}
+    for graph in compiled.graphs:
+        for kind, found in graph.collectives.items():
+            more = found * times.get(graph.name, 1)
+            collectives[kind] = collectives.get(kind, Collective()) + more
     return {
         **asdict(case),
         "libtpu": compiled.compiler,
@@ -274,8 +285,19 @@ def measure(case: Case) -> dict[str, Any]:
         "problems": list(compiled.problems),
         "hbm_bytes": compiled.hbm_bytes,
         "peak_bytes": compiled.peak_bytes,
-        "plan": {line.name: [line.planned, line.compiled, line.percent] for line in compared},
-        "graphs": [asdict(graph) for graph in compiled.graphs],
+        "state_bytes": compiled.state_bytes,
+        "working_bytes": compiled.working_bytes,
+        "code_bytes": compiled.code_bytes,
+        "sent_bytes": compiled.sent_bytes(case.micro_batches),
+        "collectives": {kind: [found.count, found.bytes] for kind, found in sorted(collectives.items())},
+        "large_values": [
+            f"{value.count} x {value.shape} {value.operation}"
+            for graph in compiled.graphs
+            for value in graph.large_values
+        ],
+        "host_transfers": [transfer for graph in compiled.graphs for transfer in graph.host_transfers],
+        "flops": sum(graph.flops * times.get(graph.name, 1) for graph in compiled.graphs),
+        "compile_seconds": round(sum(graph.compile_seconds for graph in compiled.graphs), 1),
         "trace_seconds": round(sum(graph.seconds for graph in traced), 1),
         "trace_host_bytes": host,
         "compile_host_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
@@ -283,40 +305,48 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table, one line a case."""
+    """A Markdown table, one line a case. The plan is today's."""
     lines = [
-        "| step | slice | fits | peak, GiB | plan, GiB | state: compiler to plan | TFLOP a chip | "
-        "sends, GiB | trace, s | compile, s |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| step | slice | fits | state, GiB | + temporary | planned: state | + temporary | sum to plan | "
+        "TFLOP a chip | sends, GiB | trace, s | compile, s |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in found:
-        graphs, plan = row["graphs"], row["plan"]
-        times = {"micro-batch": row["micro_batches"]}
-        step = ", ".join([row["model"], f"`{row['strategy']}`", row["recompute"], *_unusual(row)])
-        flops = sum(graph["flops"] * times.get(graph["name"], 1) for graph in graphs) / 1e12
-        state = plan["state (arguments)"][2]
+        case = case_of(row)
+        with tempfile.TemporaryDirectory() as folder:
+            planned = plan(case, folder)[0].device_bytes
+        taken = row["state_bytes"] + row["working_bytes"]
+        if row["problems"]:
+            taken = row["peak_bytes"]
         cells = [
-            f"{step}, {row['micro_batch']} x {row['seq_len']}",
-            f"{row['device']}-{row['devices']}",
+            f"{', '.join([case.model, f'`{case.strategy}`', case.recompute, *_unusual(case)])}, "
+            f"{case.micro_batch} x {case.seq_len}",
+            f"{case.device}-{case.devices}",
             "yes" if row["fits"] else "no",
-            f"{row['peak_bytes'] / GIB:.2f}",
-            f"{plan['peak'][0] / GIB:.2f}",
-            "" if state is None or not graphs else f"{state:+.1f} %",
-            f"{flops:.3g}",
-            f"{plan['sent in a step'][1] / GIB:.2f}",
+            f"{row['state_bytes'] / GIB:.2f}",
+            f"{row['working_bytes'] / GIB:.2f}",
+            f"{planned.resident / GIB:.2f}",
+            f"{(planned.total - planned.resident) / GIB:.2f}",
+            f"{(taken / planned.total - 1) * 100:+.1f} %",
+            f"{row['flops'] / 1e12:.3g}",
+            f"{row['sent_bytes'] / GIB:.2f}",
             f"{row['trace_seconds']:.0f}",
-            f"{sum(graph['compile_seconds'] for graph in graphs):.0f}",
+            f"{row['compile_seconds']:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _unusual(row: dict[str, Any]) -> list[str]:
+def case_of(row: dict[str, Any]) -> Case:
+    """The case that ``row`` is of."""
+    return Case(**{field.name: row[field.name] for field in fields(Case)})
+
+
+def _unusual(case: Case) -> list[str]:
     usual = {"precision": "bf16", "optimizer": "adamw"}
-    found = [row[key] for key, value in usual.items() if row[key] != value]
-    found += ["scan"] * row["scan_layers"]
-    found += [f"{row['attention_rows']} rows"] * (row["attention_rows"] is not None)
-    return found + ([f"{row['micro_batches']} micro-batches"] if row["micro_batches"] > 1 else [])
+    found = [str(getattr(case, key)) for key, value in usual.items() if getattr(case, key) != value]
+    found += [f"{case.micro_batches} micro-batches"] * (case.micro_batches > 1) + ["loop"] * case.scan_layers
+    return found + [f"{case.attention_rows} rows"] * (case.attention_rows is not None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -347,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         print(table([known[case.name]]).splitlines()[-1], file=sys.stderr, flush=True)
         if given.json is not None:
-            given.json.write_text(json.dumps(known, indent=1), "utf-8")
+            given.json.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
     rows = [known[case.name] for case in CASES if case.name in known]
     command = command_line("benchmarks.tpu_compile", argv)
     print(f"$ {command}\n\n{table(rows)}")

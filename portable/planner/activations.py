@@ -11,7 +11,7 @@ import functools
 import warnings
 import weakref
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,8 @@ from portable.planner.fused import Tape
 from portable.planner.passes import Activations, Peak
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from portable.backend import Batch
     from portable.planner.passes import Request
 
@@ -84,7 +86,7 @@ def _passes(
         stack.enter_context(watch)
         if request.compiler is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(_AttentionByRows(request.compiler.attention_rows))
+            stack.enter_context(_attention_by_rows(request.compiler.attention_rows))
         with no_value_checks():
             if request.compute == "autocast":
                 if request.on_gpu:
@@ -221,28 +223,27 @@ def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     return torch.empty_like(found, dtype=args[0].dtype)
 
 
-class _AttentionByRows(TorchFunctionMode):
+@contextmanager
+def _attention_by_rows(rows: int | None) -> Iterator[None]:
     """Attention whose scores exist for ``rows`` tokens at a time, and again in the backward pass."""
+    whole: Any = nn.functional.scaled_dot_product_attention
 
-    def __init__(self, rows: int | None) -> None:
-        super().__init__()
-        self._rows = rows
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        rows, kwargs = self._rows, kwargs or {}
-        if rows is None or func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        query, key, value, *rest = args
-        mask = kwargs.pop("attn_mask", None)
+    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
         parts = []
-        for start in range(0, query.shape[2], rows):
-            of_rows = mask if mask is None or mask.shape[2] == 1 else mask[:, :, start : start + rows]
-            attend = functools.partial(func, **{**kwargs, "attn_mask": of_rows})
-            part = query[:, :, start : start + rows]
-            parts.append(checkpoint(attend, part, key, value, *rest, use_reentrant=False))
+        for chunk in query.split(rows, dim=2):
+            mask = attn_mask
+            if mask is not None and mask.shape[2] > 1:
+                mask = mask[:, :, : chunk.shape[2]]
+            attend = functools.partial(whole, **options)
+            parts.append(checkpoint(attend, chunk, key, value, mask, *rest, use_reentrant=False))
         return torch.cat(parts, dim=2)
+
+    if rows is not None:
+        nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = whole
 
 
 class _CudaAutocast(TorchFunctionMode):
