@@ -143,7 +143,10 @@ class XlaEngine:
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         def passes() -> Tensor:
             loss = self._objective(self.model, batch, valid)
-            loss.backward()
+            # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
+            start = torch.ones_like(loss)
+            xla._xla_optimization_barrier_([loss, start])
+            loss.backward(start)
             return loss.detach()
 
         with self.graphs.recording():
