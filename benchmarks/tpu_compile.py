@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.tpu_compile --docs docs/tpu.md --json tpu.json`` traces each step without weights,
 compiles it for the slice and writes a table. It needs no TPU. Large models take minutes each: ``--case``
-chooses, and ``--json`` keeps what earlier calls have found.
+chooses, and ``--json`` keeps what earlier calls have found, so that a call goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import resource
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from benchmarks.pages import put_into
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
-from portable.planner.compiled import compare
+from portable.planner.compiled import Collective
 from portable.planner.device_lookup import named
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import MetaModel
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config import RunConfig
+    from portable.planner.plan import Option
 
 MARKS = "<!-- benchmarks.tpu_compile: begin -->", "<!-- benchmarks.tpu_compile: end -->"
 GIB = 1 << 30
@@ -90,6 +91,18 @@ _WIDE = {
 }
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {**_WIDE, "model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False},
+    "wide-llama": {
+        **_WIDE,
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    },
     "qwen2": {**_WIDE, "model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True},
     "qwen3": {**_WIDE, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128},
     "mistral": {**_WIDE, "model_type": "mistral", "vocab_size": 32768},
@@ -161,6 +174,8 @@ class Case:
     precision: str = "bf16"
     optimizer: str = "adamw"
     micro_batches: int = 1
+    scan_layers: bool = False
+    attention_rows: int | None = None
 
     @property
     def name(self) -> str:
@@ -169,7 +184,9 @@ class Case:
             self.optimizer != "adamw"
         )
         parts += [f"{self.micro_batches}-micro-batches"] * (self.micro_batches > 1)
-        return "/".join(parts)
+        parts += ["scan"] * self.scan_layers
+        parts += [f"rows-{self.attention_rows}"] * (self.attention_rows is not None)
+        return "/".join([*parts, f"{self.micro_batch}x{self.seq_len}"])
 
     def config(self, folder: str) -> RunConfig:
         architecture = {**SMALL, **MODELS}[self.model]
@@ -189,6 +206,8 @@ class Case:
                 "train.micro_batch_size": self.micro_batch,
                 "train.global_batch_size": self.micro_batch * self.devices * self.micro_batches,
                 "memory.activation_checkpointing": self.recompute,
+                "xla.scan_layers": self.scan_layers,
+                "xla.attention_rows": self.attention_rows,
                 **hybrid,
                 **OTHER_TASKS.get(self.model, {}),
             },
@@ -199,10 +218,24 @@ CASES = (
     Case("qwen2-0.5b", "v5e", 4, "full_shard", 1, 2048),
     Case("llama-1b", "v5e", 8, "full_shard", 1, 4096),
     Case("llama-1b", "v5e", 8, "shard_grad_op", 1, 4096),
-    Case("llama-8b", "v5e", 16, "full_shard", 1, 4096),
-    Case("llama-8b", "v5p", 16, "full_shard", 1, 8192),
-    Case("llama-70b", "v5p", 64, "full_shard", 1, 8192),
-    *(Case(model, "v5e", 4, "full_shard", 2, 256 if model == "mixtral" else 1024) for model in SMALL),
+    Case("llama-8b", "v5e", 16, "full_shard", 1, 4096, scan_layers=True, attention_rows=512),
+    Case("llama-8b", "v5p", 16, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
+    Case("llama-70b", "v5p", 64, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
+    # Values that do not fit into a core's vector memory, as in large models.
+    *(
+        Case("wide-llama", "v5e", 4, "full_shard", 4, 2048, recompute, attention_rows=rows)
+        for recompute in ("full", "none")
+        for rows in (None, 512)
+    ),
+    *(
+        Case("wide-llama", "v5e", 4, "full_shard", 4, 2048, recompute, scan_layers=True, attention_rows=512)
+        for recompute in ("full", "none")
+    ),
+    *(
+        Case(model, "v5e", 4, "full_shard", 2, 256 if model == "mixtral" else 1024)
+        for model in SMALL
+        if model != "wide-llama"
+    ),
     *(
         Case("llama", "v5e", 4, strategy, 2, 1024, recompute)
         for strategy in ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
@@ -216,25 +249,35 @@ CASES = (
 )
 
 
+def plan(case: Case, folder: str) -> tuple[Option, int]:
+    """What the planner says of a case, and the size of its vocabulary."""
+    config = case.config(folder)
+    model = models.build_model(models.model_config(config.model), config.model)
+    device = named(case.device)
+    target = Target("xla", Cluster(case.devices, device.per_node), device, None)
+    planner = Planner(config, MetaModel(model, config), target)
+    return planner.option(Setting.of(config)), planner.model.vocab_size
+
+
 def measure(case: Case) -> dict[str, Any]:
-    """Trace, compile and plan one case. Sizes in bytes, of one device."""
+    """Trace and compile one case. Sizes in bytes, of one device; FLOPs and bytes sent in a step."""
     with tempfile.TemporaryDirectory(prefix="tpu-compile-") as scratch:
-        config = case.config(scratch)
-        model = models.build_model(models.model_config(config.model), config.model)
-        device = named(case.device)
-        target = Target("xla", Cluster(case.devices, device.per_node), device, None)
-        planner = Planner(config, MetaModel(model, config), target)
+        vocabulary = plan(case, scratch)[1]
         folder = Path(scratch) / "graphs"
-        traced = trace_graphs(config, case.devices, folder)
+        traced = trace_graphs(case.config(scratch), case.devices, folder)
         host = json.loads((folder / ANSWER).read_text("utf-8"))["host_bytes"]
-        logits = case.micro_batch * case.seq_len * planner.model.vocab_size
         compiled = compile_graphs(
             {graph.name: graph.path for graph in traced},
             find_slice(case.device, case.devices, None),
             find_library(),
-            logits,
+            case.micro_batch * case.seq_len * vocabulary,
         )
-    compared = compare(compiled, planner.option(Setting.of(config)), case.micro_batches)
+    times = {"micro-batch": case.micro_batches}
+    collectives: dict[str, Collective] = {}
+    for graph in compiled.graphs:
+        for kind, found in graph.collectives.items():
+            more = found * times.get(graph.name, 1)
+            collectives[kind] = collectives.get(kind, Collective()) + more
     return {
         **asdict(case),
         "libtpu": compiled.compiler,
@@ -242,8 +285,19 @@ def measure(case: Case) -> dict[str, Any]:
         "problems": list(compiled.problems),
         "hbm_bytes": compiled.hbm_bytes,
         "peak_bytes": compiled.peak_bytes,
-        "plan": {line.name: [line.planned, line.compiled, line.percent] for line in compared},
-        "graphs": [asdict(graph) for graph in compiled.graphs],
+        "state_bytes": compiled.state_bytes,
+        "working_bytes": compiled.working_bytes,
+        "code_bytes": compiled.code_bytes,
+        "sent_bytes": compiled.sent_bytes(case.micro_batches),
+        "collectives": {kind: [found.count, found.bytes] for kind, found in sorted(collectives.items())},
+        "large_values": [
+            f"{value.count} x {value.shape} {value.operation}"
+            for graph in compiled.graphs
+            for value in graph.large_values
+        ],
+        "host_transfers": [transfer for graph in compiled.graphs for transfer in graph.host_transfers],
+        "flops": sum(graph.flops * times.get(graph.name, 1) for graph in compiled.graphs),
+        "compile_seconds": round(sum(graph.compile_seconds for graph in compiled.graphs), 1),
         "trace_seconds": round(sum(graph.seconds for graph in traced), 1),
         "trace_host_bytes": host,
         "compile_host_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
@@ -251,38 +305,48 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table, one line a case."""
+    """A Markdown table, one line a case. The plan is today's."""
     lines = [
-        "| step | slice | fits | peak, GiB | plan, GiB | state: compiler to plan | TFLOP a chip | "
-        "sends, GiB | trace, s | compile, s |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| step | slice | fits | state, GiB | + temporary | planned: state | + temporary | sum to plan | "
+        "TFLOP a chip | sends, GiB | trace, s | compile, s |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in found:
-        graphs, plan = row["graphs"], row["plan"]
-        times = {"micro-batch": row["micro_batches"]}
-        step = ", ".join([row["model"], f"`{row['strategy']}`", row["recompute"], *_unusual(row)])
-        flops = sum(graph["flops"] * times.get(graph["name"], 1) for graph in graphs) / 1e12
-        state = plan["state (arguments)"][2]
+        case = case_of(row)
+        with tempfile.TemporaryDirectory() as folder:
+            planned = plan(case, folder)[0].device_bytes
+        taken = row["state_bytes"] + row["working_bytes"]
+        if row["problems"]:
+            taken = row["peak_bytes"]
         cells = [
-            f"{step}, {row['micro_batch']} x {row['seq_len']}",
-            f"{row['device']}-{row['devices']}",
+            f"{', '.join([case.model, f'`{case.strategy}`', case.recompute, *_unusual(case)])}, "
+            f"{case.micro_batch} x {case.seq_len}",
+            f"{case.device}-{case.devices}",
             "yes" if row["fits"] else "no",
-            f"{row['peak_bytes'] / GIB:.2f}",
-            f"{plan['peak'][0] / GIB:.2f}",
-            "" if state is None or not graphs else f"{state:+.1f} %",
-            f"{flops:.3g}",
-            f"{plan['sent in a step'][1] / GIB:.2f}",
+            f"{row['state_bytes'] / GIB:.2f}",
+            f"{row['working_bytes'] / GIB:.2f}",
+            f"{planned.resident / GIB:.2f}",
+            f"{(planned.total - planned.resident) / GIB:.2f}",
+            f"{(taken / planned.total - 1) * 100:+.1f} %",
+            f"{row['flops'] / 1e12:.3g}",
+            f"{row['sent_bytes'] / GIB:.2f}",
             f"{row['trace_seconds']:.0f}",
-            f"{sum(graph['compile_seconds'] for graph in graphs):.0f}",
+            f"{row['compile_seconds']:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _unusual(row: dict[str, Any]) -> list[str]:
+def case_of(row: dict[str, Any]) -> Case:
+    """The case that ``row`` is of."""
+    return Case(**{field.name: row[field.name] for field in fields(Case)})
+
+
+def _unusual(case: Case) -> list[str]:
     usual = {"precision": "bf16", "optimizer": "adamw"}
-    found = [row[key] for key, value in usual.items() if row[key] != value]
-    return found + ([f"{row['micro_batches']} micro-batches"] if row["micro_batches"] > 1 else [])
+    found = [str(getattr(case, key)) for key, value in usual.items() if getattr(case, key) != value]
+    found += [f"{case.micro_batches} micro-batches"] * (case.micro_batches > 1) + ["loop"] * case.scan_layers
+    return found + [f"{case.attention_rows} rows"] * (case.attention_rows is not None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -291,7 +355,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--case", nargs="+", metavar="TEXT", help="only cases with one of these in their name"
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="add the results to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="add the results to this file; what it has is not repeated"
+    )
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
     given = parser.parse_args(argv)
     cases = [case for case in CASES if not given.case or any(text in case.name for text in given.case)]
@@ -302,6 +368,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json is not None and given.json.exists():
         known = json.loads(given.json.read_text("utf-8"))
     for case in cases:
+        if case.name in known:
+            continue
         try:
             known[case.name] = measure(case)
         except UserError as error:
@@ -309,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         print(table([known[case.name]]).splitlines()[-1], file=sys.stderr, flush=True)
         if given.json is not None:
-            given.json.write_text(json.dumps(known, indent=1), "utf-8")
+            given.json.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
     rows = [known[case.name] for case in CASES if case.name in known]
     command = command_line("benchmarks.tpu_compile", argv)
     print(f"$ {command}\n\n{table(rows)}")

@@ -12,6 +12,7 @@ from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require
 from portable.model.layers import transformer_layers
 from portable.model.loss import Objective, added, no_totals
+from portable.model.transformers_patches import no_value_checks
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from tpu.activation_checkpointing import recompute
 from tpu.attention import attend_by_rows
@@ -142,7 +143,10 @@ class XlaEngine:
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         def passes() -> Tensor:
             loss = self._objective(self.model, batch, valid)
-            loss.backward()
+            # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
+            start = torch.ones_like(loss)
+            xla._xla_optimization_barrier_([loss, start])
+            loss.backward(start)
             return loss.detach()
 
         with self.graphs.recording():
@@ -219,9 +223,11 @@ class XlaEngine:
         If the strategy gathers parameters once for forward and backward pass, the copies are unsharded.
         """
         copies = dict(self._compute_copies())
-        if not copies:
-            return function()
-        return torch.func.functional_call(self._caller, copies, (function,))
+        # Without it, every mask would look for packed sequences, and exist for each sequence by itself.
+        with no_value_checks():
+            if not copies:
+                return function()
+            return torch.func.functional_call(self._caller, copies, (function,))
 
     def _compute_copies(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():

@@ -16,7 +16,7 @@ import torch
 
 from portable.errors import UserError
 from portable.model.tensors import to_torch
-from tpu.runtime import xla, xr, xs
+from tpu.runtime import torch_xla, xla, xr, xs
 from tpu.sharding import HYBRID, ShardingRules
 
 if TYPE_CHECKING:
@@ -165,6 +165,10 @@ class Layout:
         """CPU copies of whole tensors. Executes what they still need, and waits for it."""
         copies: list[Tensor] = xla._xla_get_cpu_tensors(list(tensors))
         return copies
+
+    def execute(self) -> None:
+        """Compute what all tensors still need."""
+        torch_xla.sync()
 
     def own_copy(self, tensor: Tensor) -> Tensor:
         """A CPU copy of a replicated tensor, from one of this host's devices."""

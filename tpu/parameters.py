@@ -10,7 +10,7 @@ from torch import nn
 from portable.errors import require
 from portable.model.parameters import replace_tensors, state_tensors
 from tpu.layout import Shard
-from tpu.runtime import torch_xla, xla
+from tpu.runtime import xla
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,7 +95,7 @@ class Parameters:
             here = torch.arange(len(tensor)).eq(index).view(-1, *[1] * layer.dim())
             tensor.copy_(torch.where(self._layout.whole(here), layer, tensor))
             xla._xla_mark_sharding(tensor, self._layout.sharding(spec))
-            torch_xla.sync()
+            self._layout.execute()
 
     def apart(self, name: str, shards: Sequence[Shard]) -> dict[str, list[Shard]]:
         """The shards of the tensor called ``name``, as those of each parameter in it."""

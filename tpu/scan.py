@@ -210,7 +210,8 @@ class _Trace:
             outputs, seen = self._called(given := self._placeholders())
         forward = self._loop(given, [*outputs, *seen[: self._counts[0]]])
         given = self._placeholders()
-        with torch.enable_grad():
+        # A loop around this one must not take what is saved here for its own.
+        with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
             outputs, _ = self._called(given)
         return self._with_backward(forward, outputs, given, given, given[: self._counts[0]])
 

@@ -7,10 +7,11 @@ one and then two are run; the difference is what each further layer adds.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.chunked_loss import chunked_head
@@ -27,9 +29,12 @@ from portable.model.layers import LayerKinds, layer_kinds, shortened, transforme
 from portable.model.loss import token_loss
 from portable.model.parameters import replace_tensors
 from portable.model.transformers_patches import no_value_checks
+from portable.planner.fused import Tape
 from portable.planner.passes import Activations, Peak
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from portable.backend import Batch
     from portable.planner.passes import Request
 
@@ -77,12 +82,11 @@ def _passes(
         checkpoint_activations(small, request.recompute)
         small.train()
         batch = fake_batch(small, request)
-        watch = Watch(small)
+        watch = Watch(small) if request.compiler is None else Tape(small, request.compiler)
         stack.enter_context(watch)
-        logits: list[torch.Tensor] = []
-        if request.compiled:
+        if request.compiler is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            _keep_logits(small, logits)
+            stack.enter_context(_attention_by_rows(request.compiler.attention_rows))
         with no_value_checks():
             if request.compute == "autocast":
                 if request.on_gpu:
@@ -91,29 +95,22 @@ def _passes(
                     loss = token_loss(small, batch, chunked)
             else:
                 loss = token_loss(small, batch, chunked)
-            forward = watch.take_peak()
+            watch.end_phase()
             inside = [p for _, layer in transformer_layers(small) for p in layer.parameters()]
-            head: list[tuple[int, int]] = []
+            seen: list[torch.Tensor] = []
 
-            def reached(_: torch.Tensor) -> None:
-                if not head:
-                    head.append(watch.take_peak())
-                    logits.clear()
+            def reached(parameter: torch.Tensor) -> None:
+                if not seen:
+                    watch.end_phase()
+                seen.append(parameter)
 
             for parameter in inside:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(reached)
             loss.backward()
-        rest = watch.take_peak()
-        return [forward, head[0] if head else rest, rest]
-
-
-def _keep_logits(model: nn.Module, kept: list[torch.Tensor]) -> None:
-    """As XLA does: it computes the gradient of the loss from the logits."""
-    whole: Any = model
-    head = whole.get_output_embeddings()
-    if head is not None:
-        head.register_forward_hook(lambda _, __, logits: kept.append(logits))
+        watch.end_phase()
+        found = watch.peaks()
+        return [*found[:2], found[-1]]
 
 
 def _fake(model: nn.Module, dtype: torch.dtype) -> None:
@@ -132,7 +129,7 @@ def fake_batch(model: nn.Module, request: Request) -> Batch:
     if not request.packed:
         batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
     # A CPU attends to one document at a time, at most to a whole sample. Elsewhere there is a mask.
-    if request.packed == "documents" and (request.on_gpu or request.compiled):
+    if request.packed == "documents" and (request.on_gpu or request.compiler):
         batch["position_ids"] = torch.zeros(shape, dtype=torch.int64)
     if request.task == "seq2seq-lm":
         batch["decoder_input_ids"] = torch.zeros(shape, dtype=torch.int64)
@@ -154,16 +151,21 @@ class Watch(TorchDispatchMode):
         self._references: dict[int, Any] = {}
         self._live: Counter[int] = Counter()
         self._peak = (0, 0)
+        self._peaks: list[tuple[int, int]] = []
         for tensor in (*model.parameters(), *model.buffers()):
             self._see(tensor, _MODEL)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
-    def take_peak(self) -> tuple[int, int]:
-        """The peak (work, copies) since the last call, in bytes."""
-        peak, self._peak = self._peak, (self._live[_WORK], self._live[_COPY])
-        return peak
+    def end_phase(self) -> None:
+        """A new phase begins, with a peak of its own."""
+        self._peaks.append(self._peak)
+        self._peak = (self._live[_WORK], self._live[_COPY])
+
+    def peaks(self) -> list[tuple[int, int]]:
+        """The peak of each phase as (work, copies), in bytes."""
+        return self._peaks
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -219,6 +221,29 @@ def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         **kwargs,
     )
     return torch.empty_like(found, dtype=args[0].dtype)
+
+
+@contextmanager
+def _attention_by_rows(rows: int | None) -> Iterator[None]:
+    """Attention whose scores exist for ``rows`` tokens at a time, and again in the backward pass."""
+    whole: Any = nn.functional.scaled_dot_product_attention
+
+    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
+        parts = []
+        for chunk in query.split(rows, dim=2):
+            mask = attn_mask
+            if mask is not None and mask.shape[2] > 1:
+                mask = mask[:, :, : chunk.shape[2]]
+            attend = functools.partial(whole, **options)
+            parts.append(checkpoint(attend, chunk, key, value, mask, *rest, use_reentrant=False))
+        return torch.cat(parts, dim=2)
+
+    if rows is not None:
+        nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = whole
 
 
 class _CudaAutocast(TorchFunctionMode):

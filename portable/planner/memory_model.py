@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig, TrainConfig
     from portable.planner.inventory import Inventory
-    from portable.planner.passes import Compute
+    from portable.planner.passes import Compiler, Compute
 
 MASTER = 4
 """Bytes of a master weight, of its gradient, and of a moment: all fp32."""
@@ -104,8 +104,8 @@ class Footprint:
     """Moments; under ZeRO also the fp32 master weights, as its paper counts them."""
     compute: Compute
     """How parameters reach the compute dtype."""
-    compiled: bool = False
-    """Whether XLA compiles the step; see :class:`portable.planner.passes.Request`."""
+    compiler: Compiler | None = None
+    """What compiles the step; see :class:`portable.planner.passes.Request`."""
     gathered: int = 0
     """Gathered parameters and communication buffers, until the backward pass reaches a layer."""
     in_layers: int = 0

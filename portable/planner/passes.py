@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -46,6 +46,30 @@ class Activations:
         return max(self.before.total, self.in_layers.total)
 
 
+Result = Literal["written", "product", "computed", "rows", "saved"]
+"""What a compiler does with the result of an operation. ``written``: it lies in memory. ``product``: so does
+what elementwise operations make of it, in its place, if nothing else reads it. ``computed``: it takes no
+memory, and is computed where it is read. ``rows``: the same, after a reduction of what is in memory.
+``saved``: written, for a backward loop."""
+
+
+class ResultRule(Protocol):
+    """Tells what a compiler does with the result of an operation of torch (``mm``, ``_to_copy``)."""
+
+    def __call__(self, operation: str, *, elementwise: bool) -> Result: ...
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How a compiler runs a pass."""
+
+    result: ResultRule
+    loops: bool = False
+    """Whether layers run in a loop: what autograd saves of them is then written."""
+    attention_rows: int | None = None
+    """Rows of attention scores that exist at once, computed again in the backward pass; None for all."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A pass to run: everything that the peaks of a model depend on."""
@@ -62,8 +86,8 @@ class Request:
     """Whether autocast follows CUDA's rules, which keep more operations in fp32 than the CPU's."""
     loss_chunk_tokens: int | Literal["auto"]
     """Tokens whose loss is computed at a time; 0 for all. See ``memory.loss_chunk_tokens``."""
-    compiled: bool = False
-    """Whether XLA compiles it. There is no fused attention kernel then: the scores exist in full."""
+    compiler: Compiler | None = None
+    """What compiles it. There is no fused attention kernel then."""
 
     @classmethod
     def of(
@@ -73,11 +97,11 @@ class Request:
         micro_batch: int,
         compute: Compute,
         on_gpu: bool,
-        compiled: bool = False,
+        compiler: Compiler | None = None,
     ) -> Request:
         """The pass that a run of ``config`` makes."""
         precision = "fp32" if config.precision == "tf32" else config.precision
-        in_parts = not (compiled or config.strategy.startswith("zero"))
+        in_parts = not (compiler or config.strategy.startswith("zero"))
         return cls(
             micro_batch,
             config.data.longest,
@@ -88,5 +112,5 @@ class Request:
             "full" if config.xla.xla_fsdp_grad_ckpt else config.memory.activation_checkpointing,
             on_gpu,
             config.memory.loss_chunk_tokens if in_parts else 0,
-            compiled,
+            compiler,
         )

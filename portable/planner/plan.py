@@ -187,7 +187,7 @@ class Planner:
             micro_batch=micro_batch,
             compute=footprint.compute,
             on_gpu=backend_package(self.target.backend).runs_cuda,
-            compiled=footprint.compiled,
+            compiler=footprint.compiler,
         )
         found = self._meta_model.activations(request)
         self.failure = found.failure or self.failure

@@ -75,17 +75,16 @@ def test_is_the_attention_of_all_rows(xla: XlaPool) -> None:
     assert scores[0] == 0 < scores[1]
 
 
+LOOPED = {
+    "xla__scan_layers": True,
+    "model__config": {**ONE_LAYER["model__config"], "num_hidden_layers": 2},
+}
+
+
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"xla__scan_layers": False},
-        {
-            "xla__scan_layers": True,
-            "memory__activation_checkpointing": "full",
-            "model__config": {**ONE_LAYER["model__config"], "num_hidden_layers": 2},
-        },
-    ],
-    ids=["alone", "within the loop over layers"],
+    [{"xla__scan_layers": False}, LOOPED, {**LOOPED, "memory__activation_checkpointing": "full"}],
+    ids=["alone", "within the loop over layers", "within the loop, recomputed"],
 )
 def test_the_loss_is_that_of_all_rows(
     settings: dict[str, Any], tmp_path: Path, corpus: Path, xla: XlaPool

@@ -72,6 +72,9 @@ class TracedLayout(Layout):
     def fill(self, tensor: Tensor, spec: Spec, source: Any) -> None:
         tensor.data = self.zeros(tensor.shape, tensor.dtype, spec)
 
+    def execute(self) -> None:
+        forget_values()
+
     def place_batch(self, tensor: Tensor) -> Tensor:
         placed = self.zeros(tensor.shape, tensor.dtype, self.batch(tensor.dim()))
         forget_values()
@@ -134,7 +137,9 @@ class TracingBackend(XlaBackend):
     def prepare(self, model: nn.Module, config: RunConfig) -> XlaEngine:
         engine: Any = super().prepare(model, config)
         # As a run does: the order in which tensors were made is that of a graph's parameters and results.
-        engine.load_weights(dict.fromkeys(state_tensors(model)))
+        # One layer of a loop stands for all: they are written into the same tensor.
+        others = {name for names in engine._held.stacks.values() for name in names[1:]}
+        engine.load_weights(dict.fromkeys(name for name in state_tensors(model) if name not in others))
         forget_values()
         return engine  # type: ignore[no-any-return]
 
