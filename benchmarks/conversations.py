@@ -86,7 +86,7 @@ def ours(folder: Path) -> None:
 def trl(folder: Path, processes: int | None) -> None:
     import transformers
     from datasets import load_dataset
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined, unused-ignore]
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = transformers.LlamaConfig(vocab_size=2000, num_key_value_heads=1, **sizes)

@@ -172,7 +172,7 @@ class Peer:
                     data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
                 )
             else:
-                from trl import SFTConfig, SFTTrainer
+                from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined, unused-ignore]
 
                 given = SFTConfig(
                     **arguments,

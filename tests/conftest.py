@@ -21,7 +21,7 @@ from tests.durations import Durations, starting
 from tests.engines import Engines
 from tests.object_store import ObjectStore
 from tests.ranks import PRELOADED, RankPool
-from tests.runs import write_corpus
+from tests.runs import write_conversations, write_corpus
 from tests.xla import XlaPool
 from tests.zygote import Zygote
 
@@ -114,6 +114,12 @@ def engines(request: pytest.FixtureRequest) -> Engines:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small text data set; its folder also holds the token cache of all tiny runs."""
     return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short conversations of very different lengths."""
+    return write_conversations(tmp_path_factory.mktemp("conversations"))
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,24 @@ def write_corpus(folder: Path) -> Path:
     return path
 
 
+def write_conversations(folder: Path) -> Path:
+    """160 conversations of one to three answers, of very different lengths, as ``.jsonl``."""
+    words = SENTENCE.split()
+    path = folder / "conversations.jsonl"
+
+    def said(i: int, count: int) -> str:
+        return " ".join(words[(i * 5 + j) % len(words)] for j in range(count))
+
+    with path.open("w") as file:
+        for i in range(160):
+            messages = [{"role": "system", "content": "Be brief."}] if i % 4 == 0 else []
+            for turn in range(1 + i % 3):
+                messages.append({"role": "user", "content": f"{said(i + turn, 1 + i % 5)}?"})
+                messages.append({"role": "assistant", "content": f"{said(i * 3 + turn, 1 + (i * 7) % 9)}."})
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
 def write_labelled(folder: Path, texts: int) -> Path:
     """Short texts of two classes, of different lengths, with labels of other kinds besides."""
     words = SENTENCE.split()

@@ -6,6 +6,7 @@ an update that is not finite, and let everything go. Moving between engines is `
 
 from __future__ import annotations
 
+import functools
 import gc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -180,22 +181,28 @@ def test_lets_everything_go(name: str, exercised: Callable[[str], tuple[Seen, Pa
     assert after == before
 
 
-# -- whole documents packed --------------------------------------------------------------------------------
+# -- conversations, packed as whole documents or padded -----------------------------------------------------
 
-DOCUMENTS: dict[str, Any] = {
-    "data__packing": "documents",
+CONVERSATIONS: dict[str, Any] = {
     "data__seq_len": 64,
     "train__micro_batch_size": 1,
     "train__global_batch_size": 12,
     "train__steps": STEPS,
 }
-PACKING = [
-    *((name, size) for name in ("full_shard", "zero2", "zero3") for size in (1, 2, 3)),
-    *(("xla", size) for size in (1, 2, 4)),
+SIZES = {"full_shard": (1, 2, 3), "zero2": (1, 2, 3), "zero3": (1, 2, 3), "xla": (1, 2, 4)}
+PADDED = {("full_shard", 3), ("zero2", 2), ("zero3", 3), ("xla", 2)}
+"""Of padded conversations, the other sizes follow from packed ones and from padded texts."""
+CASES = [
+    pytest.param(
+        name, size, packing, marks=[] if packing or (name, size) in PADDED else pytest.mark.exhaustive
+    )
+    for name, sizes in SIZES.items()
+    for size in sizes
+    for packing in ("documents", False)
 ]
 
 
-def packed_losses(config: RunConfig) -> list[tuple[float, float]]:
+def losses_and_norms(config: RunConfig) -> list[tuple[float, float]]:
     from tests.parity import take_steps
 
     taken = take_steps(config, STEPS)
@@ -204,24 +211,34 @@ def packed_losses(config: RunConfig) -> list[tuple[float, float]]:
 
 
 @pytest.fixture(scope="module")
-def document_truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    """Each document alone, in plain torch."""
-    return plain_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **DOCUMENTS))
+def answered(
+    conversations: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Any], list[tuple[float, float]]]:
+    """Each conversation alone, in plain torch, with the loss of its answers."""
+
+    @functools.cache
+    def losses(packing: Any) -> list[tuple[float, float]]:
+        folder = tmp_path_factory.mktemp("truth")
+        return plain_losses(configured(folder, conversations, **CONVERSATIONS, data__packing=packing))
+
+    return losses
 
 
-@pytest.mark.parametrize(("name", "size"), PACKING)
-def test_packed_documents_do_not_see_each_other(
+@pytest.mark.parametrize(("name", "size", "packing"), CASES)
+def test_conversations(
     name: str,
     size: int,
-    document_truth: list[tuple[float, float]],
+    packing: Any,
+    answered: Callable[[Any], list[tuple[float, float]]],
     engines: Engines,
-    corpus: Path,
+    conversations: Path,
     tmp_path: Path,
 ) -> None:
-    config = configured(tmp_path, corpus, **DOCUMENTS, **ENGINES[name].settings)
-    seen = engines.run(name, size, packed_losses, config)
-    assert [loss for loss, _ in seen] == pytest.approx([loss for loss, _ in document_truth], rel=LOSSES)
-    assert [norm for _, norm in seen] == pytest.approx([norm for _, norm in document_truth], rel=1e-4)
+    settings = {**CONVERSATIONS, **ENGINES[name].settings, "data__packing": packing}
+    seen = engines.run(name, size, losses_and_norms, configured(tmp_path, conversations, **settings))
+    expected = answered(packing)
+    assert [loss for loss, _ in seen] == pytest.approx([loss for loss, _ in expected], rel=LOSSES)
+    assert [norm for _, norm in seen] == pytest.approx([norm for _, norm in expected], rel=1e-4)
 
 
 # -- one long witness for each kind ------------------------------------------------------------------------

@@ -100,6 +100,8 @@ class Layout:
 
     def along_tokens(self, tensor: Tensor) -> Tensor:
         """``tensor``, ``[experts, tokens, ...]``, and its gradient sharded along the tokens."""
+        if tensor.is_meta:  # a trial pass
+            return tensor
         sharding = self.sharding((None, *self.batch(tensor.dim() - 1)))
         return constrain(tensor, sharding, sharding)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from portable.data.conversations import valid
 from portable.data.documents import listed
 from portable.errors import UserError, one_line
 
@@ -45,7 +46,8 @@ CHATML = (
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 BUILT_IN = {"chatml": CHATML}
-VERSION = 1  # of how records become tokens and masks; a change makes caches anew
+_PROBE = "What is shown of this?"
+VERSION = 2  # of how records become tokens and masks; a change makes caches anew
 DAY = "2025-01-01"
 """The date in a prompt that tells today's, so that the tokens are the same on every day."""
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -61,9 +63,9 @@ class Encoded:
     tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
     trained: list[npt.NDArray[np.bool_]] = field(default_factory=list)
     stopping: int = 0
-    """Samples whose last trained token is a special one, as that which ends a turn."""
+    """Samples in which the token that ends the last answer is trained."""
     ends: Counter[int] = field(default_factory=Counter)
-    """How often each special token comes first after the last answer."""
+    """How often each token ends a last answer."""
     unstopped: str = ""
     """Where the trained part of a sample ends otherwise: its last tokens, and those after it."""
     prompt_left: str = ""
@@ -170,6 +172,7 @@ class ChatTemplate:
         self._train_on = train_on
         self._split_turns = split_turns
         self._kwargs = {**tokenizer.special_tokens_map, **(kwargs or {})}
+        self._parts: dict[str, bool] = {}
         for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
             self._compiled(text)
 
@@ -226,7 +229,7 @@ class ChatTemplate:
     def _draft(self, conversation: Conversation, train_on: TrainOn | None) -> _Draft:
         if train_on is None:
             train_on = "assistant" if conversation.prompt is None else "completion"
-        conversation = self._with_arguments(conversation)
+        conversation = self._with_arguments(self._with_parts(conversation))
         messages = conversation.messages
         marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
         if marked:
@@ -300,11 +303,10 @@ class ChatTemplate:
         self, conversation: Conversation, messages: Sequence[Message], *, prompted: bool = False
     ) -> str:
         try:
-            return str(
-                self._compiled(self._template(conversation)).render(
-                    messages=list(messages), add_generation_prompt=prompted, **self._variables(conversation)
-                )
+            text = self._compiled(self._template(conversation)).render(
+                messages=list(messages), add_generation_prompt=prompted, **self._variables(conversation)
             )
+            return valid(str(text))
         except UserError:
             raise
         except Exception as error:  # templates are foreign code
@@ -323,21 +325,59 @@ class ChatTemplate:
             )
         except Exception as error:
             raise self._failure(conversation, f"the template fails ({_reason(error)})") from error
-        return text, [(start, end) for start, end in spans if end > start]
+        return valid(text), [(start, end) for start, end in spans if end > start]
+
+    def _with_parts(self, conversation: Conversation) -> Conversation:
+        """The conversation with lists of parts for texts, if the template would pass over a string."""
+        if not self._takes_parts(self._template(conversation)):
+            return conversation
+        messages = tuple(map(_text_parts, conversation.messages))
+        return replace(conversation, messages=messages)
+
+    def _takes_parts(self, template: str) -> bool:
+        """Whether a template, such as that of a model for images, shows a text only in a list of parts."""
+        if template not in self._parts:
+            message = {"role": "user", "content": _PROBE}
+            self._parts[template] = not self._shows(template, message) and self._shows(
+                template, _text_parts(message)
+            )
+        return self._parts[template]
+
+    def _shows(self, template: str, message: Message) -> bool:
+        variables = {"strftime_now": datetime.fromisoformat(DAY).strftime, "tools": None, "documents": None}
+        given = {**variables, **self._kwargs, "messages": [message], "add_generation_prompt": False}
+        try:
+            return _PROBE in self._compiled(template).render(**given)
+        except Exception:  # templates are foreign code; what they take is shown by the data
+            return False
 
     def _with_arguments(self, conversation: Conversation) -> Conversation:
-        """The conversation with its calls' arguments as a string, if the template cannot take objects."""
-        if not any("tool_calls" in message for message in conversation.messages):
+        """The conversation with its calls' arguments as a string, if the template cannot take objects.
+
+        Raises:
+            UserError: the template fails with both, or leaves a call out.
+        """
+        calls = [
+            call["function"] for message in conversation.messages for call in message.get("tool_calls", ())
+        ]
+        if not calls:
             return conversation
         as_text = replace(conversation, messages=tuple(map(_text_arguments, conversation.messages)))
         try:
-            self._render(conversation, conversation.messages)
-        except UserError:
+            text = self._render(conversation, conversation.messages)
+        except UserError as refusal:
             try:
-                self._render(as_text, as_text.messages)
+                conversation, text = as_text, self._render(as_text, as_text.messages)
             except UserError:
-                return conversation  # whose error is the one to report
-            return as_text
+                raise refusal from None
+        objects = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
+        if any(arguments and str(arguments) in text for arguments in objects):  # written as Python has it
+            conversation = as_text
+        left_out = next((call["name"] for call in calls if valid(call["name"]) not in text), None)
+        if left_out is not None:
+            raise self._failure(
+                conversation, f"the template leaves out the call of {left_out!r}; use one that writes calls"
+            )
         return conversation
 
     def _failure(self, conversation: Conversation, what: str) -> UserError:
@@ -390,7 +430,8 @@ class ChatTemplate:
         before = self._render(conversation, conversation.messages[:at])
         context, rest = self._common(encoding, before)
         first, left = self._common(encoding, opened)
-        if not self._only_special(rest) or first < context or first == len(encoding.ids):
+        begins = first > context or opened == before  # the answer, with part of the generation prompt
+        if not self._only_special(rest) or not begins or first < context or first == len(encoding.ids):
             raise self._unstable(conversation, at)
         encoded.prompt_left = encoded.prompt_left or self._tokenizer.decode(left)
         return first
@@ -452,24 +493,29 @@ class ChatTemplate:
         trained: npt.NDArray[np.bool_],
         encoded: Encoded,
     ) -> None:
-        """Whether the sample teaches its last turn's end, and the token of that end."""
+        """Whether the sample teaches the end of its last answer, and the token of that end.
+
+        It is the first of the special tokens after the last words, or any added token.
+        """
         last = int(np.flatnonzero(trained)[-1]) if trained.any() else -1
-        at = last
-        while at >= 0 and tokens[at] not in self._added and self._is_blank(int(tokens[at])):
+        untrained = np.flatnonzero(~trained[: last + 1])
+        begin = int(untrained[-1]) + 1 if len(untrained) else 0
+        spoke_last = draft.conversation is None or draft.conversation.messages[-1]["role"] == "assistant"
+        at = (len(tokens) if spoke_last else last + 1) - 1
+        while at >= begin and self._is_blank(int(tokens[at])) and tokens[at] not in self._added:
             at -= 1
-        if at >= 0 and int(tokens[at]) in self._added:
+        end = at if at >= begin and tokens[at] in self._added else None
+        while at >= begin and (tokens[at] in self._special or self._is_blank(int(tokens[at]))):
+            end = at if tokens[at] in self._special else end
+            at -= 1
+        if end is not None:
+            encoded.ends[int(tokens[end])] += 1
+        if end is not None and trained[end]:
             encoded.stopping += 1
         elif not encoded.unstopped:
             decode = self._tokenizer.decode
-            end, rest = decode(tokens[trained][-8:]), decode(tokens[last + 1 : last + 9])
-            encoded.unstopped = f"{end!r}" + (f", and then comes {rest!r}" if rest else "")
-        if draft.conversation is None or draft.conversation.messages[-1]["role"] == "assistant":
-            first, at = None, len(tokens) - 1
-            while at >= 0 and (tokens[at] in self._special or self._is_blank(int(tokens[at]))):
-                first = int(tokens[at]) if tokens[at] in self._special else first
-                at -= 1
-            if first is not None:
-                encoded.ends[first] += 1
+            said, rest = decode(tokens[trained][-8:]), decode(tokens[last + 1 : last + 9])
+            encoded.unstopped = f"{said!r}" + (f", and then comes {rest!r}" if rest else "")
 
 
 def _token_with(encoding: Any, char: int) -> int:
@@ -489,13 +535,20 @@ def _token_after(encoding: Any, char: int, length: int) -> int:
     return found + 1 if begins else found
 
 
+def _text_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
 def _text_arguments(message: Message) -> Message:
     if "tool_calls" not in message:
         return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
 
 

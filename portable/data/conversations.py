@@ -65,7 +65,7 @@ class Conversation:
     @property
     def text(self) -> str:
         """Everything that is said, a line each."""
-        return "\n".join(str(message.get("content", "")) for message in self.messages)
+        return valid("\n".join(str(message.get("content", "")) for message in self.messages))
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ def recognise(row: Mapping[str, Any], text_field: str, where: str) -> Format:
         found.append("text")
     if text_field == "text":  # else the user has named the column of a text
         turns = row.get("conversations")
-        if isinstance(row.get("messages"), list) or (isinstance(turns, list) and not _from_value(turns)):
+        if isinstance(turns, str) and _is_list(turns):
+            turns = _json(turns, "conversations", where)
+        if _is_list(row.get("messages")) or (isinstance(turns, list) and not _from_value(turns)):
             found.append("messages")
         elif isinstance(turns, list):
             found.append("sharegpt")
@@ -103,6 +105,11 @@ def recognise(row: Mapping[str, Any], text_field: str, where: str) -> Format:
             f"data.format: {where}: the fields {names} fit both {' and '.join(found)}; set data.format to one"
         )
     return "text"  # whose error names the fields
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value is a list, or the JSON of one, as in a cell of a .csv file."""
+    return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
 
 
 def _from_value(turns: list[Any]) -> bool:
@@ -140,11 +147,11 @@ def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
         if role == "function_call":
             messages.append({"role": "assistant", "tool_calls": _calls(turn["value"], where, at)})
         else:
-            messages.append(_message({"role": role, "content": turn["value"]}, where, at))
+            messages.append(_message({**turn, "role": role, "content": turn["value"]}, where, at))
     if isinstance(system := row.get("system"), str) and system and messages[:1] != []:
         if messages[0]["role"] == "system":
             raise _refused(where, "a field system and a message from system; remove one")
-        messages.insert(0, {"role": "system", "content": _valid(system)})
+        messages.insert(0, {"role": "system", "content": system})
     return _conversation(messages, row, where)
 
 
@@ -154,7 +161,7 @@ def _prompt_completion(row: Mapping[str, Any], where: str) -> Conversation | Com
             raise _unlike("prompt_completion", where, f"no field {key}")
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Completion(_valid(prompt), _valid(completion))
+        return Completion(valid(prompt), valid(completion))
     if not (isinstance(prompt, Sequence) and isinstance(completion, Sequence)) or str in map(
         type, (prompt, completion)
     ):
@@ -172,7 +179,7 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
         if not isinstance(value, str) and not (value is None and key in ("system", "input")):
             missing = "missing" if key not in row else _kind(value)
             raise _unlike("alpaca", where, f"{key} is {missing}")
-        texts[key] = _valid(value or "")
+        texts[key] = value or ""
     asked = "\n".join(part for part in (texts["instruction"], texts["input"]) if part)
     messages: list[Message] = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
     for pair in row.get("history") or ():
@@ -232,14 +239,19 @@ def _message(message: Any, where: str, at: int) -> Message:
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise _refused(where, f"message {at + 1} has role {role!r}; use {_listed(ROLES)}")
+    if role == "assistant" and message.get("weight") == 0:
+        raise _refused(where, f"message {at + 1} has weight 0; remove it: data.train_on says what is trained")
     read: Message = {"role": role}
     if isinstance(content, list | tuple):
         content = "".join(_part(part, where, at) for part in content)
     if isinstance(content, str):
-        read["content"] = _valid(content)
+        read["content"] = content
     elif content is not None or not message.get("tool_calls"):
         raise _refused(where, f"message {at + 1}: content is {_kind(content)}; make it a string")
     read |= {key: message[key] for key in _KEPT if message.get(key) is not None}
+    for key in _REASONING:
+        if not isinstance(read.get(key, ""), str):
+            raise _refused(where, f"message {at + 1}: {key} is {_kind(read[key])}; make it a string")
     if "tool_calls" in read:
         read["tool_calls"] = _calls(read["tool_calls"], where, at)
     reasoning = next((read[key] for key in _REASONING if key in read), None)
@@ -286,12 +298,14 @@ def _json(value: Any, what: str, where: str) -> Any:
 
 def _list(row: Mapping[str, Any], key: str, kind: Format, where: str) -> Sequence[Any]:
     value = row.get(key)
+    if _is_list(value):
+        value = _json(value, key, where)
     if not isinstance(value, list | tuple):
         raise _unlike(kind, where, f"{key} is {_kind(value) if key in row else 'missing'}")
     return value
 
 
-def _valid(text: str) -> str:
+def valid(text: str) -> str:
     """``text`` without lone surrogates, which JSON may contain and tokenizers refuse."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 

@@ -39,7 +39,7 @@ from portable.data.tokenizer import (
     trained_tokenizer_folder,
     trained_vocab_size,
 )
-from portable.data.truncation import Truncated, truncated
+from portable.data.truncation import Truncated, keeps_an_end, truncated
 from portable.errors import UserError
 from portable.paths import default_cache_dir
 
@@ -241,6 +241,7 @@ def build_data(
         pad_left=pad_left,
     )
     opened = reading.open(settings, source, progress=progress)
+    _check_ends(opened, tokenizer)
     classes: Classes | None = None
     if task == CLASSIFICATION:
         classes = classes_of(opened.tokens, source.class_names, known_classes, problem)
@@ -276,7 +277,7 @@ def _eval_sources(
     for name, own in evaluation_sources(settings).items():
         with errors_under(key_of(name)):
             source = _source(own, task, _cache_dir(own), remember=remember)
-            if remember or not source.remote:
+            if remember or not source.downloads:
                 own, source = _recognised(own, task, source, remember=remember)
             source.check()
         found[name] = own, source
@@ -453,7 +454,7 @@ def inspect_data(
     """
     cache = _cache_dir(settings)
     source = _source(settings, task, cache, remember=False)
-    if not source.remote:
+    if not source.downloads:
         settings, source = _recognised(settings, task, source, remember=False)
     source.check()
     evals = _eval_sources(settings, task, source, remember=False)
@@ -483,8 +484,9 @@ def inspect_data(
             target_frame = _target_frame(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}
             if (cached := reading.cached(settings, source)) is not None:
+                _check_ends(cached, tokenizer)
                 tokens, cut = cached.tokens, cached.truncated
-            elif not source.remote and (chat := reading.chat(settings)) is not None:
+            elif not source.downloads and (chat := reading.chat(settings)) is not None:
                 chat.encode(list(islice(source.documents(), 1)))  # raises what the first record reveals
             for key, (own, own_source) in evals.items():
                 if (found := reading.cached(own, own_source)) is not None:
@@ -510,7 +512,7 @@ def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True)
     if settings.format != "auto" or settings.source is None or task != CAUSAL:
         return "text" if task != CAUSAL or settings.source is None else settings.format
     source = _source(settings, task, _cache_dir(settings), remember=False)
-    return "auto" if source.remote and not downloads else source.recognised(_fields(settings, task))
+    return "auto" if source.downloads and not downloads else source.recognised(_fields(settings, task))
 
 
 def _recognised(
@@ -536,6 +538,18 @@ def _truncated(settings: DataConfig, task: str, tokens: TokenCache) -> Truncated
     if tokens.trained_bits is None and settings.truncation == "end":
         return None
     return truncated(tokens, settings.truncation, settings.seq_len)
+
+
+def _check_ends(opened: Opened, tokenizer: Any) -> None:
+    """Raise UserError if truncation takes the end of every answer: the model would never stop."""
+    end = opened.tokens.meta.get("end_of_turn")
+    if end is None or opened.truncated is None or keeps_an_end(opened.tokens, opened.truncated, end):
+        return
+    raise UserError(
+        f"data.truncation: all samples are cut before {tokenizer.decode([end])!r}, which ends an answer, so "
+        f"the model would never stop; raise data.seq_len, which is {opened.settings.seq_len}, or set "
+        "data.truncation to start or drop"
+    )
 
 
 def _cache_dir(settings: DataConfig) -> Path:

@@ -10,7 +10,14 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.data.conversations import Completion, Conversation, Format, read_conversation, recognise
+from portable.data.conversations import (
+    Completion,
+    Conversation,
+    Format,
+    read_conversation,
+    recognise,
+    valid,
+)
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,6 +65,8 @@ class Source(ABC):
 
     remote = False
     """Whether opening it may download it."""
+    downloads = False
+    """Whether reading its records may download them."""
     name: str
     """The name for messages, such as the path as given by the user."""
 
@@ -158,8 +167,7 @@ def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
                 else "choose a column of text or convert it"
             )
         )
-    # JSON may contain lone surrogates, which are invalid in UTF-8 and make the tokenizer fail.
-    return value if value.isascii() else value.encode(errors="replace").decode()
+    return valid(value)
 
 
 def _label_of(row: Mapping[str, Any], name: str, where: str) -> Label:

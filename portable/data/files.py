@@ -1,4 +1,4 @@
-"""Local files: .txt and .jsonl are read here, other formats with the ``datasets`` library."""
+"""Local files: .txt, .jsonl and .json are read here, other formats with the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-FORMATS = (".txt", ".jsonl", *LIBRARY_FORMATS)
+FORMATS = (".txt", ".jsonl", ".json", *LIBRARY_FORMATS)
 _DIGEST_MEMO_FROM = 16 << 20  # bytes; smaller files are hashed at every start
 
 
@@ -170,7 +171,7 @@ class LocalFiles(Source):
         for path in self._files:
             if path.suffix.lower() == ".txt":
                 return
-            yield from _rows(self._local(path), str(path), _open)
+            yield from _rows(self._local(path), str(path), _open, self._fields)
 
     def _documents_of(
         self, path: Path, name: str, left: int | None, opening: _Opening
@@ -193,7 +194,7 @@ class LocalFiles(Source):
                     if left == 0:
                         return left
             return left - 1 if split == "file" and left is not None else left
-        for where, row in islice(_rows(path, name, opening), left):
+        for where, row in islice(_rows(path, name, opening, self._fields), left):
             left = None if left is None else left - 1
             document = read_row(row, self._fields, where)
             if document is not None:
@@ -338,10 +339,15 @@ def _pieces_of_text(opened: io.BufferedReader, name: str, split: str) -> Iterato
             yield Document("".join(held).rstrip("\r\n"))
 
 
-def _rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if path.suffix.lower() == ".jsonl":
+def _rows(
+    path: Path, name: str, opening: _Opening, fields: Fields
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
         return _jsonl_rows(path, name, opening)
-    return library_rows(path, name)
+    if suffix == ".json":
+        return _json_rows(path, name, opening)
+    return library_rows(path, name, text_only=fields.format not in (None, "text"))
 
 
 def _jsonl_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -362,3 +368,47 @@ def _jsonl_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str,
                     'each line must look like {"text": "..."} or {"messages": [...]}'
                 )
             yield f"{name}:{number}", row
+
+
+_BETWEEN = re.compile(r"[\s,]*")
+_UNFINISHED = 16  # characters before the end of a text in which an error may be of its incompleteness
+
+
+def _json_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the objects of a list, or of a file with one after the other, without reading it whole."""
+    decode = json.JSONDecoder().raw_decode
+    with _reading(name), io.TextIOWrapper(opening(path), encoding="utf-8-sig") as file:
+        text, at, number, ended, listed_rows = "", 0, 0, False, False
+        while True:
+            found = _BETWEEN.match(text, at)
+            at = at if found is None else found.end()
+            if not number and not listed_rows and text[at : at + 1] == "[":
+                listed_rows, at = True, at + 1
+                continue
+            if at == len(text) and ended:
+                if listed_rows:
+                    raise UserError(f"data.source: {name}: its list does not end; copy the file again")
+                return
+            if listed_rows and text[at : at + 1] == "]":
+                return
+            try:
+                row, at = decode(text, at)
+            except (ValueError, RecursionError) as error:
+                cut = isinstance(error, json.JSONDecodeError) and (
+                    error.pos >= len(text) - _UNFINISHED or error.msg.startswith("Unterminated")
+                )
+                if cut and not ended:
+                    more = file.read(max(PIECE_CHARS, len(text) - at))
+                    text, at, ended = text[at:] + more, 0, not more
+                    continue
+                reason = getattr(error, "msg", None) or one_line(error)
+                raise UserError(
+                    f"data.source: {name}: row {number + 1}: not JSON ({reason}); correct or remove it"
+                ) from error
+            number += 1
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"data.source: {name}: row {number}: a {type(row).__name__}, not an object; "
+                    'the file must look like [{"text": "..."}, ...] or [{"messages": [...]}, ...]'
+                )
+            yield f"{name}: row {number}", row

@@ -1,9 +1,11 @@
-"""Read .json, .csv and .parquet files and hub data sets with the ``datasets`` library, imported lazily."""
+"""Read .csv and .parquet files and hub data sets with the ``datasets`` library, imported lazily."""
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
+import logging
 from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-LIBRARY_FORMATS = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
+LIBRARY_FORMATS = {".csv": "csv", ".parquet": "parquet"}
 
 
 def _datasets(need: str) -> Any:
@@ -25,26 +27,40 @@ def _datasets(need: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"data.source: {need} needs the datasets library; run: pip install datasets "
-            "(.txt and .jsonl files do not need it)"
+            "(.txt, .jsonl and .json files do not need it)"
         ) from error
     return datasets
 
 
-def library_rows(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Stream the rows of a .json, .csv or .parquet file without caching it; ``name`` is for messages."""
+def library_rows(
+    path: Path, name: str, *, text_only: bool = False
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Stream the rows of a .csv or .parquet file without caching it.
+
+    Args:
+        name: of the file, for messages.
+        text_only: the cells of a .csv file are texts, also those that look like numbers or missing values.
+    """
     datasets = _datasets(f"reading {name}")
     reader = LIBRARY_FORMATS[path.suffix.lower()]
+    options: dict[str, Any] = {}
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises as well
     with scratch_folder("portable-rows") as scratch:
         try:
+            if text_only and reader == "csv":
+                with path.open(encoding="utf-8-sig", newline="") as file:
+                    header = next(csv.reader(file), ())
+                options = {"converters": dict.fromkeys(header, str), "keep_default_na": False}
             rows = datasets.load_dataset(
                 reader,
                 data_files=[glob.escape(str(path))],
                 split="train",
                 streaming=True,
                 cache_dir=str(scratch),
+                **options,
             )
             for number, row in enumerate(rows, start=1):
-                yield f"{name}: row {number}", row
+                yield f"{name}: row {number}", _without_nulls(row)
         except UserError:
             raise
         except Exception as error:
@@ -53,10 +69,27 @@ def library_rows(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]
             ) from error
 
 
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the nulls inside its values.
+
+    Arrow gives each record the keys of all others, as null. A tool's argument would have those of all tools.
+    """
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cleaned(inner) for key, inner in value.items() if inner is not None}
+        if isinstance(value, list) and value and isinstance(value[0], dict | list):
+            return [cleaned(inner) for inner in value]
+        return value
+
+    return {key: cleaned(value) for key, value in row.items()}
+
+
 class HubDataset(Source):
     """A data set of the Hugging Face hub, downloaded by the ``datasets`` library into its own cache."""
 
     remote = True
+    downloads = True
 
     # Loaded once per process: the key, the tokenizer and the tokens each need it.
     _loaded: ClassVar[dict[tuple[str, str | None, str], Any]] = {}
@@ -115,7 +148,7 @@ class HubDataset(Source):
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, row in enumerate(self._rows(), start=1):
-            yield f"{self.name}: row {number}", row
+            yield f"{self.name}: row {number}", _without_nulls(row)
 
     def check(self) -> None:
         """A no-op: a check would download the data."""

@@ -83,7 +83,8 @@ def preview(data: Data, count: int, seed: int) -> Preview:
     if data.sizes.truncated is not None and (lost := str(data.sizes.truncated)):
         facts["truncated"] = lost
     padded = data.sizes.packing is False
-    waste = 1 - taken / max(1, tokens.documents * length) if padded else data.train.waste
+    kept = tokens.documents if data.sizes.truncated is None else data.sizes.truncated.kept
+    waste = 1 - taken / max(1, kept * length) if padded else data.train.waste
     facts["padding"] = f"{waste:.1%} of the positions"
     if data.end_of_turn is not None:
         facts["an answer ends with"] = data.tokenizer.decode([data.end_of_turn])
@@ -95,12 +96,16 @@ def _lengths(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
     assert data.tokens is not None
     length = data.sizes.seq_len
     step = max(1, -(-length // (_BINS - 4)))
+    cut = data.sizes.truncated
+    left_out = np.zeros(0, dtype=np.int64) if cut is None else cut.left_out
     counts = np.zeros(_BINS + 1, dtype=np.int64)
     taken = 0
     for start in range(0, data.tokens.documents, _CHUNK):
         sizes = np.diff(data.tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64))
         counts += np.bincount(np.minimum(sizes // step, _BINS), minlength=_BINS + 1)
-        taken += int(np.clip(sizes - 1, 0, length).sum())
+        filled = np.clip(sizes - 1, 0, length)
+        filled[left_out[(left_out >= start) & (left_out < start + len(sizes))] - start] = 0
+        taken += int(filled.sum())
     used = np.flatnonzero(counts)
     bins = [
         (at * step, None if at == _BINS else (at + 1) * step, int(counts[at]))

@@ -57,6 +57,7 @@ class RemoteFiles(LocalFiles):
         downloads: the folder for copies, by URL and version.
     """
 
+    downloads = True
     _files: list[RemotePath]  # type: ignore[assignment]  # it has the required part of Path's interface
 
     def __init__(

@@ -103,6 +103,16 @@ def truncated(tokens: TokenCache, mode: Truncation, seq_len: int) -> Truncated:
     return found
 
 
+def keeps_an_end(tokens: TokenCache, found: Truncated, end: int) -> bool:
+    """Whether any document still has the token ``end`` as a trained label."""
+    for number in range(tokens.documents) if found.mode == "end" and found.cut else ():
+        labels, trained = tokens.document("text", number), tokens.trained("text", number)
+        counted = labels if trained is None else np.where(trained, labels, -1)
+        if (counted[1 : found.longest] == end).any():
+            return True
+    return not found.cut or found.mode != "end"
+
+
 def _any_trained(
     tokens: TokenCache, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:

@@ -303,7 +303,6 @@ def page(runs: Sequence[Run]) -> str:
                 "facts": fact,
                 "data": run.preview,
                 "confusions": run.confusions(),
-                "data": run.preview,
             }
             for name, curves, run, fact in zip(names, series, runs, facts, strict=True)
         ],

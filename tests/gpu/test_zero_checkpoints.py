@@ -106,4 +106,4 @@ def evaluation(folder: Path, corpus: Path, settings: dict[str, Any]) -> float:
     with contextlib.redirect_stdout(printed):
         assert run_rank("cpu", config, eval_only=True) == 0
     words = printed.getvalue().split()
-    return float(words[-1]) if words else 0.0
+    return float(words[words.index("loss") + 1]) if words else 0.0

@@ -223,6 +223,45 @@ def test_marks_that_leave_out_the_end() -> None:
     assert encoded.unstopped == "'It is 5.', and then comes '<|eot_id|>'"
 
 
+def test_marks_whose_answers_end_with_another_added_token() -> None:
+    """Only the token that ends the turn makes a model stop."""
+    text = (
+        "{% for message in messages %}<|im_start|>{{ message.role + '\n' }}"
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+        "<|im_end|>\n{% endfor %}"
+    )
+    messages = [GREETING[0], {"role": "assistant", "content": "It is 5.</think>"}]
+    encoded = encode("qwen3", text, {"messages": messages})
+    assert (encoded.stopping, trained("qwen3", encoded)) == (0, "It is 5.</think>")
+    assert "then comes '<|im_end|>" in encoded.unstopped
+
+
+@pytest.mark.parametrize(
+    "messages", [[*GREETING, GREETING[0]], [GREETING[0], {**GREETING[1], "content": ""}]]
+)
+def test_the_end_of_an_answer_that_is_empty_or_not_the_last(messages: list[dict[str, Any]]) -> None:
+    encoded = encode("llama3", template("llama3"), {"messages": messages})
+    assert encoded.ends == {tokenizer("llama3").convert_tokens_to_ids("<|eot_id|>"): 1}
+    assert encoded.stopping == 1
+
+
+def test_an_answer_whose_beginning_cannot_be_told_is_refused() -> None:
+    """Without any message this template writes no first token, so no prefix has the header."""
+    with pytest.raises(UserError, match="the template shows message 1 otherwise"):
+        encode("llama3", template("llama3"), {"messages": [GREETING[1], *GREETING]})
+
+
+def test_arguments_are_json_wherever_the_template_writes_them() -> None:
+    text = (
+        "{% for message in messages %}<|im_start|>{{ message.role + '\n' + message.content }}"
+        "{% for call in message.tool_calls %}{{ call.function.name + ' ' }}{{ call.function.arguments }}"
+        "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"function": {"name": "add", "arguments": {"a": "é"}}}
+    messages = [GREETING[0], {**GREETING[1], "tool_calls": [call]}]
+    assert 'add {"a": "é"}<|im_end|>' in trained("qwen3", encode("qwen3", text, {"messages": messages}))
+
+
 def test_a_newline_that_joins_the_answers_own() -> None:
     """A token that the prompt and the answer share is trained, as in TRL."""
     from tokenizers import Tokenizer
@@ -260,3 +299,17 @@ def test_records_that_a_template_does_not_take(
     family = "mistral" if name == "mistral_v3" else name
     with pytest.raises(UserError, match=message):
         encode(family, template(name), {"messages": messages})
+
+
+def test_a_template_that_shows_only_lists_of_parts() -> None:
+    """As those of models for images: a string has no parts, so they would write an empty message."""
+    parts = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    encoded = encode("chatml", parts, {"messages": TALK})
+    assert (
+        encoded.tokens[0].tolist() == encode("chatml", plain_chatml(), {"messages": TALK}).tokens[0].tolist()
+    )
+    assert trained("chatml", encoded).count("<|im_end|>") == 3

@@ -265,7 +265,7 @@ def test_the_log_lines_and_the_summary(
     assert main(flags(tiny(tmp_path, corpus, train__steps=2, log__trackers=["tensorboard"]))) == 0
     printed = capsys.readouterr().err
     assert "step 2/2  loss" in printed
-    for word in ("samples/s", "tokens/s", "peak memory", "evaluation loss", "loss curve", "final"):
+    for word in ("samples/s", "tokens/s", "peak memory", "evaluation     loss", "loss curve", "final"):
         assert word in printed
     assert list((tmp_path / "tensorboard").iterdir())
 

@@ -167,6 +167,67 @@ def test_files_of_other_kinds(suffix: str, settings: Settings, tmp_path: Path) -
     assert ("It is 5.<|eot_id|>" in [answer for _, answer in found]) or suffix != "csv"
 
 
+def test_cells_of_a_csv_file_are_text(settings: Settings, tmp_path: Path) -> None:
+    path = tmp_path / "chat.csv"
+    path.write_text("\ufeffprompt,completion\n2 + 3?,5.10\nnone?,None\nanswer?,007\n", "utf-8")
+    found = texts(replace(settings, source=str(path)))
+    assert {whole for whole, _ in found} == {"2 + 3?5.10", "none?None", "answer?007"}
+    quoted = json.dumps(GREETING).replace('"', '""')
+    path.write_text(f'messages\n"{quoted}"\n')
+    assert texts(replace(settings, source=str(path)))[0][1] == "It is 5.<|eot_id|>"
+
+
+def test_json_is_read_as_it_stands(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of different shapes keep theirs, a list or not, in pieces of any size."""
+    parts = [QUESTION, {"role": "assistant", "content": [{"type": "text", "text": "It is 5."}]}]
+    rows = [{"messages": GREETING}, {"messages": parts}] * 3
+    shapes = [json.dumps(rows), json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))]
+    path = tmp_path / "chat.json"
+    monkeypatch.setattr("portable.data.files.PIECE_CHARS", 7)
+    for shape in shapes:
+        path.write_text(shape)
+        assert {answer for _, answer in texts(replace(settings, source=str(path)))} == {"It is 5.<|eot_id|>"}
+        assert len(build_data(replace(settings, source=str(path))).train) == 6
+    for broken, message in (
+        (json.dumps(rows)[:-1], "its list does not end"),
+        (json.dumps(rows)[:-9], "row 6: not JSON"),
+        (json.dumps(rows).replace(", {", ", [", 1), "row 1: not JSON"),
+        ("[5]", "row 1: a int, not an object"),
+        (json.dumps([rows[0], {"messages": [QUESTION, {**ANSWER, "content": 5}]}]), "row 2: message 2"),
+    ):
+        path.write_text(broken)
+        with pytest.raises(UserError, match=message):
+            build_data(replace(settings, source=str(path)))
+
+
+def test_parquet_gives_no_record_the_keys_of_another(settings: Settings, tmp_path: Path) -> None:
+    def called(arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        return {"messages": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+    path = tmp_path / "chat.parquet"
+    pq.write_table(pa.Table.from_pylist([called({"city": "Bern"}), called({"unit": 2})]), path)
+    tokenizer("qwen2_5").save_pretrained(tmp_path / "qwen")
+    given = replace(settings, source=str(path), tokenizer=str(tmp_path / "qwen"), seq_len=200)
+    assert all("null" not in whole for whole, _ in texts(given))
+
+
+def test_half_characters_of_json_become_question_marks(settings: Settings) -> None:
+    half = "x\ud800"
+    rows = [
+        {"messages": [QUESTION, {**ANSWER, "content": half}], "chat_template_kwargs": {"date_string": half}},
+        {"messages": GREETING, "tools": [{"name": half}]},
+    ]
+    assert {answer for _, answer in texts(written(settings, *rows))} == {
+        "x?<|eot_id|>", "It is 5.<|eot_id|>"
+    }  # fmt: skip
+    history = {**ALPACA, "history": [[half, half]]}
+    assert texts(written(settings, history))[0][1] == "It is 5.<|eot_id|>"
+    build_data(written(settings, *[{**ALPACA, "output": half}] * 3, tokenizer=None, vocab_size=300))
+
+
 # -- what is refused -----------------------------------------------------------------------------------------
 
 LATE = [QUESTION, {"role": "system", "content": "Be brief."}, ANSWER]
@@ -192,6 +253,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER]},
         "2: message 1 has a part of type image; only text",
+    ),
+    "thoughts that are no text": (
+        {"messages": [QUESTION, {**ANSWER, "reasoning_content": 5}]},
+        "2: message 2: reasoning_content is of type int",
+    ),
+    "an answer that shall not count": (
+        {"messages": [QUESTION, {**ANSWER, "weight": 0}]},
+        "2: message 2 has weight 0; remove it",
+    ),
+    "a call that the template leaves out": (
+        {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "look"}]}]},
+        "2: the template leaves out the call of 'look'",
     ),
     "messages that are text": ({"messages": "hello"}, "2: messages is of type str"),
     "tools that are no JSON": ({"messages": GREETING, "tools": "{"}, "2: tools is not JSON"),
@@ -345,6 +418,18 @@ def test_truncation_may_be_an_error(settings: Settings) -> None:
     with pytest.raises(UserError, match=r"2 samples are longer than data.seq_len 64, the longest has"):
         build_data(long_and_short(settings, truncation="error"))
     build_data(long_and_short(settings, truncation="error", seq_len=1000))
+
+
+def test_truncation_that_takes_the_end_of_every_answer(settings: Settings) -> None:
+    """A model of such samples would never stop."""
+    long = [QUESTION, {"role": "assistant", "content": "and more " * 60}]
+    given = written(settings, {"messages": long}, {"messages": long})
+    with pytest.raises(UserError, match=r"all samples are cut before '<\|eot_id\|>'.*raise data.seq_len"):
+        build_data(given)
+    assert len(build_data(replace(given, truncation="start")).train) == 2
+    with pytest.raises(UserError, match="would never stop"):
+        inspect_data(given)
+    assert len(build_data(written(settings, {"messages": long}, {"messages": GREETING})).train) == 2
 
 
 def test_no_sample_is_left(settings: Settings) -> None:

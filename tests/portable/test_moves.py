@@ -115,9 +115,9 @@ def test_goes_on_from_the_reference(
 
 
 @pytest.fixture(scope="module")
-def packing(corpus: Path, engines: Engines) -> Runner:
-    """Of runs whose samples are whole documents."""
-    return Runner(corpus, engines, data__packing="documents", data__seq_len=64)
+def packing(conversations: Path, engines: Engines) -> Runner:
+    """Of runs on conversations, which are packed as whole documents; the loss counts the answers."""
+    return Runner(conversations, engines, data__packing="documents", data__seq_len=64)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory, packing: Runner) -> tuple[P
 
 
 @pytest.mark.parametrize(("name", "size"), [("full_shard", 3), ("zero2", 2), ("zero3", 3), ("xla", 2)])
-def test_goes_on_with_packed_documents(
+def test_goes_on_with_packed_conversations(
     name: str, size: int, packed: tuple[Path, list[float]], tmp_path: Path, packing: Runner
 ) -> None:
     folder = Path(shutil.copytree(packed[0], tmp_path / "run"))
