@@ -12,8 +12,8 @@ from portable.errors import UserError
 from portable.run.rank import run_rank
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
-from tpu.compile.protobuf import Message
 from tpu.compile.hlo import Module
+from tpu.compile.protobuf import Message
 from tpu.compile.trace import ANSWER, trace_graphs
 from tpu.sharding import ShardingRules
 
@@ -123,7 +123,9 @@ def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Pat
         "max_position_embeddings": 4096,
     }
     settings = {"data__seq_len": 4096, "train__global_batch_size": 16, "train__micro_batch_size": 1}
-    settings |= {"xla__scan_layers": True, "log__sample_tokens": 0, "data__eval_fraction": 0} if looped else {}
+    settings |= (
+        {"xla__scan_layers": True, "log__sample_tokens": 0, "data__eval_fraction": 0} if looped else {}
+    )
     config = configured(
         tmp_path / "run", corpus, backend="xla", precision="auto", model__config=large, **settings
     )
