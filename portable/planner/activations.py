@@ -239,7 +239,7 @@ def _attention_by_rows(rows: int | None) -> Iterator[None]:
         return torch.cat(parts, dim=2)
 
     if rows is not None:
-        nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+        nn.functional.scaled_dot_product_attention = attention
     try:
         yield
     finally:

@@ -122,7 +122,8 @@ class Tape(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def peaks(values: Sequence[Value], ends: Sequence[int], left: set[int]) -> list[int]:
@@ -168,7 +169,7 @@ def peaks(values: Sequence[Value], ends: Sequence[int], left: set[int]) -> list[
 
 
 def _with_what_follows(values: Sequence[Value]) -> list[Value]:
-    """``values``, with elementwise operations on a product in its place, while nothing else reads it."""
+    """``values``, with elementwise operations that follow a product in its place, if only they read it."""
     readers: list[list[int]] = [[] for _ in values]
     for i, value in enumerate(values):
         for behind in value.inputs:
@@ -178,7 +179,9 @@ def _with_what_follows(values: Sequence[Value]) -> list[Value]:
         if found[i].result != "product" or len(readers[i]) != 1:
             continue
         reader = readers[i][0]
-        if found[reader].result == "computed" and found[reader].bytes <= value.bytes:
+        if found[reader].result != "computed" or found[reader].bytes > value.bytes:
+            continue
+        if all(other.result != "product" for other in values[i + 1 : reader]):  # else it is put off
             found[i] = replace(found[i], result="computed")
             found[reader] = replace(found[reader], result="product")
     return found

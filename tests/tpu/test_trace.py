@@ -12,6 +12,7 @@ from portable.errors import UserError
 from portable.run.rank import run_rank
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
+from tpu.compile.hlo import Module
 from tpu.compile.protobuf import Message
 from tpu.compile.trace import ANSWER, trace_graphs
 from tpu.sharding import ShardingRules
@@ -108,7 +109,8 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-def test_needs_no_memory_for_the_model(tmp_path: Path, corpus: Path) -> None:
+@pytest.mark.parametrize("looped", [False, True])
+def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Path) -> None:
     """A billion parameters, of which a run keeps 12 bytes each."""
     large = {
         **TINY_MODEL,
@@ -121,19 +123,28 @@ def test_needs_no_memory_for_the_model(tmp_path: Path, corpus: Path) -> None:
         "max_position_embeddings": 4096,
     }
     settings = {"data__seq_len": 4096, "train__global_batch_size": 16, "train__micro_batch_size": 1}
+    settings |= (
+        {"xla__scan_layers": True, "log__sample_tokens": 0, "data__eval_fraction": 0} if looped else {}
+    )
     config = configured(
         tmp_path / "run", corpus, backend="xla", precision="auto", model__config=large, **settings
     )
     found = trace_graphs(config, 16, tmp_path)
-    assert [graph.name for graph in found] == ["step", "evaluation", "generation"]
+    assert [graph.name for graph in found] == (["step"] if looped else ["step", "evaluation", "generation"])
     assert {graph.devices for graph in found} == {16}
-    assert found[0].donated >= 3 * 146
+    assert found[0].donated >= 3 * (11 if looped else 146)
     assert json.loads((tmp_path / ANSWER).read_text())["host_bytes"] < 2 << 30
     step = found[0].path.read_bytes()
     assert b"modeling_llama.py" in step  # where operations come from
     sharded = entry_parameter_bytes(Message(step), devices=16)
     parameters = 1_235_814_400
     assert sharded == pytest.approx(12 * parameters / 16, rel=0.01)
+    instructions = [i for c in Module(step).computations.values() for i in c.instructions]
+    shapes = {array.dimensions for i in instructions for array in i.arrays if array.type == "pred"}
+    assert (16, 1, 4096, 4096) not in shapes  # no mask for each sequence
+    # The backward pass waits for the loss: two numbers behind one barrier.
+    barriers = [[a.dimensions for a in i.arrays] for i in instructions if i.opcode == "opt-barrier"]
+    assert [(), ()] in barriers
 
 
 def entry_parameter_bytes(found: Message, devices: int) -> int:
