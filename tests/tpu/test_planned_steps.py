@@ -17,8 +17,8 @@ VECTOR_MEMORY = {"v5e": 128 << 20, "v5p": 128 << 20}
 
 
 LOOPS = {"full": (0.85, 1.05), "none": (0.65, 1.05)}
-"""libtpu gives loops more memory than its own schedule has alive at once: by a fifth, and by a third where they
-hand what autograd saves to the backward loop. The plan counts what is alive."""
+"""libtpu gives loops more memory than its own schedule has alive at once: by a fifth, and by a third where
+they hand what autograd saves to the backward loop. The plan counts what is alive."""
 
 
 @pytest.mark.parametrize("row", RECORDED, ids=[case_of(row).name for row in RECORDED])
