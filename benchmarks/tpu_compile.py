@@ -89,20 +89,22 @@ _WIDE = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 1024,
 }
+# Values that do not fit into a core's vector memory, as in large models.
+_WIDER = {
+    **_WIDE,
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {**_WIDE, "model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False},
-    "wide-llama": {
-        **_WIDE,
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-    },
+    "wide-llama": {**_WIDER, "num_hidden_layers": 4},
+    "wide-llama-2": {**_WIDER, "num_hidden_layers": 2},
     "qwen2": {**_WIDE, "model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True},
     "qwen3": {**_WIDE, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128},
     "mistral": {**_WIDE, "model_type": "mistral", "vocab_size": 32768},
@@ -221,20 +223,16 @@ CASES = (
     Case("llama-8b", "v5e", 16, "full_shard", 1, 4096, scan_layers=True, attention_rows=512),
     Case("llama-8b", "v5p", 16, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
     Case("llama-70b", "v5p", 64, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
-    # Values that do not fit into a core's vector memory, as in large models.
+    *(Case("wide-llama-2", "v5e", 4, "full_shard", 4, 2048, recompute) for recompute in ("full", "none")),
     *(
-        Case("wide-llama", "v5e", 4, "full_shard", 4, 2048, recompute, attention_rows=rows)
+        Case("wide-llama", "v5e", 4, "full_shard", 4, 2048, recompute, scan_layers=loop, attention_rows=512)
         for recompute in ("full", "none")
-        for rows in (None, 512)
-    ),
-    *(
-        Case("wide-llama", "v5e", 4, "full_shard", 4, 2048, recompute, scan_layers=True, attention_rows=512)
-        for recompute in ("full", "none")
+        for loop in (False, True)
     ),
     *(
         Case(model, "v5e", 4, "full_shard", 2, 256 if model == "mixtral" else 1024)
         for model in SMALL
-        if model != "wide-llama"
+        if not model.startswith("wide")
     ),
     *(
         Case("llama", "v5e", 4, strategy, 2, 1024, recompute)

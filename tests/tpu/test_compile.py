@@ -210,6 +210,33 @@ def test_collectives_that_fusions_carry_on() -> None:
     assert found == {"all-gather": Collective(2, 2 * 3 * 64 * 128 * 4, 1, 1, 0)}
 
 
+def test_a_loop_carries_on_what_began_before_it() -> None:
+    part, whole = hlo.shape(64, 128), hlo.shape(256, 128)
+
+    def fused(number: int, *targets: str) -> bytes:
+        inside = [
+            hlo.op(number, "parameter", part, parameter_number=0),
+            hlo.op(number + 1, "all-gather", whole, number, channel_id=5, extra=hlo.group(0, 1, 2, 3)),
+            *(hlo.op(number + 2, "custom-call", whole, number + 1, custom_call_target=t) for t in targets),
+        ]
+        return hlo.computation(number, inside, [part], whole, number + 1 + len(targets), fused=True)
+
+    inner = [
+        hlo.op(400, "parameter", part, parameter_number=0),
+        hlo.op(401, "fusion", whole, 400, called=[200]),
+    ]
+    others = [fused(100, "AsyncCollectiveStart"), fused(200), fused(300, "AsyncCollectiveDone")]
+    others.append(hlo.computation(400, inner, [part], whole, 401))
+    entry = [
+        hlo.op(1, "parameter", part, parameter_number=0),
+        hlo.op(2, "fusion", whole, 1, called=[100]),
+        hlo.op(3, "call", whole, 1, called=[400]),
+        hlo.op(4, "fusion", whole, 1, called=[300]),
+    ]
+    found = analyse(hlo.module(others, entry, [part], whole, 4), 4, NEVER).collectives
+    assert found["all-gather"].count == 1
+
+
 def test_large_values_and_the_host() -> None:
     small, large = hlo.shape(16, 16), hlo.shape(64, 512, element=hlo.BF16)
     fast = hlo.shape(64, 512, element=hlo.BF16, memory=1)

@@ -12,6 +12,8 @@ from portable.planner.compiled import Collective, LargeValue
 from tpu.compile.hlo import HOST_MEMORY, Module
 
 if TYPE_CHECKING:
+    from collections.abc import Set
+
     from tpu.compile.hlo import Computation, Instruction
     from tpu.compile.protobuf import Message
 
@@ -93,18 +95,19 @@ class _Reader:
             self._unknown,
         )
 
-    def read(self, computation: Computation, times: int) -> None:
+    def read(self, computation: Computation, times: int, around: Set[tuple[str, int]] = frozenset()) -> None:
         """Go through a computation in the order of its schedule.
 
         Args:
             computation: not one of a fusion.
             times: how often it runs.
+            around: collectives that are under way where it is called; it may carry them on.
         """
         opened: dict[tuple[str, int], _Open] = {}
         for instruction in computation.instructions:
             self._large_results(instruction, times)
             self._asks_the_host(instruction, times)
-            if self._collective(computation, instruction, opened, times):
+            if self._collective(computation, instruction, opened, times, around):
                 continue
             cycles = _cycles(instruction)
             if cycles or instruction.opcode in _COMPUTES or instruction.opcode == "fusion":
@@ -112,11 +115,17 @@ class _Reader:
                     going.found = replace(
                         going.found, overlapped=1, compute_cycles=going.found.compute_cycles + cycles
                     )
-            self._enter(computation, instruction, times)
+            self._enter(computation, instruction, times, around | opened.keys())
         for going in opened.values():
             self._add(going, times)
 
-    def _enter(self, computation: Computation, instruction: Instruction, times: int) -> None:
+    def _enter(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        times: int,
+        around: Set[tuple[str, int]],
+    ) -> None:
         if instruction.opcode == "while":
             trips = self.module.trips(instruction, computation)
             if trips is None:
@@ -125,10 +134,10 @@ class _Reader:
             body, _ = self.module.called(instruction)
             self._flops += times * (trips - 1) * self._matrix_flops(body)
             self._bytes += times * (trips - 1) * _accessed(body)
-            self.read(body, times * trips)
+            self.read(body, times * trips, around)
         elif instruction.opcode in ("call", "conditional"):
             for called in self.module.called(instruction):
-                self.read(called, times)
+                self.read(called, times, around)
 
     # -- collectives ---------------------------------------------------------------------------------------
 
@@ -138,6 +147,7 @@ class _Reader:
         instruction: Instruction,
         opened: dict[tuple[str, int], _Open],
         times: int,
+        around: Set[tuple[str, int]],
     ) -> bool:
         """Whether an instruction is a collective or a part of one; it may compute beside it."""
         opcode = instruction.opcode
@@ -162,10 +172,14 @@ class _Reader:
             if ("id", begun) in opened:
                 self._add(opened.pop(("id", begun)), times)
             return True
-        return opcode == "fusion" and self._fused_collective(instruction, opened, times)
+        return opcode == "fusion" and self._fused_collective(instruction, opened, times, around)
 
     def _fused_collective(
-        self, instruction: Instruction, opened: dict[tuple[str, int], _Open], times: int
+        self,
+        instruction: Instruction,
+        opened: dict[tuple[str, int], _Open],
+        times: int,
+        around: Set[tuple[str, int]],
     ) -> bool:
         """A TPU's own form: one fusion starts a collective, others carry it on beside their computation, one
         ends it. They share the channel."""
@@ -181,7 +195,7 @@ class _Reader:
         elif "AsyncCollectiveDone" in targets:
             if key in opened:
                 self._add(opened.pop(key), times)
-        elif key in opened:
+        elif key in opened or key in around:
             return False  # carries it on, and computes
         else:
             self._add(self._of(fused, collective, _kind(fused, collective), asynchronous=False), times)
