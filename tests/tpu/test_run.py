@@ -406,8 +406,8 @@ def test_recomputation_is_in_the_graph_behind_barriers(tmp_path: Path, corpus: P
         for settings in ({}, {"memory__activation_checkpointing": "full"})
     )
     layers = TINY_MODEL["num_hidden_layers"]
-    assert plain.count("optimization_barrier") == 0
-    assert again.count("optimization_barrier") > 0
+    assert plain.count("optimization_barrier") == 1  # between the loss and the backward pass
+    assert again.count("optimization_barrier") >= 1 + layers
     # Of the seven matrix products of a Llama layer all come again but the last, whose result no one needs.
     assert again.count("aten::mm") - plain.count("aten::mm") == 6 * layers
 
