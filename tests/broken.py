@@ -133,8 +133,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a compiled loop counts as one pass": Mutant(
         "tpu/compile/report.py",
-        "self.read(body, times * trips)",
-        "self.read(body, times)",
+        "self.read(body, times * trips, around)",
+        "self.read(body, times, around)",
         ("tests/tpu/test_compile.py::test_loops_count_as_often_as_they_run",),
     ),
     "the results of a compiled graph are whole on every chip": Mutant(
