@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.data import build_data
 from portable.data.classes import SINGLE
@@ -32,6 +33,7 @@ from portable.run.settle import on_device
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from portable.adapters.adapter import Adapter
     from portable.backend import Backend
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
@@ -53,6 +55,7 @@ class Prepared:
         model_config: as it is saved with the weights.
         data: tokenizer, samples and their order.
         model: on the meta device until an engine fills it.
+        adapter: in ``model``; None if all of it is trained.
         architecture: class of ``model``, before anything wraps it.
         parameters: of ``model``, tied ones counted once.
         flops_per_token: forward and backward, as the PaLM paper counts.
@@ -71,6 +74,7 @@ class Prepared:
     model_config: PretrainedConfig
     data: Data
     model: PreTrainedModel
+    adapter: Adapter | None
     architecture: str
     parameters: int
     flops_per_token: float
@@ -120,6 +124,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
+    adapter = adapt(model, model_config, config)
     if config.data.packing == "documents":
         check_documents(model)
     config = _with_micro_batch(settled, backend, model_config, data)
@@ -141,6 +146,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         model_config=model_config,
         data=data,
         model=model,
+        adapter=adapter,
         architecture=architecture,
         parameters=parameters,
         flops_per_token=flops,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
-from portable.checkpoint.external import open_external
+from portable.checkpoint.external import open_external, own_state
 from portable.checkpoint.resume_external import AdoptedCheckpoint, adopt_checkpoint, refuse_resume_step
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import difference
@@ -17,10 +17,14 @@ from portable.model.initialize import Blueprint
 from portable.model.pretrained import pretrained_weights
 from portable.paths import place_of, storage_errors
 from portable.ranks.consistency import agree
+from portable.run.save import ADAPTER
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from portable.backend import Engine
     from portable.checkpoint.store import Checkpoints
+    from portable.model.tensors import ReadableTensor
     from portable.paths import Place
     from portable.run.prepare import Prepared
 
@@ -57,7 +61,7 @@ def restore(
     """
     backend = prepared.backend
     if source is None:
-        blueprint = Blueprint.of(prepared.model)
+        blueprint = None if prepared.adapter is not None else Blueprint.of(prepared.model)
         engine = backend.prepare(prepared.model, prepared.config)
         _initialize(engine, blueprint, prepared)
         return Restored(engine, Progress(0, 0))
@@ -96,6 +100,11 @@ def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     taken, error = None, None
     given = place_of("checkpoint.resume", config.checkpoint.resume)
     try:
+        if prepared.adapter is not None and own_state(source) is None:
+            raise UserError(
+                f"checkpoint.resume: {source} is another program's checkpoint, from which an adapter cannot go on; "
+                "set adapter.name_or_path to its adapter, which starts with its weights"
+            )
         foreign = open_external(source, [name for name, _ in prepared.model.named_parameters()])
         if foreign is not None:
             taken = adopt_checkpoint(foreign, config, prepared.model, prepared.schedule)
@@ -139,18 +148,42 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                     f"{prepared.data.sizes.source} here; give the same files, tokenizer, template and "
                     "data.train_on, or choose another output_dir"
                 )
+            if prepared.adapter is not None:  # the checkpoint holds nothing else
+                prepared.adapter.check(state.metadata.get(ADAPTER), source)
+                _load_base(engine, prepared.adapter.blueprint, prepared)
             engine.load(checkpoint)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     return Progress(state.step, state.samples, state.skipped_steps, state.standing)
 
 
-def _initialize(engine: Engine, blueprint: Blueprint, prepared: Prepared) -> None:
-    """Give a new run its initial or pretrained weights."""
-    config = prepared.config
+def _initialize(engine: Engine, blueprint: Blueprint | None, prepared: Prepared) -> None:
+    """Give a new run its weights.
+
+    Args:
+        engine: of the run.
+        blueprint: of the model before the engine took it; None with an adapter, which has its own.
+        prepared: the run.
+    """
+    adapter = prepared.adapter
+    if adapter is None:
+        assert blueprint is not None
+        _load_base(engine, blueprint, prepared)
+    else:
+        _load_base(engine, adapter.blueprint, prepared)
+        engine.load_weights(adapter.initial())
+
+
+def _load_base(engine: Engine, blueprint: Blueprint, prepared: Prepared) -> None:
+    """Load the initial or pretrained weights of the model, or of the base model under an adapter."""
+    config, adapter = prepared.config, prepared.adapter
+
+    def load_weights(weights: Mapping[str, ReadableTensor]) -> None:
+        engine.load_weights(weights if adapter is None else adapter.of_base(weights))
+
     if config.model.from_scratch:
         for weights in blueprint.initial_weights(config.seed):
-            engine.load_weights(weights)
+            load_weights(weights)
         return
     pretrained = pretrained_weights(config.model, blueprint.model)
     if prepared.backend.rank == 0:
@@ -160,8 +193,8 @@ def _initialize(engine: Engine, blueprint: Blueprint, prepared: Prepared) -> Non
         # A new head, for example: initialise what the checkpoint lacks, then load the rest.
         left = set(pretrained.missing)
         for weights in blueprint.initial_weights(config.seed):
-            engine.load_weights({n: w for n, w in weights.items() if n in left})
+            load_weights({n: w for n, w in weights.items() if n in left})
             left -= weights.keys()
             if not left:
                 break
-    engine.load_weights(pretrained.found)
+    load_weights(pretrained.found)
