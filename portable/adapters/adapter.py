@@ -171,7 +171,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
 
     heads = _heads(model) if config.model.task == "sequence-classification" else []
     settings = peft_config(config, getattr(model_config, "_commit_hash", None), heads)
-    _check_targets(model, settings)
+    _check_targets(model, settings, config.adapter.layers)
     _check_ties(model, settings)
     blueprint = Blueprint.of(model)
     before = {id(tensor): name for name, tensor in state_tensors(model).items()}
@@ -209,7 +209,7 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return found if model.base_model_prefix in dict(model.named_children()) else []
 
 
-def _check_targets(model: PreTrainedModel, settings: Any) -> None:
+def _check_targets(model: PreTrainedModel, settings: Any, layers: tuple[int, ...] | None) -> None:
     """Check the names in ``settings``, and write out what peft would take another way or not at all.
 
     Raises:
@@ -217,20 +217,16 @@ def _check_targets(model: PreTrainedModel, settings: Any) -> None:
     """
     modules = [name for name, _ in model.named_modules() if name]
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
-    layers = getattr(settings, "layers_to_transform", None)
     targets = settings.target_modules
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        if layers is not None:
-            # peft takes numbers of layers only beside names that all layers share.
-            head = model.get_output_embeddings()
-            settings.target_modules = {name for name in linear if model.get_submodule(name) is not head}
-            settings.target_modules = {n for n in settings.target_modules if _layer_of(n) in set(layers)}
-            settings.layers_to_transform = None
+        if layers is not None:  # peft takes their numbers only beside names
+            settings.target_modules = {name for name in linear if _layer_of(name) in layers}
             require(
                 bool(settings.target_modules),
-                f"adapter.layers: {layers}: the model has no linear layers in them; give numbers from 0",
+                f"adapter.layers: the model has no linear layers in {list(layers)}; give numbers from 0",
             )
     elif isinstance(targets, str):
+        require(layers is None, "adapter.layers: goes with names; put the layers into the expression")
         try:
             found = [name for name in modules if re.fullmatch(targets, name)]
         except re.error as error:

@@ -199,6 +199,8 @@ def peft_config(config: RunConfig, revision: str | None, modules_to_save: list[s
     saved = dict.fromkeys([*(values["modules_to_save"] or []), *modules_to_save])
     values["modules_to_save"] = list(saved) or None
     if kind == "lora":
+        if isinstance(adapter.target_modules, str):
+            values["layers_to_transform"] = None  # peft takes both only beside names; see `adapt`
         alpha = values["lora_alpha"]
         values["lora_alpha"] = int(alpha) if alpha == int(alpha) else alpha
     else:
