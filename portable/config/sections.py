@@ -457,6 +457,11 @@ class TrainConfig(Section):
         description="An improvement is larger than this, measured from the last improvement.",
     )
 
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameters are frozen by pattern."""
+        return self.trainable is not None or bool(self.frozen)
+
 
 class MemoryConfig(Section):
     """Trade speed for memory. None of these changes the result."""

@@ -60,7 +60,7 @@ def freeze_by_pattern(model: nn.Module, settings: TrainConfig, dtype: torch.dtyp
     Raises:
         UserError: if a pattern is not a regular expression or matches no parameter, or nothing is trained.
     """
-    if settings.trainable is None and not settings.frozen:
+    if not settings.freezes:
         return
     names = {first: [first, *others] for first, others in tied_names(model).items()}
     chosen = set(names)
@@ -127,22 +127,21 @@ def nearest(pattern: str, names: Collection[str]) -> str:
     return f"; parameters are named like {list(names)[-1]}"
 
 
-def stored_dtypes(
-    model: nn.Module, tensors: Mapping[str, Any], compute: torch.dtype
-) -> dict[str, torch.dtype]:
-    """The dtype in which each frozen parameter is stored, so that its values stay as they are.
+def keep_as_stored(model: nn.Module, tensors: Mapping[str, Any], precision: str) -> None:
+    """Give each frozen parameter the dtype in which an engine keeps its values exactly.
 
     It is the compute type if ``tensors`` have it, otherwise fp32.
 
     Args:
-        model: with frozen parameters.
-        tensors: their values, by name; whatever has no ``dtype`` counts as fp32.
-        compute: the compute type.
+        model: on the meta device.
+        tensors: the values to come, by name; whatever has no ``dtype`` counts as fp32.
+        precision: of the run.
     """
-    aliases = tied_names(model)
-    found = {}
+    compute = COMPUTE.get(precision, torch.float32)
+    tied = tied_names(model)
+    dtypes = {}
     for name in frozen_names(model):
-        source = next((tensors[one] for one in (name, *aliases[name]) if one in tensors), None)
+        source = next((tensors[one] for one in (name, *tied[name]) if one in tensors), None)
         same = _STORED.get(getattr(source, "dtype", "")) == compute
-        found[name] = compute if same else torch.float32
-    return found
+        dtypes[name] = compute if same else torch.float32
+    freeze(model, list(dtypes), dtypes)

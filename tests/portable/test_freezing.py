@@ -9,7 +9,7 @@ import torch
 
 from portable.errors import UserError
 from portable.model.build import model_config, training_model
-from portable.model.freezing import freeze, frozen_names, stored_dtypes, tie_notes
+from portable.model.freezing import freeze, frozen_names, keep_as_stored, tie_notes
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -91,8 +91,14 @@ def test_values_stay_exact(run_of: Any) -> None:
     model = model_of(run_of(train__trainable="norm"))
     name, *others = frozen_names(model)
     files = {name: Stored("BF16"), **dict.fromkeys(others, Stored("F16")), others[0]: Stored("F32")}
-    found = stored_dtypes(model, files, torch.bfloat16)
+
+    def kept(tensors: Any, precision: str) -> dict[str, torch.dtype]:
+        keep_as_stored(model, tensors, precision)
+        return {name: p.dtype for name, p in model.named_parameters() if not p.requires_grad}
+
+    found = kept(files, "bf16")
     assert found.pop(name) == torch.bfloat16
     assert set(found.values()) == {torch.float32}
-    assert set(stored_dtypes(model, {}, torch.bfloat16).values()) == {torch.float32}
-    assert set(stored_dtypes(model, files, torch.float32).values()) == {torch.float32}
+    assert set(kept({}, "bf16").values()) == {torch.float32}
+    assert set(kept(files, "fp32").values()) == {torch.float32}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
