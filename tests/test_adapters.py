@@ -6,7 +6,6 @@ import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch.nn import functional
 
@@ -15,13 +14,9 @@ from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
-from tests.engines import ENGINES, Engines
 from tests.parity import opened
-from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from portable.config import RunConfig
 
 STEPS = 20
@@ -69,7 +64,10 @@ def peft_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     spared = ("bias", "norm")
     decay = [p for name, p in trained.items() if not any(word in name for word in spared)]
     rest = [p for name, p in trained.items() if any(word in name for word in spared)]
-    groups = [{"params": decay, "weight_decay": config.train.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [
+        {"params": decay, "weight_decay": config.train.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     beta1, beta2 = config.train.betas
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=0.0, betas=(beta1, beta2), eps=config.train.eps
@@ -93,4 +91,3 @@ def peft_losses(config: RunConfig, steps: int = STEPS) -> Losses:
         results.append((float(loss.detach()), float(norm)))
     loader.close()
     return results
-

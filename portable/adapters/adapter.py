@@ -21,8 +21,9 @@ from portable.adapters.settings import CONFIG_FILE, WEIGHTS_FILE, as_json, folde
 from portable.durable import write_durably
 from portable.errors import UserError, one_line, require
 from portable.model import build as models
+from portable.model.freezing import COMPUTE, freeze, frozen_names
 from portable.model.initialize import Blueprint
-from portable.model.parameters import replace_tensors, state_tensors, tied_names
+from portable.model.parameters import state_tensors, tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,12 +35,6 @@ if TYPE_CHECKING:
     from portable.model.tensors import ReadableTensor
 
 _COPY, _ORIGINAL = f".modules_to_save.{NAME}.", ".original_module."
-_DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 _SHOWN = 8
 
 
@@ -103,7 +98,7 @@ class Adapter:
         for names, what in ((missing, "has no"), (unknown, "has the unknown tensor")):
             require(
                 not names,
-                f"adapter.name_or_path: {path} {what} {names[0] if names else ''}; use an adapter of this model",
+                f"adapter.name_or_path: {path} {what} {names[:1]}; use an adapter of this model",
             )
         for name, key in self._files.items():
             require(
@@ -149,9 +144,9 @@ class Adapter:
         )
 
 
-def build_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
+def training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
     """The model that a run trains, on the meta device: with its adapter, if it has one."""
-    model = models.build_model(model_config, config.model)
+    model = models.training_model(model_config, config)
     adapt(model, model_config, config)
     return model
 
@@ -179,7 +174,8 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
         with _quiet():
             peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-        raise UserError(f"adapter: {type(model).__name__}: {one_line(error)}; change the section adapter") from error
+        reason = one_line(error)
+        raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
     names = _base_names(model, before)
     adapter = Adapter(config, settings, blueprint, model, names)
     _freeze(model, names, _base_dtype(config))
@@ -242,9 +238,16 @@ def _check_targets(model: PreTrainedModel, settings: Any, layers: tuple[int, ...
         _check_names("target_modules", targets or (), modules, linear)
     _check_names("modules_to_save", settings.modules_to_save or (), modules, modules)
     parameters = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
-    _check_names("target_parameters", getattr(settings, "target_parameters", None) or (), parameters, parameters)
-    if getattr(settings, "target_parameters", None) and layers is not None:
-        raise UserError("adapter.layers: does not work with adapter.target_parameters; name the layers there")
+    chosen = getattr(settings, "target_parameters", None) or ()
+    _check_names("target_parameters", chosen, parameters, parameters)
+    for setting, used in (
+        ("layers", layers is not None),
+        ("init: orthogonal", getattr(settings, "init_lora_weights", None) == "orthogonal"),
+    ):
+        require(
+            not (chosen and used),
+            f"adapter.{setting} does not work with adapter.target_parameters; remove one of the two",
+        )
 
 
 def _layer_of(name: str) -> int | None:
@@ -273,15 +276,15 @@ def _listed(names: list[str]) -> str:
 
 
 def _check_ties(model: PreTrainedModel, settings: Any) -> None:
-    """Raise UserError if a trained copy, or an adapter of a head, would come apart from what it is tied to."""
+    """Raise UserError if something trained would come apart from what it is tied to."""
     tied = {name: others for name, others in tied_names(model).items() if others}
     holders = {n.rpartition(".")[0] for first, others in tied.items() for n in (first, *others)}
     for name in sorted(settings.modules_to_save or ()):
         for holder in holders:
             if holder == name or f".{holder}.".find(f".{name}.") >= 0:
                 raise UserError(
-                    f"adapter.modules_to_save: {name} shares its weights with another module (tied), and a copy "
-                    "would not; leave it out, or use a model with tie_word_embeddings: false"
+                    f"adapter.modules_to_save: {name} shares its weights with another module (tied), and a "
+                    "copy would not; leave it out, or use a model with tie_word_embeddings: false"
                 )
     targets = settings.target_modules
     head: Any = model.get_output_embeddings()
@@ -296,8 +299,8 @@ def _check_ties(model: PreTrainedModel, settings: Any) -> None:
         )
         if hit:
             raise UserError(
-                f"adapter.target_modules: {name} shares its weights with the embedding (tied); leave it out, or "
-                "use a model with tie_word_embeddings: false"
+                f"adapter.target_modules: {name} shares its weights with the embedding (tied); leave it out, "
+                "or use a model with tie_word_embeddings: false"
             )
 
 
@@ -342,29 +345,21 @@ def name_in_file(name: str) -> str:
 
 
 def _base_dtype(config: RunConfig) -> torch.dtype:
-    compute = _DTYPES[config.precision]
-    if config.adapter.base == "auto":
-        return compute
-    wanted = _DTYPES[config.adapter.base]
+    compute = COMPUTE.get(config.precision, torch.float32)
+    wanted = {"auto": compute, **COMPUTE}.get(config.adapter.base, torch.float32)
     require(
         wanted in (compute, torch.float32),
-        f"adapter.base: {config.adapter.base} does not work with precision {config.precision}, which computes in "
-        f"another type; use auto or fp32",
+        f"adapter.base: {config.adapter.base} does not work with precision {config.precision}, which has "
+        "another compute type; use auto or fp32",
     )
     return wanted
 
 
 def _freeze(model: PreTrainedModel, names: Mapping[str, str], dtype: torch.dtype) -> None:
-    """Cast what is frozen to ``dtype``, except what transformers keeps in fp32."""
+    """Cast what peft has frozen to ``dtype``, except what transformers keeps in fp32."""
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in kept)) if kept else None
-
-    def parameter(name: str, meta: nn.Parameter) -> nn.Parameter:
-        stays = meta.requires_grad or not meta.is_floating_point()
-        if stays or (pattern is not None and pattern.search(names.get(name, name))):
-            return meta
-        return nn.Parameter(meta.detach().to(dtype), requires_grad=False)
-
-    replace_tensors(model, parameter, lambda _, buffer: buffer)
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in kept) or "$^")
+    stays = {name for name in frozen_names(model) if pattern.search(names[name])}
+    freeze(model, [name for name in frozen_names(model) if name not in stays], dtype)

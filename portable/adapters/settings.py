@@ -168,8 +168,8 @@ def folder_of(name_or_path: str) -> Path:
         return path
     require(
         not (name_or_path.startswith(("/", ".")) or name_or_path.count("/") != 1),
-        f"adapter.name_or_path: {name_or_path}: no such folder; give a folder in peft's format or an adapter's "
-        "name on the hub (organisation/name)",
+        f"adapter.name_or_path: {name_or_path}: no such folder; give a folder in peft's format or the name "
+        "of an adapter on the hub (organisation/name)",
     )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -193,9 +193,7 @@ def peft_config(config: RunConfig, revision: str | None, modules_to_save: list[s
     """
     adapter, kind = config.adapter, config.adapter.type
     assert kind is not None
-    values: dict[str, Any] = {
-        theirs: plain(getattr(adapter, name)) for name, theirs in KINDS[kind].items()
-    }
+    values: dict[str, Any] = {theirs: plain(getattr(adapter, name)) for name, theirs in KINDS[kind].items()}
     saved = dict.fromkeys([*(values["modules_to_save"] or []), *modules_to_save])
     values["modules_to_save"] = list(saved) or None
     if kind == "lora":

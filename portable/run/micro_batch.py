@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from portable.adapters.adapter import build_model
+from portable.adapters.adapter import training_model
 from portable.batch_plan import plan_batches
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
@@ -28,7 +28,17 @@ if TYPE_CHECKING:
     from portable.paths import Place
     from portable.registry import World
 
-_DECIDE_ON_MEMORY = ("backend", "strategy", "precision", "compile", "model", "adapter", "memory", "fsdp", "deepspeed")
+_DECIDE_ON_MEMORY = (
+    "backend",
+    "strategy",
+    "precision",
+    "compile",
+    "model",
+    "adapter",
+    "memory",
+    "fsdp",
+    "deepspeed",
+)
 FIRST_GUESS = 4
 """Where the search begins if the planner cannot tell; and what ``auto`` means where running out of memory
 cannot be caught."""
@@ -87,7 +97,7 @@ class Search:
 
     def build(self) -> PreTrainedModel:
         """A new model on the meta device."""
-        return build_model(self.model_config, self.config)
+        return training_model(self.model_config, self.config)
 
 
 def sizes(config: RunConfig, world: World) -> list[int]:

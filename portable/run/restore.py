@@ -13,6 +13,7 @@ from portable.checkpoint.trainer_state import TrainerState
 from portable.config import difference
 from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.loop import Progress
+from portable.model.freezing import keep_as_stored
 from portable.model.initialize import Blueprint
 from portable.model.pretrained import pretrained_weights
 from portable.paths import place_of, storage_errors
@@ -20,10 +21,11 @@ from portable.ranks.consistency import agree
 from portable.run.save import ADAPTER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from portable.backend import Engine
     from portable.checkpoint.store import Checkpoints
+    from portable.model.pretrained import PretrainedWeights
     from portable.model.tensors import ReadableTensor
     from portable.paths import Place
     from portable.run.prepare import Prepared
@@ -61,15 +63,19 @@ def restore(
     """
     backend = prepared.backend
     if source is None:
-        blueprint = None if prepared.adapter is not None else Blueprint.of(prepared.model)
-        engine = backend.prepare(prepared.model, prepared.config)
-        _initialize(engine, blueprint, prepared)
+        blueprint = _blueprint(prepared)
+        pretrained = _pretrained(prepared, blueprint)
+        engine = _engine(prepared, {} if pretrained is None else pretrained.found)
+        _initialize(engine, blueprint, pretrained, prepared)
+        if prepared.adapter is not None:
+            engine.load_weights(prepared.adapter.initial())
         return Restored(engine, Progress(0, 0))
     own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
     external = None if source in own else _external(prepared, source)  # before the model is touched
-    engine = backend.prepare(prepared.model, prepared.config)
+    candidates = own[own.index(source) :] if source in own else [source]
+    engine = _engine(prepared, _tensors(candidates) if external is None else external.checkpoint.tensors)
     damaged: list[tuple[Place, DamagedError | None]] = []
-    for candidate in own[own.index(source) :] if source in own else [source]:
+    for candidate in candidates:
         outcome: Progress | DamagedError
         try:
             outcome = load(engine, candidate, external, prepared)
@@ -83,6 +89,23 @@ def restore(
             return Restored(engine, outcome, candidate, external)
         damaged.append((candidate, outcome if isinstance(outcome, DamagedError) else None))
     raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
+
+
+def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:
+    """The engine of the run, in which frozen parameters have room for exactly the values in ``tensors``."""
+    if prepared.config.train.freezes:
+        keep_as_stored(prepared.model, tensors, prepared.config.precision)
+    return prepared.backend.prepare(prepared.model, prepared.config)
+
+
+def _tensors(candidates: Sequence[Place]) -> Mapping[str, Any]:
+    """The tensors of the newest checkpoint that can be opened, all of which have the same dtypes."""
+    for candidate in candidates:
+        try:
+            return open_checkpoint(candidate).tensors
+        except CheckpointError:  # reported when it is loaded
+            continue
+    return {}
 
 
 def _set_aside(
@@ -102,8 +125,8 @@ def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     try:
         if prepared.adapter is not None and own_state(source) is None:
             raise UserError(
-                f"checkpoint.resume: {source} is another program's checkpoint, from which an adapter cannot go on; "
-                "set adapter.name_or_path to its adapter, which starts with its weights"
+                f"checkpoint.resume: {source} is another program's checkpoint, from which an adapter cannot "
+                "go on; set adapter.name_or_path to its adapter, which starts with its weights"
             )
         foreign = open_external(source, [name for name, _ in prepared.model.named_parameters()])
         if foreign is not None:
@@ -150,42 +173,37 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                 )
             if prepared.adapter is not None:  # the checkpoint holds nothing else
                 prepared.adapter.check(state.metadata.get(ADAPTER), source)
-                _load_base(engine, prepared.adapter.blueprint, prepared)
+                blueprint = _blueprint(prepared)
+                _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
             engine.load(checkpoint)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     return Progress(state.step, state.samples, state.skipped_steps, state.standing)
 
 
-def _initialize(engine: Engine, blueprint: Blueprint | None, prepared: Prepared) -> None:
-    """Give a new run its weights.
-
-    Args:
-        engine: of the run.
-        blueprint: of the model before the engine took it; None with an adapter, which has its own.
-        prepared: the run.
-    """
-    adapter = prepared.adapter
-    if adapter is None:
-        assert blueprint is not None
-        _load_base(engine, blueprint, prepared)
-    else:
-        _load_base(engine, adapter.blueprint, prepared)
-        engine.load_weights(adapter.initial())
+def _blueprint(prepared: Prepared) -> Blueprint:
+    """The model whose weights the run starts from: with an adapter, the base model."""
+    return Blueprint.of(prepared.model) if prepared.adapter is None else prepared.adapter.blueprint
 
 
-def _load_base(engine: Engine, blueprint: Blueprint, prepared: Prepared) -> None:
+def _pretrained(prepared: Prepared, blueprint: Blueprint) -> PretrainedWeights | None:
+    settings = prepared.config.model
+    return None if settings.from_scratch else pretrained_weights(settings, blueprint.model)
+
+
+def _initialize(
+    engine: Engine, blueprint: Blueprint, pretrained: PretrainedWeights | None, prepared: Prepared
+) -> None:
     """Load the initial or pretrained weights of the model, or of the base model under an adapter."""
     config, adapter = prepared.config, prepared.adapter
 
     def load_weights(weights: Mapping[str, ReadableTensor]) -> None:
         engine.load_weights(weights if adapter is None else adapter.of_base(weights))
 
-    if config.model.from_scratch:
+    if pretrained is None:
         for weights in blueprint.initial_weights(config.seed):
             load_weights(weights)
         return
-    pretrained = pretrained_weights(config.model, blueprint.model)
     if prepared.backend.rank == 0:
         for note in pretrained.notes():
             print(note, file=sys.stderr)
