@@ -174,6 +174,8 @@ ELSEWHERE = {
     "lora_model_dir": "adapter.name_or_path",
     "lora_modules_to_save": "adapter.modules_to_save",
     "lora_r": "adapter.r",
+    "lora_rank": "adapter.r",
+    "lora_target": "adapter.target_modules",
     "lora_target_linear": "set adapter.target_modules to all-linear",
     "lora_target_modules": "adapter.target_modules",
     "chat_template": "data.chat_template",
