@@ -14,16 +14,17 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from converters import CheckpointError, open_checkpoint
-from portable.adapters.base import fingerprint_of
+from converters import CheckpointError, find_adapter, fingerprint, open_checkpoint
+from converters.adapters.names import part_of, replaced
 from portable.adapters.initial import NAME, initial_values
-from portable.adapters.settings import CONFIG_FILE, WEIGHTS_FILE, as_json, folder_of, peft_config
+from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config
 from portable.durable import write_durably
 from portable.errors import UserError, one_line, require
 from portable.model import build as models
 from portable.model.freezing import COMPUTE, freeze, frozen_names
 from portable.model.initialize import Blueprint
 from portable.model.parameters import state_tensors, tied_names
+from portable.model.pretrained import snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from converters import Checkpoint
     from portable.config import RunConfig
     from portable.model.tensors import ReadableTensor
 
@@ -88,22 +90,23 @@ class Adapter:
         return self._initial if name_or_path is None else self._stored(name_or_path)
 
     def _stored(self, name_or_path: str) -> dict[str, ReadableTensor]:
-        path = folder_of(name_or_path) / WEIGHTS_FILE
+        folder = folder_of(name_or_path)
         try:
-            tensors = open_checkpoint(path).tensors
+            found = find_adapter(open_checkpoint(folder))
         except CheckpointError as error:
             raise UserError(f"adapter.name_or_path: {error}") from error
-        missing = sorted(self._files.values() - tensors.keys())
+        tensors = {} if found is None else found.checkpoint.tensors
+        lacking = sorted(self._files.values() - tensors.keys())
         unknown = sorted(tensors.keys() - self._files.values())
-        for names, what in ((missing, "has no"), (unknown, "has the unknown tensor")):
+        for names, what in ((lacking, "has no"), (unknown, "has the unknown tensor")):
             require(
                 not names,
-                f"adapter.name_or_path: {path} {what} {names[:1]}; use an adapter of this model",
+                f"adapter.name_or_path: {folder} {what} {(names or [''])[0]}; use an adapter of this model",
             )
         for name, key in self._files.items():
             require(
                 tuple(tensors[key].shape) == self._shapes[name],
-                f"adapter.name_or_path: {path}: {key} has shape {list(tensors[key].shape)}, the model "
+                f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)}, the model "
                 f"{list(self._shapes[name])}; use an adapter of this model",
             )
         return {name: tensors[key] for name, key in self._files.items()}
@@ -114,9 +117,23 @@ class Adapter:
         values = as_json(self.config)
         for name in ("base_model_name_or_path", "revision", "peft_version", "inference_mode"):
             values.pop(name, None)
+        base = self.base
+        return {"config": values, "base": None if base is None else fingerprint(base)}
+
+    @cached_property
+    def base(self) -> Checkpoint | None:
+        """The files of the base model; None if it starts from random weights, which follow from the seed.
+
+        Raises:
+            UserError: if they cannot be read.
+        """
         settings = self._run.model
-        base = None if settings.from_scratch else fingerprint_of(str(settings.name_or_path))
-        return {"config": values, "base": base}
+        if settings.from_scratch:
+            return None
+        try:
+            return open_checkpoint(snapshot(str(settings.name_or_path)))
+        except CheckpointError as error:
+            raise UserError(f"model.name_or_path: {error}") from error
 
     def write_config(self, folder: Path) -> None:
         """Write ``adapter_config.json`` as peft does."""
@@ -325,20 +342,8 @@ def _base_names(model: PreTrainedModel, before: Mapping[int, str]) -> dict[str, 
 
 def _names_in_files(model: PreTrainedModel) -> dict[str, str]:
     """For each trained tensor its name in peft's files."""
-    return {name: name_in_file(name) for name, p in model.named_parameters() if p.requires_grad}
-
-
-def name_in_file(name: str) -> str:
-    """What peft's files call the tensor ``name`` of a model with an adapter."""
-    name = name.replace(_COPY, ".")
-    if name.endswith(f".lora_magnitude_vector.{NAME}.weight"):
-        name = name.removesuffix(f".{NAME}.weight")
-    parts = name.split(".")
-    if parts[-1] == NAME:
-        parts.pop()
-    elif len(parts) > 1 and parts[-2] == NAME:
-        parts.pop(-2)
-    return "base_model.model." + ".".join(parts)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: (part_of(name) or replaced(name)).saved for name in trained}
 
 
 # -- frozen weights ------------------------------------------------------------------------------------------

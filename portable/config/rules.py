@@ -127,6 +127,16 @@ def _adapter(config: RunConfig) -> Iterator[ConflictError]:
             "adapter.config and adapter.name_or_path are both set, and an adapter has a config of its own; "
             "remove adapter.config",
         )
+    if adapter.type is None and not from_file and config.checkpoint.export == "merged":
+        yield ConflictError(
+            ("checkpoint.export", "adapter.type"),
+            "checkpoint.export merged has no effect without adapter.type; set it to true",
+        )
+    if adapter.type is not None and config.checkpoint.export == "merged" and config.model.from_scratch:
+        yield ConflictError(
+            ("checkpoint.export", "model.name_or_path"),
+            "checkpoint.export merged needs a base model with files, model.name_or_path; set it to true",
+        )
     if not given:
         return
     if adapter.type is None and not from_file:

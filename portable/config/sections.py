@@ -805,9 +805,10 @@ class CheckpointConfig(Section):
         description="If output_dir is a URL: a local folder for shards before their upload, with space for "
         "this machine's share of one checkpoint. Null: a folder in the system's temporary folder.",
     )
-    export: Flag = Field(
+    export: Flag | Literal["merged"] = Field(
         default=True,
-        description="At the end, write safetensors into <output_dir>/final for from_pretrained.",
+        description="At the end, write safetensors into <output_dir>/final for from_pretrained: the model, "
+        "or the adapter alone, in peft's format. merged: the model with the adapter merged into it.",
     )
 
     @property
