@@ -55,16 +55,7 @@ def model_card(config: RunConfig, adapter: Adapter, data: str, metrics: Sequence
         head.append(f"base_model: {name}")
     base = "a model with random weights" if config.model.from_scratch else f"`{name}`"
     settings = [(f"adapter.{key}", getattr(config.adapter, key)) for key in KINDS[kind]]
-    keys = ("seed", "precision", "data.seq_len", "data.packing", "train.global_batch_size", "train.optimizer")
-    keys = (
-        *keys,
-        "train.learning_rate",
-        "train.schedule",
-        "train.steps",
-        "train.epochs",
-        "train.weight_decay",
-    )
-    settings += [(key, config.get(key)) for key in keys]
+    settings += [(key, config.get(key)) for key in _SETTINGS]
     rows = [
         f"| `{key}` | {_shown(value)} |"
         for key, value in settings

@@ -107,8 +107,8 @@ def settled(config: RunConfig) -> RunConfig:
             found[name] = _ours(name, document[theirs])
     values: dict[str, Any] = {}
     for name, value in found.items():
-        if config.is_set(f"adapter.{name}") and name != "dropout":
-            mine = plain(getattr(adapter, name))
+        mine = plain(getattr(adapter, name))
+        if config.is_set(f"adapter.{name}") and mine is not None and name != "dropout":
             require(
                 _ours(name, mine) == value,
                 f"adapter.{name}: {shown(mine)}, but {path} has {shown(value)}; remove adapter.{name}",

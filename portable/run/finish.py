@@ -41,8 +41,9 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     start = f"resuming at step {progress.step} from {source}" if source else "starting"
     if progress.step >= prepared.steps:
         start += ", which was the last: there is nothing left to train"
+    part = "" if prepared.trained == prepared.parameters else f", {prepared.trained:,} of them trained"
     rows = [
-        ("model", f"{prepared.architecture}, {prepared.parameters:,} parameters"),
+        ("model", f"{prepared.architecture}, {prepared.parameters:,} parameters{part}"),
         ("data", prepared.data.description),
         (
             "ranks",

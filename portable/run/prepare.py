@@ -14,7 +14,7 @@ from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
 from portable.model.document_attention import check_documents
-from portable.model.flops import flops_per_token, parameter_count
+from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.labels import (
     adopt_labels,
     classifies_end_token,
@@ -58,6 +58,7 @@ class Prepared:
         adapter: in ``model``; None if all of it is trained.
         architecture: class of ``model``, before anything wraps it.
         parameters: of ``model``, tied ones counted once.
+        trained: how many of them are trained.
         flops_per_token: forward and backward, as the PaLM paper counts.
         plan: how this rank goes through a global batch.
         steps: length of the schedule.
@@ -77,6 +78,7 @@ class Prepared:
     adapter: Adapter | None
     architecture: str
     parameters: int
+    trained: int
     flops_per_token: float
     plan: BatchPlan
     steps: int
@@ -121,10 +123,10 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     special_tokens.prepare(data.tokenizer)
     model = models.training_model(model_config, config)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
+    adapter = adapt(model, model_config, config)
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
-    adapter = adapt(model, model_config, config)
     if config.data.packing == "documents":
         check_documents(model)
     config = _with_micro_batch(settled, backend, model_config, data)
@@ -149,6 +151,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         adapter=adapter,
         architecture=architecture,
         parameters=parameters,
+        trained=trained_count(model),
         flops_per_token=flops,
         plan=batch_plan(config, backend),
         steps=steps,
