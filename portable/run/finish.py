@@ -10,6 +10,7 @@ from portable.data import IGNORED
 from portable.errors import one_line
 from portable.formatting import table
 from portable.model.build import positions
+from portable.model.flops import parameters_in_words
 from portable.model.shape_hints import shape_hints
 from portable.output.existing_run import FINAL
 from portable.output.export import export
@@ -39,7 +40,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     if progress.step >= prepared.steps:
         start += ", which was the last: there is nothing left to train"
     rows = [
-        ("model", f"{prepared.architecture}, {prepared.parameters:,} parameters"),
+        ("model", f"{prepared.architecture}, {parameters_in_words(prepared.parameters, prepared.trained)}"),
         ("data", prepared.data.description),
         (
             "ranks",

@@ -14,6 +14,7 @@ from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.flops import flops_per_token, parameter_count
+from portable.model.freezing import tie_notes
 from portable.model.labels import (
     adopt_labels,
     classifies_end_token,
@@ -55,6 +56,7 @@ class Prepared:
         model: on the meta device until an engine fills it.
         architecture: class of ``model``, before anything wraps it.
         parameters: of ``model``, tied ones counted once.
+        trained: those that are trained.
         flops_per_token: forward and backward, as the PaLM paper counts.
         plan: how this rank goes through a global batch.
         steps: length of the schedule.
@@ -73,6 +75,7 @@ class Prepared:
     model: PreTrainedModel
     architecture: str
     parameters: int
+    trained: int
     flops_per_token: float
     plan: BatchPlan
     steps: int
@@ -127,6 +130,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     # A new model has no special tokens to lose.
     replaced = [] if config.model.name_or_path is None else aligned
     notes = notes_on(settled, model_config, replaced, data.sizes)
+    notes += [f"note: {note}" for note in tie_notes(model, config.train)]
     if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
         notes.append(f"note: problem_type is {found.problem}, as the labels and num_labels have it")
     if known is not None and known.renamed(data.label_names):
@@ -143,6 +147,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         model=model,
         architecture=architecture,
         parameters=parameters,
+        trained=parameter_count(model, trained=True),
         flops_per_token=flops,
         plan=batch_plan(config, backend),
         steps=steps,

@@ -207,6 +207,7 @@ def _cadence(prepared: Prepared) -> Cadence:
 def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress], None]) -> Reporter:
     """What shows and records this launch in the run's folder."""
     config, backend, source = prepared.config, prepared.backend, opened.restored.source
+    peak, groups = config.train.learning_rate, config.train.parameter_groups
     return Reporter(
         backend=backend,
         output=opened.output,
@@ -215,6 +216,7 @@ def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress],
         tokens_per_sample=config.data.seq_len * (1 - prepared.data.train.waste),
         flops_per_token=prepared.flops_per_token,
         precision=config.precision,
+        rates={g.pattern: g.learning_rate / peak for g in groups if g.learning_rate is not None},
         trackers=config.log.trackers,
         config=config.fingerprint(),
         checkpoints=opened.checkpoints,
@@ -229,6 +231,7 @@ def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress],
             "precision": config.precision,
             "model": prepared.architecture,
             "parameters": prepared.parameters,
+            "trained": prepared.trained,
             "source": str(source) if source is not None else None,
         },
     )
