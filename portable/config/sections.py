@@ -96,7 +96,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """The data."""
+    """What is trained on: source, format, template, tokens, packing."""
 
     # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
     # digest of the tokens, which must match.

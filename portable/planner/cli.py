@@ -12,7 +12,7 @@ from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
-from portable.errors import UserError, one_line, require
+from portable.errors import UserError, report, require
 from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster, Setting
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(argv)
     except UserError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        report(error)
         return REFUSED
 
 
