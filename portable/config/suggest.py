@@ -29,7 +29,7 @@ _DATA_WORK = "texts are tokenized once, on all cores, and cached in data.cache_d
 _FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
 _LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
 
-_PROGRAMS = (
+_PROGRAMS: tuple[tuple[str, set[str], set[str]], ...] = (
     ("axolotl", {"base_model"}, {"datasets", "sequence_len", "micro_batch_size", "adapter", "num_epochs"}),
     ("LLaMA-Factory", {"model_name_or_path"}, {"stage", "finetuning_type", "cutoff_len", "dataset_dir"}),
     (
