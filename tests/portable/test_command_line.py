@@ -227,9 +227,7 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(
     printed = capsys.readouterr().out
     assert "model_type: llama" in printed
     rows = dict(
-        line.strip().split("  ", 1)
-        for line in printed.split("# What this run will do\n")[1].splitlines()
-        if "  " in line.strip()
+        line.strip().split("  ", 1) for line in printed.split("\n\n")[0].splitlines() if "  " in line.strip()
     )
     assert "parameters" in rows["model"]
     assert rows["tokens a step"].strip() == "192"
