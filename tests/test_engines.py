@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from converters import open_checkpoint
+from portable.data import build_data
 from portable.evaluation.evaluate import evaluate
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
 from tests.parity import opened
-from tests.runs import configured
+from tests.runs import TINY_MODEL, configured
 from tests.views import assert_same_bits, assert_same_view, view
 
 if TYPE_CHECKING:
@@ -265,3 +269,59 @@ def test_thirty_steps(
 ) -> None:
     config = configured(tmp_path, corpus, **LONG_RUN, **ENGINES[name].settings)
     assert engines.run(name, 2, long_losses, config) == pytest.approx(long_truth, rel=LOSSES)
+
+
+# -- a part of the model is trained ------------------------------------------------------------------------
+
+PART: dict[str, Any] = {
+    "train__frozen": [r"embed_tokens", r"layers\.0\."],
+    "train__micro_batch_size": 1,
+    "train__global_batch_size": 12,
+    "train__steps": STEPS,
+    "data__packing": False,
+}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A model in bf16, except for its norms, whose fp32 values bf16 has not; they differ."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(**{**TINY_MODEL, "tie_word_embeddings": False, "num_hidden_layers": 3})
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    model.config.dtype = torch.bfloat16
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + torch.rand(parameter.shape) / 3
+    folder = tmp_path_factory.mktemp("pretrained")
+    model.save_pretrained(folder)
+    data = build_data(configured(folder, corpus).data, model_vocab_size=config.vocab_size)
+    data.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def stored(config: RunConfig, folder: Path) -> list[float]:
+    with opened(config) as trial:
+        results = [trial.step() for _ in range(trial.run.steps)]
+        losses = trial.backend.read([result.loss for result in results])
+        save(trial.engine, folder)
+        return losses
+
+
+@each
+def test_frozen_parameters_stay_bit_for_bit(
+    name: str, pretrained: Path, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    """In 16 bits, too, and where the engine itself has only a rounded copy."""
+    settings = {**PART, **ENGINES[name].settings, "precision": "bf16", "model__config": None}
+    config = configured(tmp_path, corpus, **settings, model__name_or_path=str(pretrained))
+    losses = engines.run(name, ENGINES[name].sizes[0], stored, config, tmp_path / "saved")
+    assert losses[-1] < losses[0] - 0.3
+    ours, theirs = open_checkpoint(tmp_path / "saved"), open_checkpoint(pretrained)
+    frozen = [n for n in theirs.tensors if re.search(r"embed_tokens|layers\.0\.", n)]
+    for one, tensor in theirs.tensors.items():
+        same = np.array_equal(ours.tensors[one].read().astype(np.float32), tensor.read().astype(np.float32))
+        assert same == (one in frozen), one
+        assert ours.tensors[one].dtype == (tensor.dtype if one in frozen else "F32"), one
+    assert ours.optimizer is not None
+    assert set(ours.optimizer.state) == set(theirs.tensors) - set(frozen)
+    assert {n for group in ours.optimizer.param_groups for n in group["params"]} == set(ours.optimizer.state)

@@ -56,7 +56,7 @@ def dry_run(settled: Settled) -> int:
         measures = measures_of(config.train.metrics, Setting(config.model.task))
         judge_of(config, evaluation_names(config.data), measures)
     special_tokens = SpecialTokens(model_config, config.model)
-    model = models.build_model(model_config, config.model)
+    model = models.training_model(model_config, config)
     if data.vocab_size is not None:
         models.check_vocabulary(model, data.vocab_size)
     plan = first_plan(config, settled.world)

@@ -346,6 +346,19 @@ class TrainConfig(Section):
         description="Added to the root of the second moment to avoid division by zero.",
         json_schema_extra=IDENTITY,
     )
+    trainable: Names | None = Field(
+        default=None,
+        description="Train only the parameters that one of these regular expressions, searched in their "
+        "names, matches: lm_head, or layers\\.(30|31)\\. for two layers. All others are frozen: they have no "
+        "gradient and no optimizer state, and stay bit for bit as they are. Null: all.",
+        json_schema_extra=IDENTITY,
+    )
+    frozen: Names = Field(
+        default=(),
+        description="Freeze the parameters that one of these regular expressions, searched in their names, "
+        "matches, such as embed_tokens; also those of train.trainable.",
+        json_schema_extra=IDENTITY,
+    )
     learning_rate: float = Field(
         default=3e-4,
         gt=0,
@@ -443,6 +456,11 @@ class TrainConfig(Section):
         ge=0,
         description="An improvement is larger than this, measured from the last improvement.",
     )
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameters are frozen by pattern."""
+        return self.trainable is not None or bool(self.frozen)
 
 
 class MemoryConfig(Section):

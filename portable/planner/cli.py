@@ -163,7 +163,7 @@ def _meta_model(config: RunConfig) -> MetaModel:
         from portable.planner.meta_model import MetaModel
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
-    model = models.build_model(model_config, config.model)
+    model = models.training_model(model_config, config)
     return MetaModel(model, config)
 
 

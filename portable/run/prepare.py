@@ -115,7 +115,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
     judge = judge_of(config, data.evals, measures)
     special_tokens.prepare(data.tokenizer)
-    model = models.build_model(model_config, config.model)
+    model = models.training_model(model_config, config)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
