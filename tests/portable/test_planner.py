@@ -339,7 +339,19 @@ def test_memory_sizes(text: str, size: int) -> None:
 
 
 def test_devices_have_the_names_that_people_type() -> None:
-    for name in ("v5e", "v5p", "v6e", "h100", "h200", "a100-80", "a100-40", "A100 80GB", "v5litepod", "l4"):
+    for name in (
+        "v5e",
+        "v5p",
+        "v6e",
+        "h100",
+        "h200",
+        "a100-80",
+        "a100-40",
+        "A100 80GB",
+        "v5litepod",
+        "l4",
+        "RTX 4090",
+    ):
         device = devices.named(name)
         assert device.memory > 10 * 10**9
         assert device.bf16
