@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ def run(argv: Sequence[str]) -> int:
             "and compare the plan with it. Takes minutes, and no TPU.",
         ),
         Option("topology", "text", "With --compile: the chips along each axis of the slice, 4x4.", "AxB"),
+        Option("wide", "switch", "Show what the device memory of each option consists of."),
         Option("json", "switch", "Print the plan as JSON."),
         CONFIG_OPTIONS[1],
     )
@@ -95,7 +97,8 @@ def run(argv: Sequence[str]) -> int:
             answer["compiled"] = compiled_report.as_json(*compiled)
         say(json.dumps(answer, indent=1))
     else:
-        say(as_text(planner, found, best))
+        width = shutil.get_terminal_size((100, 24)).columns
+        say(as_text(planner, found, best, wide=bool(given.get("wide")), width=min(max(60, width), 110)))
         if compiled is not None:
             say("\n" + compiled_report.as_text(*compiled))
     return 0
