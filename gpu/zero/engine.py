@@ -154,7 +154,7 @@ def _make_swap_folder(model: nn.Module, config: RunConfig, machine: Machine, at_
     """Create an empty folder for this run's swap files, and remove it at the end."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        per_rank = footprint(inspect(model), config, Cluster(machine.world_size, local)).disk
+        per_rank = footprint(inspect(model, config.train), config, Cluster(machine.world_size, local)).disk
         nvme.check_room(config, per_rank * local)
         folder = nvme.run_folder(config)
         shutil.rmtree(folder, ignore_errors=True)
@@ -191,6 +191,7 @@ class ZeroEngine:
         self.model: nn.Module = engine.module
         self._engine = engine
         self._objective = Objective(self.model, config.train.global_batch_size)
+        self._settings = config.train
         self._sharded = stage == 3
         self._device = machine.device
         # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
@@ -235,7 +236,7 @@ class ZeroEngine:
         if self.health().halted:
             optimizer.zero_grad(set_to_none=True)
             return torch.full((), torch.nan, device=self._device)
-        set_rates(optimizer, learning_rate, betas)
+        set_rates(optimizer, learning_rate, betas, self._settings)
         private_api.set_max_norm(optimizer, max_norm)
         try:
             self._engine.step()

@@ -284,6 +284,14 @@ class DataConfig(Section):
         return (self.source,) if isinstance(self.source, str) else self.source
 
 
+class ParameterGroup(Section):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    pattern: str = Field(min_length=1)
+    learning_rate: float | None = Field(default=None, gt=0)
+    weight_decay: float | None = Field(default=None, ge=0)
+
+
 class TrainConfig(Section):
     """Length, batch sizes, optimizer and schedule."""
 
@@ -405,6 +413,14 @@ class TrainConfig(Section):
         ge=0,
         description="Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled "
         "for adamw, added to the gradient for sgd.",
+        json_schema_extra=IDENTITY,
+    )
+    parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Parameters with values of their own, as in [{pattern: lora_B, learning_rate: 5.0e-3}, "
+        "{pattern: embed_tokens, weight_decay: 0}]. pattern is a regular expression, searched in names; the "
+        "first match counts. learning_rate follows the schedule as train.learning_rate does, in proportion. "
+        "weight_decay spares biases and norms as well.",
         json_schema_extra=IDENTITY,
     )
     max_grad_norm: float | None = Field(

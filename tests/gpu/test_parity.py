@@ -18,6 +18,7 @@ from tests.ranks import RankError, RankPool
 from tests.runs import configured
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from portable.config import RunConfig
@@ -59,8 +60,16 @@ def one_document_each(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Te
     return found
 
 
-def plain_losses(config: RunConfig, steps: int = STEPS) -> Losses:
-    """The same run as a person would write it without this project: one process, the whole batch at once."""
+def plain_losses(
+    config: RunConfig, steps: int = STEPS, prepared: Callable[[Any], list[dict[str, Any]]] | None = None
+) -> Losses:
+    """The same run as a person would write it without this project: one process, the whole batch at once.
+
+    Args:
+        config: of the run.
+        steps: to take.
+        prepared: freezes parameters of a model; returns the groups, of which ``factor`` scales the rate.
+    """
     backend = create_backend("cpu")
     run = prepare(settle(throughout(config, steps), backend.name), backend)
     from transformers import AutoModelForCausalLM
@@ -71,10 +80,12 @@ def plain_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     model.train()
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": decay, "weight_decay": config.train.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
+    if prepared is not None:
+        groups = prepared(model)
     beta1, beta2 = config.train.betas
     optimizer: torch.optim.Optimizer
     if config.train.optimizer == "sgd":
@@ -100,7 +111,7 @@ def plain_losses(config: RunConfig, steps: int = STEPS) -> Losses:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = run.schedule(step)
+            group["lr"] = run.schedule(step) * group.get("factor", 1)
         optimizer.step()
         optimizer.zero_grad()
         results.append((float(loss.detach()), float(norm)))
