@@ -29,7 +29,7 @@ from portable.batch_plan import plan_batches
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.loss import Objective, added
+from portable.model.loss import Objective, added, shares
 from portable.model.parameters import materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
@@ -180,7 +180,7 @@ class ZeroEngine:
     def __init__(self, engine: Any, stage: int, config: RunConfig, machine: Machine) -> None:
         self.model: nn.Module = engine.module
         self._engine = engine
-        self._objective = Objective(self.model, config.train.global_batch_size)
+        self.objective = Objective.of(self.model, config)
         self._sharded = stage == 3
         self._device = machine.device
         # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
@@ -202,11 +202,11 @@ class ZeroEngine:
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._partitions.refresh()
         self._engine.set_gradient_accumulation_boundary(last)
-        loss = self._objective(self._engine, batch, valid)
+        loss, numbers = self.objective(self._engine, batch, valid)
         # DeepSpeed checks gradients only, and an infinite loss can have finite ones: make them NaN.
         finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
         self._engine.backward(loss * (finite * self._loss_scale), scale_wrt_gas=False)
-        return loss.detach()
+        return shares(loss, numbers)
 
     def update(
         self,
@@ -258,7 +258,7 @@ class ZeroEngine:
     def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._partitions.refresh()
         self._engine.eval()
-        sums = self._objective.evaluated(self.model, batch, measure)
+        sums = self.objective.evaluated(self.model, batch, measure)
         self._engine.train()
         return added(totals, sums)
 

@@ -19,6 +19,7 @@ from portable.config.types import (
     OneOrMany,
     OpenMapping,
     PathText,
+    PlugIn,
     Section,
 )
 from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
@@ -318,6 +319,34 @@ class TrainConfig(Section):
         "Lower it if memory runs out: only the speed changes. auto: the largest that fits, found by trial "
         "and reused while the settings stay the same; on a CPU without a memory limit (ulimit -v) up to 4; "
         "not on XLA. The default is lowered to a divisor of the global batch.",
+    )
+    loss: PlugIn | None = Field(
+        default=None,
+        description="A loss of your own: package.module:name, or package.module:name(argument=value). Null: "
+        "cross-entropy, or the loss of a classifier's problem_type.",
+        json_schema_extra=IDENTITY,
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each target that is spread evenly over all tokens or classes. The loss of an "
+        "evaluation stays the plain one.",
+        json_schema_extra=IDENTITY,
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the squared logarithm of the softmax's normalizer, which keeps logits from "
+        "drifting; 1e-4 is common for pretraining. Not part of the loss of an evaluation.",
+        json_schema_extra=IDENTITY,
+    )
+    neftune_noise_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        description="Size of the noise that is added to embeddings in training (NEFTune); 5 is common for "
+        "fine-tuning on conversations.",
+        json_schema_extra=IDENTITY,
     )
     optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
         default="adamw",

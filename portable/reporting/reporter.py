@@ -106,7 +106,14 @@ class Reporter(Events):
         if self._profiler is not None:
             self._profiler.step()
 
-    def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
+    def on_log(
+        self,
+        progress: Progress,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        numbers: Mapping[str, float],
+    ) -> None:
         self.last_loss = loss
         if self._metrics is None:
             return
@@ -121,6 +128,7 @@ class Reporter(Events):
             "samples_per_second": samples_per_second,
             "memory": memory,
             "skipped_steps": progress.skipped,
+            **numbers,
             **self._backend.metrics(),
         }
         if self._peak_flops is not None:
