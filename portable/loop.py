@@ -113,6 +113,10 @@ class Events:
     def on_skipped(self, progress: Progress, count: int, message: str) -> None:
         """Called when ``count`` more updates were skipped; ``message`` describes the latest streak."""
 
+    def wants(self) -> tuple[bool, bool]:
+        """Whether to end the run, and to save a checkpoint, after this step; the same on all ranks."""
+        return False, False
+
     def on_pause(self, seconds: float) -> None:
         """Called after each step with the ``seconds`` that its save and evaluation took."""
 
@@ -228,6 +232,10 @@ def train(
                 verdict = due(progress, counts=regular())
                 progress.ended = verdict.stop
                 save_due = save_due or verdict.save or verdict.stop
+            stop, save = events.wants()
+            if stop or save:
+                _check_skipped(engine, plan, start, progress, events)
+                progress.ended, save_due = progress.ended or stop, True
             if save_due and progress.step > saved:
                 events.on_save(progress)
                 saved = progress.step

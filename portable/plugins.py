@@ -356,10 +356,16 @@ def _source_of(target: Any) -> str | None:
         return textwrap.dedent(inspect.getsource(target))
     except (OSError, TypeError):
         pass
-    # Python finds no class of a notebook, whose cells are no files, but its methods know their cell.
-    for method in vars(target).values() if inspect.isclass(target) else ():
-        file = getattr(getattr(method, "__code__", None), "co_filename", "")
+    if not inspect.isclass(target):
+        return None
+    # Python finds no class of a notebook, whose cells are no files. Its methods know their cell; a class
+    # without any is looked for in all, the newest first.
+    files = [getattr(getattr(one, "__code__", None), "co_filename", "") for one in vars(target).values()]
+    cells = [name for name in reversed(linecache.cache) if not Path(name).is_file()]
+    for file in (*filter(None, files), *cells):
         cell = "".join(linecache.getlines(file))
+        if f"class {target.__name__}" not in cell:
+            continue
         for node in ast.walk(ast.parse(cell)):
             if isinstance(node, ast.ClassDef) and node.name == target.__name__:
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])

@@ -461,6 +461,11 @@ class TrainConfig(Section):
         "package.module:name, a function or class of your own. Null: all of the task that generate nothing; "
         "[]: the loss alone.",
     )
+    callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = Field(
+        default=(),
+        description="Callbacks of your own, as package.module:name or package.module:name(argument=value). "
+        "They are called at the start, after steps, logs, evaluations and saves, and at the end.",
+    )
     early_stopping_patience: int | None = Field(
         default=None,
         ge=1,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from portable.errors import UserError
 from portable.formatting import human_bytes, human_time, table
 from portable.loop import Events, Progress
 from portable.output.existing_run import CONFIG_FILE
@@ -128,9 +129,13 @@ class Reporter(Events):
             "samples_per_second": samples_per_second,
             "memory": memory,
             "skipped_steps": progress.skipped,
-            **numbers,
             **self._backend.metrics(),
         }
+        if taken := next((name for name in numbers if name in (*values, "step", "samples", "time")), None):
+            raise UserError(
+                f"{taken}: logged by train.loss or a callback, and the name of a metric; rename it"
+            )
+        values |= numbers
         if self._peak_flops is not None:
             values["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
         self._record(progress, values)
