@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable import plugins
 from portable.checkpoint.resume_source import checkpoints_of
+from portable.data.own_records import written_records
 from portable.errors import RunError
-from portable.paths import place_of
+from portable.paths import default_cache_dir, place_of
 from portable.reporting.metrics import read_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portable.config import RunConfig
     from portable.paths import Place
 
@@ -59,6 +60,8 @@ def with_objects(
     loss: Any = None,
     metrics: Sequence[Any] = (),
     callbacks: Sequence[Any] = (),
+    data: Any = None,
+    model: Any = None,
 ) -> RunConfig:
     """``config`` with names in place of objects, and the source text that ranks need to make them.
 
@@ -67,8 +70,17 @@ def with_objects(
     """
     sources: dict[str, str] = {}
     values: dict[str, Any] = {}
-    if loss is not None:
-        values["train.loss"] = plugins.name_of("loss", loss, sources)
+    for name, key, one in (
+        ("loss", "train.loss", loss),
+        ("data", "data.source", data),
+        ("model", "model.function", model),
+    ):
+        if name == "data" and isinstance(one, Sequence) and not isinstance(one, str):
+            folder = config.data.cache_dir
+            cache = default_cache_dir() if folder is None else Path(folder)
+            values[key] = str(written_records(one, cache / "records"))
+        elif one is not None:
+            values[key] = plugins.name_of(name, one, sources)
     for key, given in (("metrics", metrics), ("callbacks", callbacks)):
         if given:
             names = tuple(plugins.name_of(key, one, sources) for one in given)
@@ -85,6 +97,8 @@ def train(
     loss: Any = None,
     metrics: Sequence[Any] = (),
     callbacks: Sequence[Any] = (),
+    data: Any = None,
+    model: Any = None,
 ) -> Result:
     """Train ``config``, or resume its run, as ``portable-train`` does.
 
@@ -99,6 +113,8 @@ def train(
         loss: in place of ``train.loss``.
         metrics: besides ``train.metrics``.
         callbacks: besides ``train.callbacks``.
+        data: in place of ``data.source``: a function or class that gives records, or a list of records.
+        model: in place of ``model.function``.
 
     Raises:
         UserError: for refused input; nothing was done.
@@ -106,7 +122,7 @@ def train(
     """
     from portable.cli import run
 
-    config = with_objects(config, loss=loss, metrics=metrics, callbacks=callbacks)
+    config = with_objects(config, loss=loss, metrics=metrics, callbacks=callbacks, data=data, model=model)
     from portable.config import Invocation
     from portable.run.train import EXIT_DONE, EXIT_STOPPED
 

@@ -74,6 +74,12 @@ class ModelConfig(Section):
         "always built from scratch.",
         json_schema_extra=IDENTITY,
     )
+    function: PlugIn | None = Field(
+        default=None,
+        description="A function of your own, package.module:name, that gets the model on the meta device and "
+        "changes it or returns another. Importing its module may register model types.",
+        json_schema_extra=IDENTITY,
+    )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         default="sdpa",
         description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for "
@@ -105,7 +111,8 @@ class DataConfig(Section):
     source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
         description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), "
-        "local or by URL. Null: the source code of Python's standard library, without a download.",
+        "local or by URL, or package.module:name, code of your own that gives records. Null: the source "
+        "code of Python's standard library, without a download.",
         json_schema_extra=OF_SOURCE,
     )
     config_name: str | None = Field(

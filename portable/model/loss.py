@@ -560,9 +560,15 @@ def _statistics(logits: Tensor, labels: Tensor, wanted: Sequence[str]) -> dict[s
     return found
 
 
+_INPUTS = (
+    "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids", "document_lengths"
+)  # fmt: skip
+"""What samples have for a model, whose own forward may take anything."""
+
+
 def _arguments(model: nn.Module) -> frozenset[str]:
     """The entries of a batch that a model takes."""
-    return frozenset((*inspect.signature(model.forward).parameters, "position_ids", "document_lengths"))
+    return frozenset((*inspect.signature(model.forward).parameters, *_INPUTS))
 
 
 def shares(loss: Tensor, numbers: Tensor | None) -> Tensor:

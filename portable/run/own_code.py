@@ -19,6 +19,8 @@ def prepare_code(config: RunConfig) -> None:
         UserError: for what is not there, or is not what it should be.
     """
     plugins.install(config.documents.get(plugins.SOURCES, {}))
+    if config.model.function is not None:
+        plugins.load("model.function", config.model.function)
     if config.train.loss is not None:
         from portable.model.loss import training_loss
 
@@ -30,13 +32,16 @@ def prepare_code(config: RunConfig) -> None:
 
 
 def digests(config: RunConfig) -> dict[str, str]:
-    """A digest of each piece of code of the user's, by the setting that names it."""
-    named = {"train.loss": config.train.loss}
-    named |= {
-        f"train.metrics {name}": name for name in config.train.metrics or () if plugins.names_code(name)
-    }
-    named |= {f"train.callbacks {name}": name for name in config.train.callbacks}
-    found = {key: plugins.digest(name) for key, name in named.items() if name is not None}
+    """A digest of each piece of code of the user's, by the setting that names it.
+
+    That of ``data.source`` is not one: the tokens that it comes to are compared.
+    """
+    train = config.train
+    alone = {"train.loss": train.loss, "model.function": config.model.function}
+    named = {key: name for key, name in alone.items() if name is not None}
+    named |= {f"train.metrics {name}": name for name in train.metrics or () if plugins.names_code(name)}
+    named |= {f"train.callbacks {name}": name for name in train.callbacks}
+    found = {key: plugins.digest(name) for key, name in named.items()}
     return {key: value for key, value in found.items() if value}
 
 
