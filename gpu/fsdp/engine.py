@@ -22,7 +22,7 @@ from gpu.fsdp.sharding import shard
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import unsupported
 from portable.model.chunked_loss import chunked_head
-from portable.model.loss import Objective, added
+from portable.model.loss import Objective, added, shares
 from portable.model.parameters import embeddings, state_tensors
 from portable.model.tensors import fill
 from portable.model.transformers_patches import no_value_checks
@@ -95,7 +95,7 @@ class TorchEngine:
         self.model: nn.Module = sharded.model
         self._settings = config.train
         self._head = head
-        self._objective = Objective(self.model, config.train.global_batch_size, head)
+        self.objective = Objective.of(self.model, config, head)
         self._sharded = sharded
         self._device = device
         parameters = dict(self.model.named_parameters())
@@ -129,11 +129,11 @@ class TorchEngine:
         self._captured.begin_pass()
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast(), no_value_checks():
-                loss = self._objective(self._sharded.forward, batch, valid)
+                loss, numbers = self.objective(self._sharded.forward, batch, valid)
             scaled = loss * self._sharded.loss_scale
             (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
         self._captured.keep_gradients(self._parameters, last=last)
-        return loss.detach()
+        return shares(loss, numbers)
 
     def update(
         self,
@@ -189,7 +189,7 @@ class TorchEngine:
         self.model.eval()
         self._captured.begin_pass()
         with self._sharded.autocast(), no_value_checks():
-            sums = self._objective.evaluated(self._sharded.forward, batch, measure)
+            sums = self.objective.evaluated(self._sharded.forward, batch, measure)
         self.model.train()
         return added(totals, sums)
 

@@ -53,7 +53,9 @@ def dry_run(settled: Settled) -> int:
     problem_of(model_config, config.model)  # refuses what a run refuses
     data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
     if config.model.task not in _LABELLED:  # whose metrics depend on the labels
-        measures = measures_of(config.train.metrics, Setting(config.model.task))
+        measures = measures_of(
+            config.train.metrics, Setting(config.model.task, own_loss=config.train.loss is not None)
+        )
         judge_of(config, evaluation_names(config.data), measures)
     special_tokens = SpecialTokens(model_config, config.model)
     model = models.training_model(model_config, config)

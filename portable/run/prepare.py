@@ -109,7 +109,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
-    measures = measures_of(config.train.metrics, Setting(of_task, data.label_names, data.tokenizer))
+    setting = Setting(of_task, data.label_names, data.tokenizer, own_loss=config.train.loss is not None)
+    measures = measures_of(config.train.metrics, setting)
     if measures.texts is not None and backend.one_program and backend.world_size > 1:
         names = " and ".join(measures.texts.names)
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")

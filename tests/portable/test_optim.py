@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from converters import open_checkpoint
-from portable.config import RunConfig
+from portable.config import load_config
 from portable.errors import UserError
 from portable.model.build import AUTO_CLASSES
 from portable.optim.optimizers import decaying, groups_of, parameter_groups
@@ -79,7 +79,7 @@ def test_what_is_inside_a_norm_does_not_decay() -> None:
 
 def grouped(model: nn.Module, *groups: dict[str, Any]) -> list[dict[str, Any]]:
     """The parameter groups of ``model``, of names."""
-    settings = RunConfig(train={"parameter_groups": groups}).train
+    settings = load_config({"train": {"parameter_groups": list(groups)}}).train
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = parameter_groups(
         dict(model.named_parameters()), groups_of(model, settings), settings.learning_rate
