@@ -117,8 +117,8 @@ def assign(
     rest = [name for name in names if name not in parts]
     held = sorted({part.adapter for part in parts.values() if part.adapter is not None and part.kind})
     if not held:
-        # peft's own file: what is no part of the adapter replaces a tensor of the base. With `bias: all`, peft
-        # also saves the biases of a replaced module under the names that it has in the live model.
+        # peft's own file: what is no part of the adapter replaces a tensor of the base. With `bias: all`,
+        # peft also saves the biases of a replaced module under the names that it has in the live model.
         if all(name.startswith(PREFIX) for name in names):
             parts = {name: part for name, part in parts.items() if part.kind}
             rest = [name for name in names if not {_MODULES_TO_SAVE, _ORIGINAL} & set(name.split("."))]

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import fully_shard
 
 from gpu.zero.runtime import import_deepspeed
+from tests.converters.make_dcp import launch
 from tests.converters.make_deepspeed import config as deepspeed_config
 from tests.converters.make_deepspeed import start
-from tests.converters.make_dcp import launch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 os.environ |= {"USE_TORCH_XLA": "0", "TQDM_DISABLE": "1"}
 deepspeed = import_deepspeed("cpu")
 
-LORA = {
+LORA: dict[str, Any] = {
     "r": 3,
     "lora_alpha": 5,
     "use_dora": True,
@@ -100,7 +100,7 @@ def zero(out: Path, name: str, stage: int, precision: str = "fp32", *, frozen: b
 
 
 def fsdp(out: Path) -> None:
-    """As Accelerate and the Trainer save under FSDP2: all parameters, or the adapter alone; both in shards."""
+    """As Accelerate and the Trainer save under FSDP2: all parameters, or the adapter alone."""
     PartialState(cpu=True)
     model: Any = adapted()
     for layer in model.base_model.model.model.layers:
@@ -122,7 +122,9 @@ def fsdp(out: Path) -> None:
             "is_main_process": not dist.get_rank(),
         },
     )
-    values = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    values: Any = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         for alone in (False, True):
             folder = out / f"fsdp-{kind.partition('_')[0].lower()}{'-alone' if alone else ''}"

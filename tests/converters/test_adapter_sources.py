@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.numpy import load_file
 
+from converters import open_checkpoint
 from converters.cli import main
 from tests.converters.making import written_by
 
@@ -41,3 +42,35 @@ def test_is_the_folder_that_peft_saves(
     assert not (tmp_path / "out" / "model.safetensors").exists()
     noted = "tensors of the base model are left out" in capsys.readouterr().err
     assert noted == (name in WHOLE)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_merges_into_the_base_that_lies_in_the_same_checkpoint(
+    name: str, adapters: Path, tmp_path: Path
+) -> None:
+    source, out = str(adapters / name), tmp_path / "out"
+    more = ["--config-from", str(adapters / "base"), "--quiet"]
+    assert main([source, str(out), "--merge-into", source, *more]) == 0
+    beside = tmp_path / "beside"
+    assert main([f"{source}.adapter", str(beside), "--merge-into", str(adapters / "base"), *more]) == 0
+    ours, theirs = load_file(out / "model.safetensors"), load_file(beside / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key].tobytes() == value.tobytes() for key, value in theirs.items())
+
+
+def test_the_optimizer_comes_along_under_the_names_of_the_adapter(adapters: Path, tmp_path: Path) -> None:
+    assert main([str(adapters / "zero3"), str(tmp_path / "out"), "--optimizer", "--quiet"]) == 0
+    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    state = load_file(tmp_path / "out" / "optimizer.safetensors")
+    assert {key.removesuffix(".exp_avg") for key in state if key.endswith(".exp_avg")} == adapter.keys()
+    reopened = open_checkpoint(tmp_path / "out").optimizer
+    assert reopened is not None
+    assert reopened.state.keys() == adapter.keys()
+
+
+def test_an_adapter_alone_has_no_base(
+    adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(adapters / "zero1")
+    assert main([source, str(tmp_path / "out"), "--merge-into", source]) == 2
+    assert "holds the adapter alone; give its base model" in capsys.readouterr().err
