@@ -270,8 +270,8 @@ class _Timed(Events):
     def on_step(self, progress: Progress) -> None:
         self._reporter.on_step(progress)
 
-    def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
-        self._reporter.on_log(progress, loss, grad_norm, learning_rate)
+    def on_log(self, progress: Progress, *values: Any) -> None:
+        self._reporter.on_log(progress, *values)
 
     def on_pause(self, seconds: float) -> None:
         self._reporter.on_pause(seconds)

@@ -30,8 +30,8 @@ from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
-from portable.model.loss import Objective, added
-from portable.model.parameters import materialize, replace_tensors, state_tensors
+from portable.model.loss import Objective, added, shares
+from portable.model.parameters import adapted, materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.optimizers import set_rates
@@ -115,7 +115,8 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
     parameters = dict(model.named_parameters())
-    rounded = [name for name in frozen_names(model) if parameters[name].itemsize > compute.itemsize]
+    frozen = [] if adapted(model) else frozen_names(model)  # which checkpoints of an adapter leave out
+    rounded = [name for name in frozen if parameters[name].itemsize > compute.itemsize]
     experts = routed(model)
     require(
         stage != 2 or not experts or machine.world_size == 1,
@@ -190,7 +191,7 @@ class ZeroEngine:
     ) -> None:
         self.model: nn.Module = engine.module
         self._engine = engine
-        self._objective = Objective(self.model, config.train.global_batch_size)
+        self.objective = Objective.of(self.model, config)
         self._settings = config.train
         self._sharded = stage == 3
         self._device = machine.device
@@ -218,11 +219,11 @@ class ZeroEngine:
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._partitions.refresh()
         self._engine.set_gradient_accumulation_boundary(last)
-        loss = self._objective(self._engine, batch, valid)
+        loss, numbers = self.objective(self._engine, batch, valid)
         # DeepSpeed checks gradients only, and an infinite loss can have finite ones: make them NaN.
         finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
         self._engine.backward(loss * (finite * self._loss_scale), scale_wrt_gas=False)
-        return loss.detach()
+        return shares(loss, numbers)
 
     def update(
         self,
@@ -274,7 +275,7 @@ class ZeroEngine:
     def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._partitions.refresh()
         self._engine.eval()
-        sums = self._objective.evaluated(self.model, batch, measure)
+        sums = self.objective.evaluated(self.model, batch, measure)
         self._engine.train()
         return added(totals, sums)
 

@@ -1,12 +1,14 @@
-"""``--dry-run``: the resolved config, and what the run would do."""
+"""``--dry-run``: what the run would do, and the resolved config."""
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.console import say
+from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.checkpoint.external import open_external
 from portable.checkpoint.resume_external import adopt_checkpoint
@@ -17,7 +19,7 @@ from portable.data import inspect_data
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_bytes, human_count, table
 from portable.model import build as models
-from portable.model.flops import parameter_count, parameters_in_words
+from portable.model.flops import parameter_count, parameters_in_words, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.labels import problem_of
 from portable.model.pretrained import pretrained_weights
@@ -45,7 +47,7 @@ _LABELLED = ("sequence-classification",)
 
 
 def dry_run(settled: Settled) -> int:
-    """Print the resolved config and what the run would do; write nothing."""
+    """Print what the run would do, and the resolved config; write nothing."""
     backend = create_backend(settled.config.backend)
     settled = on_device(settled)
     config = settled.config
@@ -54,26 +56,30 @@ def dry_run(settled: Settled) -> int:
     problem_of(model_config, config.model)  # refuses what a run refuses
     data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
     if config.model.task not in _LABELLED:  # whose metrics depend on the labels
-        measures = measures_of(config.train.metrics, Setting(config.model.task))
+        measures = measures_of(
+            config.train.metrics, Setting(config.model.task, own_loss=config.train.loss is not None)
+        )
         judge_of(config, evaluation_names(config.data), measures)
     special_tokens = SpecialTokens(model_config, config.model)
     model = models.training_model(model_config, config)
     if data.vocab_size is not None:
         models.check_vocabulary(model, data.vocab_size)
     plan = first_plan(config, settled.world)
+    base = copy.deepcopy(model)
+    adapt(model, model_config, config)
     planner = planner_here(config, model, backend, settled.world.ranks)
     rows = _plan_rows(settled, model, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
-    for line in _notes(settled, backend, model, special_tokens, data, plan):
+    for line in _notes(settled, backend, base, special_tokens, data, plan):
         print(line, file=sys.stderr)
-    say(dump_yaml(config))
-    if config.came_from:
-        say("# Where it was set; all else is a default, or follows from these")
-        say(table(list(config.came_from.items())))
-        say("")
     say("# What this run will do")
     say(table(rows))
+    if config.came_from:
+        say("\n# Where it was set; all else is a default, or follows from these")
+        say(table(list(config.came_from.items())))
+    say("\n# The config with every setting")
+    say(dump_yaml(config))
     return 0
 
 
@@ -118,8 +124,7 @@ def _plan_rows(
     return [
         (
             "model",
-            f"{type(model).__name__}, "
-            + parameters_in_words(parameter_count(model), parameter_count(model, trained=True)),
+            f"{type(model).__name__}, " + parameters_in_words(parameter_count(model), trained_count(model)),
         ),
         ("data", str(data)),
         ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
@@ -130,7 +135,8 @@ def _plan_rows(
             + (
                 f"{plan.sequences_per_rank}, as many at a time as fit"
                 if config.train.micro_batch_size == "auto"
-                else f"{human_count(plan.accumulation_steps, 'accumulation step')} x {plan.micro_batch_size}"
+                else f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
+                + human_count(plan.micro_batch_size, "sequence")
             ),
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),

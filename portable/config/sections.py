@@ -19,6 +19,7 @@ from portable.config.types import (
     OneOrMany,
     OpenMapping,
     PathText,
+    PlugIn,
     Section,
 )
 from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
@@ -73,6 +74,12 @@ class ModelConfig(Section):
         "always built from scratch.",
         json_schema_extra=IDENTITY,
     )
+    function: PlugIn | None = Field(
+        default=None,
+        description="A function of your own, package.module:name, that gets the model on the meta device and "
+        "changes it or returns another. Importing its module may register model types.",
+        json_schema_extra=IDENTITY,
+    )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         default="sdpa",
         description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for "
@@ -95,8 +102,102 @@ class ModelConfig(Section):
         return self.name_or_path is None or self.init == "scratch"
 
 
+class AdapterConfig(Section):
+    """Train an adapter, with peft's names, instead of the model's own weights, which stay frozen."""
+
+    type: Literal["lora", "ia3"] | None = Field(
+        default=None,
+        description="Kind of adapter: low-rank matrices beside linear layers (lora), or a factor for each of "
+        "their outputs (ia3). Null: no adapter; all weights are trained.",
+        json_schema_extra=IDENTITY,
+    )
+    r: int = Field(
+        default=16,
+        ge=1,
+        description="Rank of the matrices: more can learn more, and need more memory.",
+        json_schema_extra=IDENTITY,
+    )
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        default=32,
+        description="Scale of what the adapter adds: it is multiplied by alpha / r (with use_rslora by "
+        "alpha / sqrt(r)).",
+        json_schema_extra=IDENTITY,
+    )
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of an adapter's inputs that are zeroed in training.",
+        json_schema_extra=IDENTITY,
+    )
+    target_modules: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
+        default="all-linear",
+        min_length=1,
+        description="Modules that get an adapter: all-linear (all linear layers except the head), a list of "
+        "names such as [q_proj, v_proj], or a regular expression that matches whole module names.",
+        json_schema_extra=IDENTITY,
+    )
+    target_parameters: Names | None = Field(
+        default=None,
+        description="Parameters that get an adapter although they are no module of their own, such as the "
+        "stacked experts of a mixture: [mlp.experts.gate_up_proj]. For lora.",
+        json_schema_extra=IDENTITY,
+    )
+    modules_to_save: Names | None = Field(
+        default=None,
+        description="Modules that are trained and saved in full beside the adapter, such as [lm_head]. A "
+        "classifier's head always is.",
+        json_schema_extra=IDENTITY,
+    )
+    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = (
+        Field(
+            default=None,
+            description="Numbers of the layers that get an adapter, from 0. Null: all.",
+            json_schema_extra=IDENTITY,
+        )
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        default="none",
+        description="Biases that are trained as well: all, or those of the modules with an adapter "
+        "(lora_only). For lora.",
+        json_schema_extra=IDENTITY,
+    )
+    init: Flag | Literal["gaussian", "orthogonal"] = Field(
+        default=True,
+        description="Initial values of lora: true as in the paper (uniform and zeros, so that training "
+        "starts at the base model), gaussian or orthogonal as peft has them; false: both matrices random.",
+        json_schema_extra=IDENTITY,
+    )
+    use_dora: Flag = Field(
+        default=False,
+        description="DoRA: train the length of each row of a weight apart from its direction. Slower.",
+        json_schema_extra=IDENTITY,
+    )
+    use_rslora: Flag = Field(
+        default=False,
+        description="rsLoRA: scale by alpha / sqrt(r), so that high ranks learn as fast as low ones.",
+        json_schema_extra=IDENTITY,
+    )
+    base: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        default="auto",
+        description="Dtype of the frozen weights. auto: the compute dtype (precision). fp32 keeps them exact "
+        "and doubles their memory.",
+        json_schema_extra=IDENTITY,
+    )
+    name_or_path: PathText | None = Field(
+        default=None,
+        description="Folder or hub id of an adapter in peft's format to go on from. Its adapter_config.json "
+        "decides on all of the above except base and dropout.",
+        json_schema_extra=IDENTITY,
+    )
+    config: PathText | None = Field(
+        default=None,
+        description="An adapter_config.json whose settings are used, in place of those above.",
+    )
+
+
 class DataConfig(Section):
-    """The data."""
+    """What is trained on: source, format, template, tokens, packing."""
 
     # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
     # digest of the tokens, which must match.
@@ -104,7 +205,8 @@ class DataConfig(Section):
     source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
         description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), "
-        "local or by URL. Null: the source code of Python's standard library, without a download.",
+        "local or by URL, or package.module:name, code of your own that gives records. Null: the source "
+        "code of Python's standard library, without a download.",
         json_schema_extra=OF_SOURCE,
     )
     config_name: str | None = Field(
@@ -327,6 +429,34 @@ class TrainConfig(Section):
         "and reused while the settings stay the same; on a CPU without a memory limit (ulimit -v) up to 4; "
         "not on XLA. The default is lowered to a divisor of the global batch.",
     )
+    loss: PlugIn | None = Field(
+        default=None,
+        description="A loss of your own: package.module:name, or package.module:name(argument=value). Null: "
+        "cross-entropy, or the loss of a classifier's problem_type.",
+        json_schema_extra=IDENTITY,
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each target that is spread evenly over all tokens or classes. The loss of an "
+        "evaluation stays the plain one.",
+        json_schema_extra=IDENTITY,
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the squared logarithm of the softmax's normalizer, which keeps logits from "
+        "drifting; 1e-4 is common for pretraining. Not part of the loss of an evaluation.",
+        json_schema_extra=IDENTITY,
+    )
+    neftune_noise_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        description="Size of the noise that is added to embeddings in training (NEFTune); 5 is common for "
+        "fine-tuning on conversations.",
+        json_schema_extra=IDENTITY,
+    )
     optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
         default="adamw",
         description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "
@@ -460,6 +590,11 @@ class TrainConfig(Section):
         "exact_match and rouge_l of generated texts (seq2seq-lm; up to a forward pass for each token); or "
         "package.module:name, a function or class of your own. Null: all of the task that generate nothing; "
         "[]: the loss alone.",
+    )
+    callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = Field(
+        default=(),
+        description="Callbacks of your own, as package.module:name or package.module:name(argument=value). "
+        "They are called at the start, after steps, logs, evaluations and saves, and at the end.",
     )
     early_stopping_patience: int | None = Field(
         default=None,
@@ -727,9 +862,10 @@ class CheckpointConfig(Section):
         description="If output_dir is a URL: a local folder for shards before their upload, with space for "
         "this machine's share of one checkpoint. Null: a folder in the system's temporary folder.",
     )
-    export: Flag = Field(
+    export: Flag | Literal["merged"] = Field(
         default=True,
-        description="At the end, write safetensors into <output_dir>/final for from_pretrained.",
+        description="At the end, write safetensors into <output_dir>/final for from_pretrained: the model, "
+        "or the adapter alone, in peft's format. merged: the model with the adapter merged into it.",
     )
 
     @property

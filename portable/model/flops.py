@@ -12,15 +12,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def parameter_count(model: nn.Module, *, trained: bool = False) -> int:
-    """Number of parameters, or of the ``trained`` ones. Tied parameters count once."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
+def parameter_count(model: nn.Module) -> int:
+    """Number of parameters. Tied parameters count once."""
+    return sum(p.numel() for p in model.parameters())
 
 
 def parameters_in_words(parameters: int, trained: int) -> str:
     """Both counts, for the user."""
     part = "" if trained == parameters else f", of which {trained:,} are trained"
     return f"{parameters:,} parameters{part}"
+
+
+def trained_count(model: nn.Module) -> int:
+    """Number of parameters that are trained. Tied parameters count once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:

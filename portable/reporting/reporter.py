@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from portable.errors import UserError
 from portable.formatting import human_bytes, human_time, table
 from portable.loop import Events, Progress
 from portable.output.existing_run import CONFIG_FILE
@@ -109,7 +110,14 @@ class Reporter(Events):
         if self._profiler is not None:
             self._profiler.step()
 
-    def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
+    def on_log(
+        self,
+        progress: Progress,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        numbers: Mapping[str, float],
+    ) -> None:
         self.last_loss = loss
         if self._metrics is None:
             return
@@ -127,10 +135,20 @@ class Reporter(Events):
             "skipped_steps": progress.skipped,
             **self._backend.metrics(),
         }
+        if taken := next((name for name in numbers if name in (*values, "step", "samples", "time")), None):
+            raise UserError(
+                f"{taken}: logged by train.loss or a callback, and the name of a metric; rename it"
+            )
+        values |= numbers
         if self._peak_flops is not None:
             values["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
         self._record(progress, values)
-        shown = {"loss": f"{loss:.4f}", "tok/s": f"{tokens_per_second:,.0f}", "mem": human_bytes(memory)}
+        shown = {
+            "loss": f"{loss:.4f}",
+            "lr": f"{learning_rate:.1e}",
+            "tok/s": f"{tokens_per_second:,.0f}",
+            "mem": human_bytes(memory),
+        }
         if "mfu" in values:
             shown["mfu"] = f"{values['mfu']:.1%}"
         assert self._bar is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.data import build_data
 from portable.data.classes import SINGLE
@@ -13,7 +14,7 @@ from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
 from portable.model.document_attention import check_documents
-from portable.model.flops import flops_per_token, parameter_count
+from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.labels import (
     adopt_labels,
@@ -23,6 +24,7 @@ from portable.model.labels import (
     problem_of,
 )
 from portable.model.special_tokens import SpecialTokens
+from portable.optim.optimizers import groups_of
 from portable.optim.schedule import build_schedule
 from portable.registry import backend_package
 from portable.run import micro_batch
@@ -33,6 +35,7 @@ from portable.run.settle import on_device
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from portable.adapters.adapter import Adapter
     from portable.backend import Backend
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
@@ -54,9 +57,10 @@ class Prepared:
         model_config: as it is saved with the weights.
         data: tokenizer, samples and their order.
         model: on the meta device until an engine fills it.
+        adapter: in ``model``; None if all of it is trained.
         architecture: class of ``model``, before anything wraps it.
         parameters: of ``model``, tied ones counted once.
-        trained: those that are trained.
+        trained: how many of them are trained.
         flops_per_token: forward and backward, as the PaLM paper counts.
         plan: how this rank goes through a global batch.
         steps: length of the schedule.
@@ -73,6 +77,7 @@ class Prepared:
     model_config: PretrainedConfig
     data: Data
     model: PreTrainedModel
+    adapter: Adapter | None
     architecture: str
     parameters: int
     trained: int
@@ -112,7 +117,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
-    measures = measures_of(config.train.metrics, Setting(of_task, data.label_names, data.tokenizer))
+    setting = Setting(of_task, data.label_names, data.tokenizer, own_loss=config.train.loss is not None)
+    measures = measures_of(config.train.metrics, setting)
     if measures.texts is not None and backend.one_program and backend.world_size > 1:
         names = " and ".join(measures.texts.names)
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
@@ -120,6 +126,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     special_tokens.prepare(data.tokenizer)
     model = models.training_model(model_config, config)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
+    adapter = adapt(model, model_config, config)
+    groups_of(model, config.train)  # refuses patterns that do not fit
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
@@ -145,9 +153,10 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         model_config=model_config,
         data=data,
         model=model,
+        adapter=adapter,
         architecture=architecture,
         parameters=parameters,
-        trained=parameter_count(model, trained=True),
+        trained=trained_count(model),
         flops_per_token=flops,
         plan=batch_plan(config, backend),
         steps=steps,

@@ -26,6 +26,7 @@ from portable.ranks.watchdog import Watchdog
 from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
 from portable.run.batches import train_loader
+from portable.run.callbacks import Callbacks, Run
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import checkpoint_to_export, finish, headline, sample
 from portable.run.restore import Restored, restore
@@ -144,13 +145,16 @@ def _train(prepared: Prepared, opened: Open) -> int:
     reporter = new_reporter(prepared, opened, save_at)
     for line in (*prepared.notes, headline(prepared, opened.restored)):
         reporter.say(line)
+    run = Run(prepared, engine, progress, checkpoints)
+    events = Callbacks(reporter, run, prepared)
     batches = watchdog.over(train_loader(prepared, progress.samples))
-    evaluation = Evaluations(prepared, engine, reporter, watchdog.over)
+    evaluation = Evaluations(prepared, engine, events, watchdog.over)
     gc.collect()
     gc.freeze()  # the model and the libraries stay: no collection need visit them
     try:
         try:
             with watchdog:
+                events.call("on_start")
                 stopped = train(
                     backend,
                     engine,
@@ -161,12 +165,13 @@ def _train(prepared: Prepared, opened: Open) -> int:
                     schedule=prepared.schedule,
                     plan=prepared.plan,
                     max_grad_norm=config.train.max_grad_norm or 0.0,
-                    events=reporter,
+                    events=events,
                 )
         except Exception as error:
             if backend.ran_out_of_memory(error):
                 raise DeviceMemoryError(progress.step + 1) from error
             raise
+        events.call("on_end")
         checkpoints.finish()
         backend.barrier()  # no rank ends before rank 0 has renamed the checkpoint's folder
         if stopped:
@@ -175,7 +180,8 @@ def _train(prepared: Prepared, opened: Open) -> int:
             return EXIT_STOPPED
         complete = progress.ended or progress.step == prepared.steps
         if progress.ended:
-            reporter.say(why_ended(progress))
+            by_callback = f"ended at step {progress.step}, as a callback asked"
+            reporter.say(by_callback if events.stopped else why_ended(progress))
         reporter.on_end(progress, complete=complete)
         if complete:
             sample(prepared, engine, reporter)

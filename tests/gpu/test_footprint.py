@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from gpu.footprint import adopt, footprint, settings, units
 from gpu.zero import nvme
+from portable.adapters.adapter import training_model
+from portable.adapters.settings import settled
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import inspect
@@ -153,7 +155,7 @@ def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
 
 
 def planned(config: RunConfig, ranks: int) -> Any:
-    model = models.training_model(models.model_config(config.model), config)
+    model = training_model(models.model_config(config.model), settled(config))
     return footprint(inspect(model, config.train, units(model, config)), config, Cluster(ranks, ranks))
 
 
@@ -174,6 +176,11 @@ PART: dict[str, Any] = {
     "train__parameter_groups": [{"pattern": "q_proj", "learning_rate": 1e-3}],
 }
 """A model in part frozen, and with three groups of parameters."""
+LORA: dict[str, Any] = {
+    "adapter__type": "lora",
+    "adapter__r": 4,
+    "train__parameter_groups": [{"pattern": "lora_B", "learning_rate": 1e-2}],
+}
 CASES = [
     (1, "full_shard", {}),
     (2, "no_shard", {}),
@@ -192,6 +199,8 @@ CASES = [
     (2, "zero2", {"precision": "bf16", "train__optimizer": "sgd"}),
     *((2, strategy, {"precision": "bf16", **PART}) for strategy in ("no_shard", "zero1", "zero2")),
     *((3, strategy, {"precision": "bf16", **PART}) for strategy in ("full_shard", "zero3")),
+    *((2, strategy, {"precision": "bf16", **LORA}) for strategy in ("no_shard", "zero1", "zero2")),
+    *((3, strategy, {"precision": "bf16", **LORA}) for strategy in ("shard_grad_op", "zero3")),
 ]
 
 
@@ -301,6 +310,7 @@ def test_what_zero_swaps_is_on_the_disk(
         (3, "zero2", {"precision": "bf16"}),
         (2, "zero3", {"precision": "bf16"}),
         *((2, strategy, {"precision": "bf16", **PART}) for strategy in ("full_shard", "zero2", "zero3")),
+        *((2, strategy, {"precision": "bf16", **LORA}) for strategy in ("full_shard", "zero1", "zero3")),
     ],
 )
 def test_a_checkpoint_on_disk_has_the_planned_bytes(
@@ -309,7 +319,7 @@ def test_a_checkpoint_on_disk_has_the_planned_bytes(
     """Names, shapes and pickles take some more, which does not grow with the tensors."""
     large = {**MODEL, "vocab_size": 8192}
     config = config_for(tmp_path, corpus, strategy, **settings, model__config=large)
-    model = models.training_model(models.model_config(config.model), config)
+    model = training_model(models.model_config(config.model), settled(config))
     tensors = (
         inspect(model, config.train).checkpoint_bytes(config.train) + planned(config, world_size).also_saved
     )
@@ -323,7 +333,7 @@ def test_a_checkpoint_has_the_bytes_that_the_live_state_has(
     for optimizer in ("adamw", "adafactor", "adamw_8bit", "sgd"):
         config = config_for(tmp_path, corpus, "no_shard", train__optimizer=optimizer)
         kept = ranks.run(1, live, config)
-        model = models.training_model(models.model_config(config.model), config)
+        model = training_model(models.model_config(config.model), settled(config))
         assert (
             inspect(model, config.train).checkpoint_bytes(config.train)
             == kept["parameters"] + kept["optimizer"]

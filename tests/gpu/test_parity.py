@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from torch import Tensor
+
+    from portable.backend import Batch
     from portable.config import RunConfig
 
 STEPS = 4
@@ -60,14 +63,24 @@ def one_document_each(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Te
     return found
 
 
+def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    labels = batch["labels"].flatten()
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+    return loss, int((labels != -100).sum())
+
+
 def plain_losses(
-    config: RunConfig, steps: int = STEPS, prepared: Callable[[Any], list[dict[str, Any]]] | None = None
+    config: RunConfig,
+    steps: int = STEPS,
+    criterion: Callable[[Tensor, Batch], tuple[Tensor, float]] = cross_entropy,
+    prepared: Callable[[Any], list[dict[str, Any]]] | None = None,
 ) -> Losses:
     """The same run as a person would write it without this project: one process, the whole batch at once.
 
     Args:
         config: of the run.
         steps: to take.
+        criterion: gives a sum, and what it is divided by.
         prepared: freezes parameters of a model; returns the groups, of which ``factor`` scales the rate.
     """
     backend = create_backend("cpu")
@@ -98,15 +111,12 @@ def plain_losses(
     )
     results = []
     for step in range(steps):
-        sums, valid = [], 0
+        sums, valid = [], 0.0
         for batch in one_document_each(next(loader)):
-            labels = batch.pop("labels")
-            logits = model(**batch, use_cache=False).logits
-            loss = functional.cross_entropy(
-                logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-            )
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+            loss, weight = criterion(model(**inputs, use_cache=False).logits, batch)
             sums.append(loss)
-            valid += int((labels != -100).sum())
+            valid += weight
         loss = torch.stack(sums).sum() / valid
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -79,7 +79,7 @@ def test_what_is_inside_a_norm_does_not_decay() -> None:
 
 def grouped(model: nn.Module, *groups: dict[str, Any]) -> list[dict[str, Any]]:
     """The parameter groups of ``model``, of names."""
-    settings = load_config(None, {"train.parameter_groups": list(groups)}).train
+    settings = load_config({"train": {"parameter_groups": list(groups)}}).train
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = parameter_groups(
         dict(model.named_parameters()), groups_of(model, settings), settings.learning_rate
