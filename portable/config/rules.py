@@ -45,7 +45,7 @@ def derived(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if model.name_or_path is not None:
         found["model.config"] = None
-    if model.task in PADDED_TASKS:
+    if model.task in PADDED_TASKS or config.data.format == "preference":
         found["data.packing"] = False
     elif config.data.format not in ("auto", "text") and model.task == "causal-lm":
         found["data.packing"] = "documents"
@@ -164,6 +164,8 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
             f"data.truncation {data.truncation} has no effect with data.packing true, which cuts nothing; "
             "remove one of the two",
         )
+    if data.format == "preference":
+        yield from _preference(config)
     if data.train_on == "completion" and (data.split_turns or data.format in ("messages", "sharegpt")):
         other = "data.split_turns" if data.split_turns else f"data.format {data.format}"
         yield ConflictError(
@@ -180,6 +182,26 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
         evaluation_sources(data)
     except EvaluationSourceError as error:
         yield ConflictError((error.key, *_inside("data.eval", data.eval)), str(error))
+
+
+def _preference(config: RunConfig) -> Iterator[ConflictError]:
+    data = config.data
+    if config.train.loss is None:
+        yield ConflictError(
+            ("train.loss", "data.format"),
+            "data.format preference needs a loss of pairs; set train.loss to dpo, ipo, simpo, orpo or one of "
+            "your own",
+        )
+    for name, used in (
+        ("packing", data.packing),
+        ("split_turns", data.split_turns),
+        ("train_on", data.train_on not in (None, "completion")),
+    ):
+        if used:
+            yield ConflictError(
+                (f"data.{name}", "data.format"),
+                f"data.{name} {getattr(data, name)} does not work with data.format preference; remove it",
+            )
 
 
 def _inside(key: str, value: Any) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from portable.data.packing import PackedDocuments, packed_sizes, planned
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
+    Pairs,
     Part,
     Samples,
     packed_samples,
@@ -56,6 +57,7 @@ CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
 )
 
 
+PREFERENCE = "preference"
 MAX_CUT = 0.05  # a larger share of truncated tokens causes a warning
 
 
@@ -443,6 +445,8 @@ class Reading:
                 left=self.pad_left,
                 pair=_pair_frame(settings, self.tokenizer) if paired else None,
             )
+        if settings.format == PREFERENCE:
+            return Pairs(tokens, part, length, vocabulary.pad, settings.truncation)
         if settings.packing == "documents":
             plan = planned(tokens, part, length)
             return PackedDocuments(tokens, plan, length, vocabulary.pad, settings.truncation)
@@ -670,6 +674,9 @@ def _parts(
     settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None = None
 ) -> tuple[Part, Part]:
     left_out = None if cut is None else cut.left_out
+    if settings.format == PREFERENCE:
+        pairs = None if left_out is None else np.unique(left_out // 2)
+        return split_documents(tokens.documents // 2, settings.eval_fraction, pairs)
     if settings.packing == "documents" or not _packs(settings, task):
         return split_documents(tokens.documents, settings.eval_fraction, left_out)
     return split_blocks(_blocks(settings, task, tokens), settings.eval_fraction, left_out)

@@ -16,6 +16,7 @@ from portable.data.conversations import (
     Format,
     kind_of,
     read_conversation,
+    read_preference,
     recognise,
     valid,
 )
@@ -153,8 +154,20 @@ def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | N
     return Document(fields.prefix + text, target, label, pair=pair)
 
 
+def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> Iterator[Document]:
+    """The documents of a row: one, none without text, or a preference's two, the chosen one first."""
+    if fields.format == "preference":
+        for read in read_preference(row, where):
+            yield _document(read, where)
+    elif (document := read_row(row, fields, where)) is not None:
+        yield document
+
+
 def _conversation_document(row: Mapping[str, Any], kind: Format, where: str) -> Document:
-    read = read_conversation(row, kind, where)
+    return _document(read_conversation(row, kind, where), where)
+
+
+def _document(read: Conversation | Completion, where: str) -> Document:
     if isinstance(read, Completion):
         if not read.completion:
             raise UserError(f"data.source: {where}: completion is empty; remove the record")

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from portable import plugins
-from portable.data.documents import Document, Fields, Source, changed_meanwhile, read_row
+from portable.data.documents import Document, Fields, Source, changed_meanwhile, read_rows
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ class OwnRecords(Source):
 
     def documents(self) -> Iterator[Document]:
         for where, row in self.rows():
-            document = read_row(row, self._fields, where)
-            if document is not None:
-                yield document
+            yield from read_rows(row, self._fields, where)
 
     def documents_of_key(self) -> Iterator[Document]:
         before = self.key

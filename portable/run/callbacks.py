@@ -178,13 +178,10 @@ class Callbacks(Events):
 
     def _logged(self) -> dict[str, float]:
         pending, self._run.pending = self._run.pending, {}
-        names = [name for name, value in pending.items() if isinstance(value, torch.Tensor)]
-        read = (
-            dict(zip(names, self._backend.read([pending[name] for name in names]), strict=True))
-            if names
-            else {}
-        )
-        return {name: read.get(name, value) for name, value in pending.items()}  # type: ignore[misc]
+        tensors = {name: value for name, value in pending.items() if isinstance(value, torch.Tensor)}
+        read = self._backend.read(list(tensors.values())) if tensors else []
+        values = {name: value for name, value in pending.items() if not isinstance(value, torch.Tensor)}
+        return values | dict(zip(tensors, read, strict=True))
 
     def on_eval(self, progress: Progress, values: Mapping[str, Any]) -> None:
         """See :meth:`Reporter.on_eval`."""

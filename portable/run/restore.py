@@ -17,6 +17,7 @@ from portable.model.initialize import Blueprint
 from portable.model.pretrained import pretrained_weights
 from portable.paths import place_of, storage_errors
 from portable.ranks.consistency import agree
+from portable.run.once import compute, missing
 from portable.run.own_code import changed, digests
 
 if TYPE_CHECKING:
@@ -57,14 +58,21 @@ def restore(
         UserError: if ``source`` does not belong to this run, or every checkpoint is damaged.
     """
     backend = prepared.backend
+    uncomputed = missing(prepared)
+    blueprint = Blueprint.of(prepared.model) if source is None or uncomputed else None
     if source is None:
-        blueprint = Blueprint.of(prepared.model)
+        assert blueprint is not None
         engine = backend.prepare(prepared.model, prepared.config)
         _initialize(engine, blueprint, prepared)
+        compute(prepared, engine, uncomputed)
         return Restored(engine, Progress(0, 0))
     own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
     external = None if source in own else _external(prepared, source)  # before the model is touched
     engine = backend.prepare(prepared.model, prepared.config)
+    if uncomputed:
+        assert blueprint is not None
+        _initialize(engine, blueprint, prepared)
+        compute(prepared, engine, uncomputed)
     damaged: list[tuple[Place, DamagedError | None]] = []
     for candidate in own[own.index(source) :] if source in own else [source]:
         outcome: Progress | DamagedError

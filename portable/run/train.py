@@ -213,12 +213,13 @@ def _cadence(prepared: Prepared) -> Cadence:
 def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress], None]) -> Reporter:
     """What shows and records this launch in the run's folder."""
     config, backend, source = prepared.config, prepared.backend, opened.restored.source
+    samples = prepared.data.train
     return Reporter(
         backend=backend,
         output=opened.output,
         progress=opened.restored.progress,
         total_steps=prepared.steps,
-        tokens_per_sample=config.data.seq_len * (1 - prepared.data.train.waste),
+        tokens_per_sample=config.data.seq_len * samples.sequences * (1 - samples.waste),
         flops_per_token=prepared.flops_per_token,
         precision=config.precision,
         trackers=config.log.trackers,

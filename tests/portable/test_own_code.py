@@ -114,7 +114,7 @@ def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
 # -- models ------------------------------------------------------------------------------------------------
 
 
-class WithValue(LlamaForCausalLM):
+class WithValue(LlamaForCausalLM):  # type: ignore[misc]
     """A further head, whose values are added to what the model returns."""
 
     def __init__(self, config: Any) -> None:
