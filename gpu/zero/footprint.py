@@ -85,9 +85,10 @@ class _Zero:
     @cached_property
     def _groups(self) -> list[list[Weight]]:
         """The optimizer's groups of parameters; see :func:`portable.optim.optimizers.parameter_groups`."""
-        decaying = [w for w in self._trained if w.decays]
-        others = [w for w in self._trained if not w.decays]
-        return [group for group in (decaying, others) if group]
+        found: dict[Any, list[Weight]] = {}
+        for weight in self._trained:
+            found.setdefault(weight.group, []).append(weight)
+        return [found[group] for group in sorted(found)]
 
     @cached_property
     def _flat_row(self) -> int:

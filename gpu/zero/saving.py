@@ -7,7 +7,7 @@ copies it to host memory, then serialises and writes the copy with the same ``to
 from __future__ import annotations
 
 import os
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,25 @@ from portable.ranks.collectives import background_group
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
     from portable.backend import SaveHandle
 
 
 class ZeroSaver:
-    """Saves a DeepSpeed engine's checkpoints, through host memory if in the background."""
+    """Saves a DeepSpeed engine's checkpoints, through host memory if in the background.
 
-    def __init__(self, engine: Any) -> None:
+    Args:
+        engine: DeepSpeed's.
+        exact: frozen parameters to save in place of their compute copies, by name.
+    """
+
+    def __init__(self, engine: Any, exact: Mapping[str, Tensor]) -> None:
         self._engine = engine
-        self._staged: _StagingEngine = private_api.replace_checkpoint_engine(engine, _StagingEngine)
+        make = partial(_StagingEngine, exact=exact)
+        self._staged: _StagingEngine = private_api.replace_checkpoint_engine(engine, make)
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -103,8 +113,9 @@ class _StagingEngine:
 
     name = "portable"
 
-    def __init__(self, zipfile_serialization: bool) -> None:
+    def __init__(self, zipfile_serialization: bool, exact: Mapping[str, Tensor]) -> None:
         self._zipfile = zipfile_serialization
+        self._exact = exact
         self._files: list[_File] = []
         self.hold = False
 
@@ -114,6 +125,11 @@ class _StagingEngine:
         return files
 
     def save(self, state_dict: Any, path: str) -> None:
+        for part in ("module", "frozen_param_fragments"):
+            held = state_dict.get(part) or {}
+            for name, tensor in self._exact.items():
+                if name in held and held[name].numel() == tensor.numel():  # stage 3 has placeholders
+                    held[name] = tensor
         content = staged(state_dict) if self.hold else state_dict
         file = _File(Path(path), content, self._zipfile)
         if self.hold:

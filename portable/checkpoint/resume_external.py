@@ -19,7 +19,7 @@ from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
 from portable.config.problems import shown
 from portable.errors import DamagedError, UserError
 from portable.model.parameters import embeddings, state_tensors, tied_names
-from portable.optim.optimizers import build_optimizer, decaying
+from portable.optim.optimizers import build_optimizer, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -242,7 +242,7 @@ class _Matching:
         ours = build_optimizer(
             self.config.train,
             self.trained,
-            decaying(self.model),
+            groups_of(self.model, self.config.train),
             embeddings={parameter for parameter in self.trained.values() if parameter in tables},
         )
         owners = {alias: name for name, others in tied_names(self.model).items() for alias in others}

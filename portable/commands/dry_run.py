@@ -1,4 +1,4 @@
-"""``--dry-run``: the resolved config, and what the run would do."""
+"""``--dry-run``: what the run would do, and the resolved config."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LABELLED = ("sequence-classification",)
 
 
 def dry_run(settled: Settled) -> int:
-    """Print the resolved config and what the run would do; write nothing."""
+    """Print what the run would do, and the resolved config; write nothing."""
     backend = create_backend(settled.config.backend)
     settled = on_device(settled)
     config = settled.config
@@ -58,7 +58,7 @@ def dry_run(settled: Settled) -> int:
         )
         judge_of(config, evaluation_names(config.data), measures)
     special_tokens = SpecialTokens(model_config, config.model)
-    model = models.build_model(model_config, config.model)
+    model = models.training_model(model_config, config)
     if data.vocab_size is not None:
         models.check_vocabulary(model, data.vocab_size)
     plan = first_plan(config, settled.world)
@@ -68,13 +68,13 @@ def dry_run(settled: Settled) -> int:
     rows += memory_rows(planner)
     for line in _notes(settled, backend, model, special_tokens, data, plan):
         print(line, file=sys.stderr)
-    say(dump_yaml(config))
-    if config.came_from:
-        say("# Where it was set; all else is a default, or follows from these")
-        say(table(list(config.came_from.items())))
-        say("")
     say("# What this run will do")
     say(table(rows))
+    if config.came_from:
+        say("\n# Where it was set; all else is a default, or follows from these")
+        say(table(list(config.came_from.items())))
+    say("\n# The config with every setting")
+    say(dump_yaml(config))
     return 0
 
 
@@ -126,7 +126,8 @@ def _plan_rows(
             + (
                 f"{plan.sequences_per_rank}, as many at a time as fit"
                 if config.train.micro_batch_size == "auto"
-                else f"{human_count(plan.accumulation_steps, 'accumulation step')} x {plan.micro_batch_size}"
+                else f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
+                + human_count(plan.micro_batch_size, "sequence")
             ),
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),

@@ -104,7 +104,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """The data."""
+    """What is trained on: source, format, template, tokens, packing."""
 
     # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
     # digest of the tokens, which must match.
@@ -294,6 +294,14 @@ class DataConfig(Section):
         return (self.source,) if isinstance(self.source, str) else self.source
 
 
+class ParameterGroup(Section):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    pattern: str = Field(min_length=1)
+    learning_rate: float | None = Field(default=None, gt=0)
+    weight_decay: float | None = Field(default=None, ge=0)
+
+
 class TrainConfig(Section):
     """Length, batch sizes, optimizer and schedule."""
 
@@ -385,6 +393,19 @@ class TrainConfig(Section):
         description="Added to the root of the second moment to avoid division by zero.",
         json_schema_extra=IDENTITY,
     )
+    trainable: Names | None = Field(
+        default=None,
+        description="Train only the parameters that one of these regular expressions, searched in their "
+        "names, matches: lm_head, or layers\\.(30|31)\\. for two layers. All others are frozen: they have no "
+        "gradient and no optimizer state, and stay bit for bit as they are. Null: all.",
+        json_schema_extra=IDENTITY,
+    )
+    frozen: Names = Field(
+        default=(),
+        description="Freeze the parameters that one of these regular expressions, searched in their names, "
+        "matches, such as embed_tokens; also those of train.trainable.",
+        json_schema_extra=IDENTITY,
+    )
     learning_rate: float = Field(
         default=3e-4,
         gt=0,
@@ -431,6 +452,14 @@ class TrainConfig(Section):
         ge=0,
         description="Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled "
         "for adamw, added to the gradient for sgd.",
+        json_schema_extra=IDENTITY,
+    )
+    parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Parameters with values of their own, as in [{pattern: lora_B, learning_rate: 5.0e-3}, "
+        "{pattern: embed_tokens, weight_decay: 0}]. pattern is a regular expression, searched in names; the "
+        "first match counts. learning_rate follows the schedule as train.learning_rate does, in proportion. "
+        "weight_decay spares biases and norms as well.",
         json_schema_extra=IDENTITY,
     )
     max_grad_norm: float | None = Field(
@@ -487,6 +516,11 @@ class TrainConfig(Section):
         ge=0,
         description="An improvement is larger than this, measured from the last improvement.",
     )
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameters are frozen by pattern."""
+        return self.trainable is not None or bool(self.frozen)
 
 
 class MemoryConfig(Section):

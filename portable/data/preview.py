@@ -126,8 +126,7 @@ def _sample(data: Data, position: int, seed: int) -> Sample:
     for _, _, more in found[1:]:
         pieces = [*pieces, ("\n", False), *more]
     documents = [int(number) for number in data.train.documents(index)]
-    tokens, trained = (sum(one[which] for one in found) for which in (0, 1))
-    return Sample(position, documents, tokens, trained, pieces)
+    return Sample(position, documents, sum(one[0] for one in found), sum(one[1] for one in found), pieces)
 
 
 def _pieces(data: Data, arrays: Any, index: int) -> tuple[int, int, list[tuple[str, bool]]]:

@@ -17,8 +17,10 @@ from torch import nn
 
 from portable import plugins
 from portable.errors import UserError, one_line
+from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import one_layer_per_kind, trial_forward
 from portable.model.parameters import token_embedding
+from portable.optim.optimizers import groups_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -155,6 +157,21 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
     _prepare_for_training(model)
     if settings.attention != "flash_attention_2":  # not implemented on the meta device
         _check_forward(model, key)
+    return model
+
+
+def training_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
+    """Build the model of ``run`` as :func:`build_model` does, with frozen what the run does not train.
+
+    Raises:
+        UserError: as :func:`build_model`, and for patterns of parameters that do not fit the model.
+    """
+    model = build_model(config, run.model)
+    compute = COMPUTE.get(run.precision, torch.float32)
+    # Loading corrects it where the files differ from what the config says.
+    stored = torch.float32 if run.model.from_scratch else getattr(config, "dtype", None)
+    freeze_by_pattern(model, run.train, compute if stored == compute else torch.float32)
+    groups_of(model, run.train)  # refuses patterns that do not fit
     return model
 
 

@@ -187,6 +187,11 @@ class _Group:
     def add(self, key: str, pattern: str, tensor: StoredTensor) -> None:
         self._members.append((key, pattern, tensor))
 
+    @property
+    def dtype(self) -> str:
+        found = {tensor.dtype for _, _, tensor in self._members}
+        return found.pop() if len(found) == 1 else "F32"
+
     def results(self) -> dict[str, ReadableTensor]:
         """The results of the conversion by name. Shapes are computed on the meta device."""
         for key, _, tensor in self._members:
@@ -220,6 +225,11 @@ class _Converted:
     @property
     def shape(self) -> tuple[int, ...]:
         return self._shape
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the files, if it is one. Conversions only move elements."""
+        return self._group.dtype
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
         tensor = self._group.tensor(self._name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
-from portable.errors import UserError, one_line, require
+from portable.errors import UserError, report, require
 from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster, Setting
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(argv)
     except UserError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        report(error)
         return REFUSED
 
 
@@ -80,6 +81,7 @@ def run(argv: Sequence[str]) -> int:
             "and compare the plan with it. Takes minutes, and no TPU.",
         ),
         Option("topology", "text", "With --compile: the chips along each axis of the slice, 4x4.", "AxB"),
+        Option("wide", "switch", "Show what the device memory of each option consists of."),
         Option("json", "switch", "Print the plan as JSON."),
         CONFIG_OPTIONS[1],
     )
@@ -95,7 +97,8 @@ def run(argv: Sequence[str]) -> int:
             answer["compiled"] = compiled_report.as_json(*compiled)
         say(json.dumps(answer, indent=1))
     else:
-        say(as_text(planner, found, best))
+        width = shutil.get_terminal_size((100, 24)).columns
+        say(as_text(planner, found, best, wide=bool(given.get("wide")), width=min(max(60, width), 110)))
         if compiled is not None:
             say("\n" + compiled_report.as_text(*compiled))
     return 0
@@ -163,7 +166,7 @@ def _meta_model(config: RunConfig) -> MetaModel:
         from portable.planner.meta_model import MetaModel
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
-    model = models.build_model(model_config, config.model)
+    model = models.training_model(model_config, config)
     return MetaModel(model, config)
 
 

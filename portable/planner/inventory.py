@@ -16,6 +16,7 @@ from portable.planner.memory_model import moment_bytes
 
 if TYPE_CHECKING:
     from portable.config import TrainConfig
+    from portable.optim.optimizers import Group
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,8 @@ class Weight:
     name: str
     """The first name, if it has several."""
     shape: tuple[int, ...]
-    trained: bool
-    decays: bool
-    """Whether weight decay applies."""
+    group: Group | None
+    """Its parameter group; None if it is frozen."""
     table: bool
     """Whether it is an embedding table."""
     head: bool
@@ -40,6 +40,10 @@ class Weight:
     @cached_property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def trained(self) -> bool:
+        return self.group is not None
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,12 @@ class Reporter(Events):
         if self._peak_flops is not None:
             values["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
         self._record(progress, values)
-        shown = {"loss": f"{loss:.4f}", "tok/s": f"{tokens_per_second:,.0f}", "mem": human_bytes(memory)}
+        shown = {
+            "loss": f"{loss:.4f}",
+            "lr": f"{learning_rate:.1e}",
+            "tok/s": f"{tokens_per_second:,.0f}",
+            "mem": human_bytes(memory),
+        }
         if "mfu" in values:
             shown["mfu"] = f"{values['mfu']:.1%}"
         assert self._bar is not None

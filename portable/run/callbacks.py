@@ -179,9 +179,9 @@ class Callbacks(Events):
     def _logged(self) -> dict[str, float]:
         pending, self._run.pending = self._run.pending, {}
         tensors = {name: value for name, value in pending.items() if isinstance(value, torch.Tensor)}
+        numbers = {name: value for name, value in pending.items() if not isinstance(value, torch.Tensor)}
         read = self._backend.read(list(tensors.values())) if tensors else []
-        values = {name: value for name, value in pending.items() if not isinstance(value, torch.Tensor)}
-        return values | dict(zip(tensors, read, strict=True))
+        return {**numbers, **dict(zip(tensors, read, strict=True))}
 
     def on_eval(self, progress: Progress, values: Mapping[str, Any]) -> None:
         """See :meth:`Reporter.on_eval`."""

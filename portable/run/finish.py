@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.checkpoint.trainer_state import TrainerState
 from portable.data import IGNORED
 from portable.errors import one_line
-from portable.formatting import table
+from portable.formatting import human_count, table
 from portable.model.build import positions
 from portable.model.shape_hints import shape_hints
 from portable.output.existing_run import FINAL
@@ -49,9 +50,12 @@ def headline(prepared: Prepared, restored: Restored) -> str:
         (
             "batch",
             f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens a step; on each rank "
-            f"{plan.accumulation_steps} x {plan.micro_batch_size}" + (" (auto)" if prepared.searches else ""),
+            f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
+            f"{human_count(plan.micro_batch_size, 'sequence')}" + (" (auto)" if prepared.searches else ""),
         ),
     ]
+    if (moved := _moved(prepared, restored)) is not None:
+        rows.append(("moved", moved))
     hints = shape_hints(
         prepared.model_config,
         tokens=plan.micro_batch_size * config.data.seq_len,
@@ -61,6 +65,17 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     external = restored.external
     begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
     return "\n".join([start, table(rows), *begun, *hints])
+
+
+def _moved(prepared: Prepared, restored: Restored) -> str | None:
+    """From which ranks to which the run has moved, if it has; on rank 0 only."""
+    backend, source = prepared.backend, restored.source
+    if source is None or restored.external is not None or backend.rank != 0:
+        return None
+    state = TrainerState.read(source)
+    before = f"{state.backend} {state.strategy} x {state.world_size}"
+    now = f"{backend.name} {prepared.config.strategy} x {backend.world_size}"
+    return None if before == now else f"{before} → {now}, at step {state.step}"
 
 
 def ranks_in_words(ranks: int, devices_per_rank: int) -> str:

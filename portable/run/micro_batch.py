@@ -11,7 +11,7 @@ from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.errors import UserError
 from portable.loop import train_step
-from portable.model.build import build_model
+from portable.model.build import training_model
 from portable.planner.this_machine import planner_here, what_fits
 from portable.registry import backend_package
 
@@ -87,7 +87,7 @@ class Search:
 
     def build(self) -> PreTrainedModel:
         """A new model on the meta device."""
-        return build_model(self.model_config, self.config.model)
+        return training_model(self.model_config, self.config)
 
 
 def sizes(config: RunConfig, world: World) -> list[int]:

@@ -117,7 +117,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
     judge = judge_of(config, data.evals, measures)
     special_tokens.prepare(data.tokenizer)
-    model = models.build_model(model_config, config.model)
+    model = models.training_model(model_config, config)
     for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
         setattr(model_config, key, value)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)

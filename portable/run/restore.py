@@ -13,6 +13,7 @@ from portable.checkpoint.trainer_state import TrainerState
 from portable.config import difference
 from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.loop import Progress
+from portable.model.freezing import keep_as_stored
 from portable.model.initialize import Blueprint
 from portable.model.pretrained import pretrained_weights
 from portable.paths import place_of, storage_errors
@@ -21,8 +22,11 @@ from portable.run.once import compute, missing
 from portable.run.own_code import changed, digests
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from portable.backend import Engine
     from portable.checkpoint.store import Checkpoints
+    from portable.model.pretrained import PretrainedWeights
     from portable.paths import Place
     from portable.run.prepare import Prepared
 
@@ -58,23 +62,26 @@ def restore(
         UserError: if ``source`` does not belong to this run, or every checkpoint is damaged.
     """
     backend = prepared.backend
-    uncomputed = missing(prepared)
-    blueprint = Blueprint.of(prepared.model) if source is None or uncomputed else None
+    settings, uncomputed = prepared.config.model, missing(prepared)
+    blueprint, pretrained = None, None
+    if source is None or uncomputed:
+        blueprint = Blueprint.of(prepared.model)
+        pretrained = None if settings.from_scratch else pretrained_weights(settings, blueprint.model)
     if source is None:
         assert blueprint is not None
-        engine = backend.prepare(prepared.model, prepared.config)
-        _initialize(engine, blueprint, prepared)
+        engine = _engine(prepared, {} if pretrained is None else pretrained.found)
+        _initialize(engine, blueprint, pretrained, prepared)
         compute(prepared, engine, uncomputed)
         return Restored(engine, Progress(0, 0))
     own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
     external = None if source in own else _external(prepared, source)  # before the model is touched
-    engine = backend.prepare(prepared.model, prepared.config)
-    if uncomputed:
-        assert blueprint is not None
-        _initialize(engine, blueprint, prepared)
+    candidates = own[own.index(source) :] if source in own else [source]
+    engine = _engine(prepared, _tensors(candidates) if external is None else external.checkpoint.tensors)
+    if blueprint is not None:
+        _initialize(engine, blueprint, pretrained, prepared)
         compute(prepared, engine, uncomputed)
     damaged: list[tuple[Place, DamagedError | None]] = []
-    for candidate in own[own.index(source) :] if source in own else [source]:
+    for candidate in candidates:
         outcome: Progress | DamagedError
         try:
             outcome = load(engine, candidate, external, prepared)
@@ -88,6 +95,23 @@ def restore(
             return Restored(engine, outcome, candidate, external)
         damaged.append((candidate, outcome if isinstance(outcome, DamagedError) else None))
     raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
+
+
+def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:
+    """The engine of the run, in which frozen parameters have room for exactly the values in ``tensors``."""
+    if prepared.config.train.freezes:
+        keep_as_stored(prepared.model, tensors, prepared.config.precision)
+    return prepared.backend.prepare(prepared.model, prepared.config)
+
+
+def _tensors(candidates: Sequence[Place]) -> Mapping[str, Any]:
+    """The tensors of the newest checkpoint that can be opened, all of which have the same dtypes."""
+    for candidate in candidates:
+        try:
+            return open_checkpoint(candidate).tensors
+        except CheckpointError:  # reported when it is loaded
+            continue
+    return {}
 
 
 def _set_aside(
@@ -167,14 +191,15 @@ def _check_code(source: Place, state: TrainerState, prepared: Prepared) -> None:
         print(f"note: the code of {', '.join(told)} has changed since {source}", file=sys.stderr)
 
 
-def _initialize(engine: Engine, blueprint: Blueprint, prepared: Prepared) -> None:
+def _initialize(
+    engine: Engine, blueprint: Blueprint, pretrained: PretrainedWeights | None, prepared: Prepared
+) -> None:
     """Give a new run its initial or pretrained weights."""
     config = prepared.config
-    if config.model.from_scratch:
+    if pretrained is None:
         for weights in blueprint.initial_weights(config.seed):
             engine.load_weights(weights)
         return
-    pretrained = pretrained_weights(config.model, blueprint.model)
     if prepared.backend.rank == 0:
         for note in pretrained.notes():
             print(note, file=sys.stderr)

@@ -93,7 +93,7 @@ def train_run(prepared: Prepared, output: Output, *, profile: bool = False) -> i
 
 def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
     config, backend = prepared.config, prepared.backend
-    output.open(inspect(prepared.model).checkpoint_bytes(config.train) // backend.world_size)
+    output.open(inspect(prepared.model, config.train).checkpoint_bytes(config.train) // backend.world_size)
     checkpoints = output.checkpoints(keep=config.checkpoint.keep)
     source = resume_source(config, checkpoints)
     agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})

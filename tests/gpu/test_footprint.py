@@ -154,7 +154,7 @@ def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
 
 def planned(config: RunConfig, ranks: int) -> Any:
     model = models.build_model(models.model_config(config.model), config.model)
-    return footprint(inspect(model, units(model, config)), config, Cluster(ranks, ranks))
+    return footprint(inspect(model, config.train, units(model, config)), config, Cluster(ranks, ranks))
 
 
 def config_for(
@@ -301,7 +301,9 @@ def test_a_checkpoint_on_disk_has_the_planned_bytes(
     large = {**MODEL, "vocab_size": 8192}
     config = config_for(tmp_path, corpus, strategy, **settings, model__config=large)
     model = models.build_model(models.model_config(config.model), config.model)
-    tensors = inspect(model).checkpoint_bytes(config.train) + planned(config, world_size).also_saved
+    tensors = (
+        inspect(model, config.train).checkpoint_bytes(config.train) + planned(config, world_size).also_saved
+    )
     beside = ranks.run(world_size, saved, config) - tensors
     assert 0 <= beside <= METADATA * world_size * len(list(model.parameters()))
 
@@ -313,7 +315,10 @@ def test_a_checkpoint_has_the_bytes_that_the_live_state_has(
         config = config_for(tmp_path, corpus, "no_shard", train__optimizer=optimizer)
         kept = ranks.run(1, live, config)
         model = models.build_model(models.model_config(config.model), config.model)
-        assert inspect(model).checkpoint_bytes(config.train) == kept["parameters"] + kept["optimizer"]
+        assert (
+            inspect(model, config.train).checkpoint_bytes(config.train)
+            == kept["parameters"] + kept["optimizer"]
+        )
 
 
 def test_each_setting_saves_more_than_the_one_before(tmp_path: Path, corpus: Path) -> None:

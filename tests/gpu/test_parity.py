@@ -73,11 +73,15 @@ def plain_losses(
     config: RunConfig,
     steps: int = STEPS,
     criterion: Callable[[Tensor, Batch], tuple[Tensor, float]] = cross_entropy,
+    prepared: Callable[[Any], list[dict[str, Any]]] | None = None,
 ) -> Losses:
     """The same run as a person would write it without this project: one process, the whole batch at once.
 
     Args:
+        config: of the run.
+        steps: to take.
         criterion: gives a sum, and what it is divided by.
+        prepared: freezes parameters of a model; returns the groups, of which ``factor`` scales the rate.
     """
     backend = create_backend("cpu")
     run = prepare(settle(throughout(config, steps), backend.name), backend)
@@ -89,10 +93,12 @@ def plain_losses(
     model.train()
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": decay, "weight_decay": config.train.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
+    if prepared is not None:
+        groups = prepared(model)
     beta1, beta2 = config.train.betas
     optimizer: torch.optim.Optimizer
     if config.train.optimizer == "sgd":
@@ -115,7 +121,7 @@ def plain_losses(
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = run.schedule(step)
+            group["lr"] = run.schedule(step) * group.get("factor", 1)
         optimizer.step()
         optimizer.zero_grad()
         results.append((float(loss.detach()), float(norm)))

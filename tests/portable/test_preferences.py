@@ -66,6 +66,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", pairs(60))
 
 
+def log_sigmoid(x: Any) -> float:
+    return float(functional.logsigmoid(torch.as_tensor(x, dtype=torch.float64)))
+
+
 # -- formulas ----------------------------------------------------------------------------------------------
 
 
@@ -83,7 +87,6 @@ def test_losses_by_their_formulas() -> None:
         lp = [float(log_probs[i, j].sum()) for j in (0, 1)]
         ratio = [lp[j] - float(reference[i, j]) for j in (0, 1)]
         mean = torch.tensor([lp[j] / n[j] for j in (0, 1)], dtype=torch.float64)
-        log_sigmoid = lambda x: float(functional.logsigmoid(torch.as_tensor(x, dtype=torch.float64)))  # noqa: E731
         if kind == "dpo":
             return -log_sigmoid(0.3 * (ratio[0] - ratio[1]))
         if kind == "ipo":

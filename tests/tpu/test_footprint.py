@@ -67,7 +67,7 @@ def test_what_stays_is_exact(
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 1, "model__config": TINY_MODEL}
     config = configured(tmp_path, corpus, **{**sizes, "backend": "xla", **settings})
     model = models.build_model(models.model_config(config.model), config.model)
-    found = footprint(inspect(model), config, Cluster(devices, devices))
+    found = footprint(inspect(model, config.train), config, Cluster(devices, devices))
     assert (found.parameters, found.optimizer) == xla.run(devices, kept, config)
 
 

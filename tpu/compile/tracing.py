@@ -213,7 +213,7 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     os.environ["PJRT_DEVICE"] = hardware
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
-    model = models.build_model(model_config, config.model)
+    model = models.training_model(model_config, config)
     plan = batch_plan(config, backend)
     request = Request.of(config, micro_batch=plan.micro_batch_size, compute="cast", on_gpu=False)
     batch = fake_batch(model, request)
