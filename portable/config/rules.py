@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+TAKEN = ("labels", "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids")
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 
@@ -166,6 +167,23 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
         )
     if data.format == "preference":
         yield from _preference(config)
+    if data.columns:
+        for key, wrong in (("packing", packing), ("split_turns", data.split_turns)):
+            if wrong:
+                yield ConflictError(
+                    ("data.columns", f"data.{key}"),
+                    f"data.columns has numbers of records, but data.{key} {wrong} makes other samples of "
+                    f"them; set data.{key} to false",
+                )
+        if taken := [name for name in data.columns if name in TAKEN]:
+            yield ConflictError(
+                ("data.columns",), f"data.columns: {taken[0]} is an input of models; rename the column"
+            )
+        if config.train.loss is None:
+            yield ConflictError(
+                ("data.columns", "train.loss"),
+                "data.columns is for a loss of your own; set train.loss, or remove it",
+            )
     if data.train_on == "completion" and (data.split_turns or data.format in ("messages", "sharegpt")):
         other = "data.split_turns" if data.split_turns else f"data.format {data.format}"
         yield ConflictError(

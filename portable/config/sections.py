@@ -205,6 +205,12 @@ class DataConfig(Section):
         "list of classes, or for a regression numbers with a fraction.",
         json_schema_extra=OF_SOURCE,
     )
+    columns: Names = Field(
+        default=(),
+        description="Further columns of numbers, one for each record, that reach train.loss in the batch "
+        "(without packing): a weight, a score, a group.",
+        json_schema_extra=OF_SOURCE,
+    )
     text_split: Literal["file", "paragraph", "line"] = Field(
         default="file",
         description="Unit of text in a .txt file: the whole file, a paragraph (separated by blank lines), or "

@@ -23,6 +23,7 @@ from portable.data.samples import (
     Pairs,
     Part,
     Samples,
+    WithColumns,
     packed_samples,
     split_blocks,
     split_documents,
@@ -405,7 +406,11 @@ class Reading:
         return None
 
     def samples(self, opened: Opened, part: Part, classes: Classes | None = None) -> Samples:
-        """The samples of a part of ``opened``."""
+        """The samples of a part of ``opened``, with its further columns."""
+        found = self._samples(opened, part, classes)
+        return WithColumns(found, opened.tokens) if opened.settings.columns else found
+
+    def _samples(self, opened: Opened, part: Part, classes: Classes | None) -> Samples:
         settings, framed, tokens = opened.settings, opened.framed, opened.tokens
         length, vocabulary = settings.seq_len, self.vocabulary
         if self.task == MASKED:
@@ -616,6 +621,7 @@ def _fields(settings: DataConfig, task: str) -> Fields:
         text_split=settings.text_split,
         pair=settings.text_pair_field if task == CLASSIFICATION else None,
         prefix=settings.source_prefix if task == SEQ2SEQ else "",
+        columns=settings.columns,
         format=None if settings.format == "auto" and task == CAUSAL else _format(settings, task),
     )
 

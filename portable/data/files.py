@@ -128,6 +128,8 @@ class LocalFiles(Source):
         """The settings that change the documents."""
         fields = self._fields
         values: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
+        if fields.columns:
+            return (fields, fields.format, fields.columns, self._max_samples)
         if fields.format not in (None, "text"):
             return (fields.format, self._max_samples)
         values = values if fields.text_split == "file" else (*values, fields.text_split)

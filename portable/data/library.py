@@ -123,6 +123,8 @@ class HubDataset(Source):
         content: tuple[Any, ...] = (self._rows()._fingerprint, self._fields, self._max_samples)
         if self._fields.format not in (None, "text"):
             content = (content[0], self._fields.format, self._max_samples)
+        if self._fields.columns:
+            content = (*content, self._fields.columns)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @property

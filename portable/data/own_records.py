@@ -40,7 +40,7 @@ class OwnRecords(Source):
             if told is None:
                 told = self._digest()
             content = (self.name, plugins.digest(self.name), str(told), self._fields, self._max_samples)
-            settings = (self._fields.format, self._fields.prefix)
+            settings = (self._fields.format, self._fields.columns)
             self._key = hashlib.blake2b(repr((content, settings)).encode(), digest_size=16).hexdigest()
         return self._key
 

@@ -197,6 +197,23 @@ class PaddedCausal(Samples):
         return self._part.document(index)
 
 
+class WithColumns(Samples):
+    """Samples of one record each, with the record's further numbers, ``[batch]``."""
+
+    def __init__(self, plain: Samples, cache: TokenCache) -> None:
+        self._plain = plain
+        self._cache = cache
+        self.num_samples, self.valid_tokens = plain.num_samples, plain.valid_tokens
+        self.sequences = plain.sequences
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        numbers = [int(self._plain.documents(index)[0]) for _, index in places]
+        return {**self._plain.arrays(places), **self._cache.columns(numbers)}
+
+    def documents(self, index: int) -> Sequence[int]:
+        return self._plain.documents(index)
+
+
 class Pairs(PaddedCausal):
     """Two documents per sample, one after the other in the source: what was chosen, and what was rejected."""
 
