@@ -20,8 +20,10 @@ from portable.data.packing import PackedDocuments, packed_sizes, planned
 from portable.data.samples import (
     PackedCausal,
     PaddedCausal,
+    Pairs,
     Part,
     Samples,
+    WithColumns,
     packed_samples,
     split_blocks,
     split_documents,
@@ -56,6 +58,7 @@ CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
 )
 
 
+PREFERENCE = "preference"
 MAX_CUT = 0.05  # a larger share of truncated tokens causes a warning
 
 
@@ -403,7 +406,11 @@ class Reading:
         return None
 
     def samples(self, opened: Opened, part: Part, classes: Classes | None = None) -> Samples:
-        """The samples of a part of ``opened``."""
+        """The samples of a part of ``opened``, with its further columns."""
+        found = self._samples(opened, part, classes)
+        return WithColumns(found, opened.tokens) if opened.settings.columns else found
+
+    def _samples(self, opened: Opened, part: Part, classes: Classes | None) -> Samples:
         settings, framed, tokens = opened.settings, opened.framed, opened.tokens
         length, vocabulary = settings.seq_len, self.vocabulary
         if self.task == MASKED:
@@ -443,6 +450,8 @@ class Reading:
                 left=self.pad_left,
                 pair=_pair_frame(settings, self.tokenizer) if paired else None,
             )
+        if settings.format == PREFERENCE:
+            return Pairs(tokens, part, length, vocabulary.pad, settings.truncation)
         if settings.packing == "documents":
             plan = planned(tokens, part, length)
             return PackedDocuments(tokens, plan, length, vocabulary.pad, settings.truncation)
@@ -612,6 +621,7 @@ def _fields(settings: DataConfig, task: str) -> Fields:
         text_split=settings.text_split,
         pair=settings.text_pair_field if task == CLASSIFICATION else None,
         prefix=settings.source_prefix if task == SEQ2SEQ else "",
+        columns=settings.columns,
         format=None if settings.format == "auto" and task == CAUSAL else _format(settings, task),
     )
 
@@ -670,6 +680,9 @@ def _parts(
     settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None = None
 ) -> tuple[Part, Part]:
     left_out = None if cut is None else cut.left_out
+    if settings.format == PREFERENCE:
+        pairs = None if left_out is None else np.unique(left_out // 2)
+        return split_documents(tokens.documents // 2, settings.eval_fraction, pairs)
     if settings.packing == "documents" or not _packs(settings, task):
         return split_documents(tokens.documents, settings.eval_fraction, left_out)
     return split_blocks(_blocks(settings, task, tokens), settings.eval_fraction, left_out)
