@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.data.classes import SINGLE
-from portable.data.dataset import CLASSIFICATION
+from portable.data.samples.classes import SINGLE
+from portable.data.settings import CLASSIFICATION
 from portable.errors import UserError, one_line
 from portable.evaluation.builtin import Setting, measures_of
 from portable.loop import train_step
