@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gpu.common.staging import WriteHandle, staged
 from gpu.zero import private_api
 from portable.checkpoint.background import in_background
+from portable.model.parameters import adapted
 from portable.ranks.collectives import background_group
 from portable.terminal import native_stdout_closed
 
@@ -54,7 +55,8 @@ class ZeroSaver:
         self._staged.hold = background
         try:
             with native_stdout_closed():
-                self._engine.save_checkpoint(str(folder))
+                left_out = adapted(self._engine.module)
+                self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=left_out)
         finally:
             files = self._staged.take()
         rank = self._engine.global_rank

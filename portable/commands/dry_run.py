@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.console import say
+from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.checkpoint.external import open_external
 from portable.checkpoint.resume_external import adopt_checkpoint
@@ -62,11 +64,13 @@ def dry_run(settled: Settled) -> int:
     if data.vocab_size is not None:
         models.check_vocabulary(model, data.vocab_size)
     plan = first_plan(config, settled.world)
+    base = copy.deepcopy(model)
+    adapt(model, model_config, config)
     planner = planner_here(config, model, backend, settled.world.ranks)
     rows = _plan_rows(settled, model, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
-    for line in _notes(settled, backend, model, special_tokens, data, plan):
+    for line in _notes(settled, backend, base, special_tokens, data, plan):
         print(line, file=sys.stderr)
     say("# What this run will do")
     say(table(rows))

@@ -17,13 +17,18 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def trained_count(model: nn.Module) -> int:
+    """Number of parameters that are trained. Tied parameters count once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:
     """Floating-point operations per trained token, forward and backward.
 
-    Follows the PaLM paper (appendix B): 6 for each weight in a matrix product, plus
-    12 x layers x hidden size x sequence length for the attention scores. Embedding lookups do not count, a
-    tied output head does. Of a mixture of experts, only the active experts count. Recomputation does not
-    count.
+    Follows the PaLM paper (appendix B): 6 for each weight in a matrix product, 4 if it is frozen and has no
+    gradient, plus 12 x layers x hidden size x sequence length for the attention scores. Embedding lookups do
+    not count, a tied output head does. Of a mixture of experts, only the active experts count. Recomputation
+    does not count.
     """
     text = config.get_text_config()
     embedding = token_embedding(model)
@@ -33,7 +38,8 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: f
     layers = len(transformer_layers(model))
     hidden: int = getattr(text, "hidden_size", 0 if embedding is None else embedding.shape[1])
     weights = parameter_count(model) - looked_up - _idle_experts(model, text)
-    return 6.0 * weights + 12.0 * layers * hidden * seq_len
+    frozen = weights * (1.0 - trained_count(model) / parameter_count(model))
+    return 6.0 * weights - 2.0 * frozen + 12.0 * layers * hidden * seq_len
 
 
 def _idle_experts(model: nn.Module, text: PretrainedConfig) -> float:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.adapters.card import CARD, model_card
 from portable.checkpoint.trainer_state import TrainerState
 from portable.data import IGNORED
 from portable.errors import one_line
@@ -16,7 +19,7 @@ from portable.output.existing_run import FINAL
 from portable.output.export import export
 from portable.reporting.html_report import REPORT_FILE, write_report
 from portable.reporting.loss_plot import plot_loss
-from portable.reporting.metrics import METRICS_FILE
+from portable.reporting.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from portable.backend import Engine
@@ -39,8 +42,9 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     start = f"resuming at step {progress.step} from {source}" if source else "starting"
     if progress.step >= prepared.steps:
         start += ", which was the last: there is nothing left to train"
+    part = "" if prepared.trained == prepared.parameters else f", {prepared.trained:,} of them trained"
     rows = [
-        ("model", f"{prepared.architecture}, {prepared.parameters:,} parameters"),
+        ("model", f"{prepared.architecture}, {prepared.parameters:,} parameters{part}"),
         ("data", prepared.data.description),
         (
             "ranks",
@@ -163,7 +167,7 @@ def finish(
     if checkpoint is not None:
         places.append(("checkpoint", str(checkpoint)))
     if complete and prepared.config.checkpoint.export and exported is not None:
-        export(exported, place / FINAL)
+        _export(prepared, exported, place / FINAL, folder)
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{place / FINAL}{origin}"))
     try:
@@ -180,3 +184,16 @@ def finish(
     reporter.say(reporter.summary(places))
     if not complete:
         reporter.say(f"stopped before step {prepared.steps}, the last, as train.stop_after says")
+
+
+def _export(prepared: Prepared, checkpoint: Place, final: Place, folder: Path) -> None:
+    """Write the model, or the adapter with a card that names its base."""
+    adapter, config = prepared.adapter, prepared.config
+    if adapter is None:
+        export(checkpoint, final)
+        return
+    with TemporaryDirectory() as temporary:
+        card = Path(temporary) / CARD
+        card.write_text(model_card(config, adapter, prepared.data.description, read_metrics(folder)), "utf-8")
+        base = adapter.base if config.checkpoint.export == "merged" else None
+        export(checkpoint, final, base=base, beside={CARD: card})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.data import build_data
 from portable.data.samples.classes import SINGLE
@@ -13,7 +14,7 @@ from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
 from portable.model.document_attention import check_documents
-from portable.model.flops import flops_per_token, parameter_count
+from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.labels import (
     adopt_labels,
     classifies_end_token,
@@ -32,6 +33,7 @@ from portable.run.settle import on_device
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from portable.adapters.adapter import Adapter
     from portable.backend import Backend
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
@@ -53,8 +55,10 @@ class Prepared:
         model_config: as it is saved with the weights.
         data: tokenizer, samples and their order.
         model: on the meta device until an engine fills it.
+        adapter: in ``model``; None if all of it is trained.
         architecture: class of ``model``, before anything wraps it.
         parameters: of ``model``, tied ones counted once.
+        trained: how many of them are trained.
         flops_per_token: forward and backward, as the PaLM paper counts.
         plan: how this rank goes through a global batch.
         steps: length of the schedule.
@@ -71,8 +75,10 @@ class Prepared:
     model_config: PretrainedConfig
     data: Data
     model: PreTrainedModel
+    adapter: Adapter | None
     architecture: str
     parameters: int
+    trained: int
     flops_per_token: float
     plan: BatchPlan
     steps: int
@@ -118,6 +124,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     special_tokens.prepare(data.tokenizer)
     model = models.training_model(model_config, config)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
+    adapter = adapt(model, model_config, config)
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
@@ -142,8 +149,10 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         model_config=model_config,
         data=data,
         model=model,
+        adapter=adapter,
         architecture=architecture,
         parameters=parameters,
+        trained=trained_count(model),
         flops_per_token=flops,
         plan=batch_plan(config, backend),
         steps=steps,
