@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.data import build_data
-from portable.data.classes import SINGLE
-from portable.data.documents import listed
+from portable.data.samples.classes import SINGLE
+from portable.data.sources.documents import listed
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
