@@ -275,7 +275,7 @@ def test_prompts_that_both_begin_with() -> None:
     explicit = read_preference({"prompt": [question], "chosen": [one], "rejected": [other]}, "x")
     assert read_preference(row, "x") == explicit
     first, second = explicit
-    assert (first.prompt, len(first.messages)) == (1, 2) and second.messages[-1]["content"] == "no"
+    assert (first.prompt, len(first.messages)) == (1, 2) and second.messages[-1]["content"] == "no"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
