@@ -19,7 +19,7 @@ from portable.data import inspect_data
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_bytes, human_count, table
 from portable.model import build as models
-from portable.model.flops import parameter_count
+from portable.model.flops import counted, parameter_count, trained_count
 from portable.model.labels import problem_of
 from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
@@ -118,7 +118,7 @@ def _plan_rows(
     source = resume_source(config, checkpoints_of(settled.place))
     begun = [] if source is None else _foreign_rows(config, model, source, steps)
     return [
-        ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),
+        ("model", f"{type(model).__name__}, {counted(parameter_count(model), trained_count(model))}"),
         ("data", str(data)),
         ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
         (

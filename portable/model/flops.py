@@ -22,6 +22,12 @@ def trained_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
+def counted(parameters: int, trained: int) -> str:
+    """Both counts in words."""
+    part = "" if trained == parameters else f", {trained:,} of them trained"
+    return f"{parameters:,} parameters{part}"
+
+
 def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:
     """Floating-point operations per trained token, forward and backward.
 

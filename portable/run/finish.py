@@ -13,6 +13,7 @@ from portable.data import IGNORED
 from portable.errors import one_line
 from portable.formatting import table
 from portable.model.build import positions
+from portable.model.flops import counted
 from portable.model.shape_hints import shape_hints
 from portable.output.existing_run import FINAL
 from portable.output.export import export
@@ -41,9 +42,8 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     start = f"resuming at step {progress.step} from {source}" if source else "starting"
     if progress.step >= prepared.steps:
         start += ", which was the last: there is nothing left to train"
-    part = "" if prepared.trained == prepared.parameters else f", {prepared.trained:,} of them trained"
     rows = [
-        ("model", f"{prepared.architecture}, {prepared.parameters:,} parameters{part}"),
+        ("model", f"{prepared.architecture}, {counted(prepared.parameters, prepared.trained)}"),
         ("data", prepared.data.description),
         (
             "ranks",
