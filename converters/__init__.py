@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from converters.adapters.adapter import Adapter, find_adapter
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.errors import CheckpointError
-    from converters.fingerprint import fingerprint
+    from converters.fingerprints import fingerprint
     from converters.formats.dcp.checksums import item_checksums, write_shard_checksums
     from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
@@ -54,7 +54,7 @@ _MODULES = {
     "Tensor": "converters.tensors.tensor",
     "check_manifest": "converters.manifest",
     "find_adapter": "converters.adapters.adapter",
-    "fingerprint": "converters.fingerprint",
+    "fingerprint": "converters.fingerprints",
     "item_checksums": "converters.formats.dcp.checksums",
     "manifest_entries": "converters.manifest",
     "manifest_text": "converters.manifest",

@@ -61,8 +61,8 @@ class Checkpoint:
         documents: small files that are written beside the tensors: name -> content.
 
     `optimizer` may be a function of `aliases`, called at the first use, so that the model is readable where
-    the optimizer is not; `counters` is called likewise. With `ties=False`, equal tensors keep all their names. These callables must not reference the `Checkpoint`:
-    the cycle would keep its files open.
+    the optimizer is not; `counters` is called likewise. These callables must not reference the `Checkpoint`:
+    the cycle would keep its files open. With `ties=False`, equal tensors keep all their names.
     """
 
     def __init__(

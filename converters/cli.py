@@ -229,7 +229,7 @@ def _convert(options: argparse.Namespace) -> int:
 def _adapter(
     checkpoint: Checkpoint, options: argparse.Namespace
 ) -> tuple[Checkpoint, Callable[[], Plan] | None]:
-    """What to write where SRC holds an adapter: the merged model; or the adapter, and the plan of its folder."""
+    """What to write where SRC holds an adapter: the merged model; or the adapter, and its folder's plan."""
     from converters.adapters.adapter import find_adapter
     from converters.adapters.config import given_config
     from converters.adapters.merging import merge
@@ -238,9 +238,12 @@ def _adapter(
     from converters.storage.path_or_url import place
     from converters.writers.safetensors_writer import plan_adapter
 
-    given = [
-        f"--{name}" for name in ("merge-into", "adapter-config", "adapter-name") if _option(options, name)
-    ]
+    asked = {
+        "--merge-into": options.merge_into,
+        "--adapter-config": options.adapter_config,
+        "--adapter-name": options.adapter_name,
+    }
+    given = [name for name, value in asked.items() if value is not None]
     if options.to != "safetensors" and options.merge_into is None:
         if given:
             raise CheckpointError(f"{given[0]}: adapters are written as safetensors only; leave out --to")
@@ -255,7 +258,7 @@ def _adapter(
         if adapter.base and not options.quiet:
             _note(
                 f"{len(adapter.base)} tensors of the base model are left out; --merge-into {options.src} "
-                "writes the merged model"
+                "writes it merged, if that is all of them"
             )
         return adapter.checkpoint, lambda: plan_adapter(
             adapter, dtype=options.dtype, optimizer=options.optimizer
@@ -273,11 +276,6 @@ def _adapter(
             "the adapter changes only one of the tied embeddings: they become two, tie_word_embeddings: false"
         )
     return merged, None
-
-
-def _option(options: argparse.Namespace, name: str) -> str | None:
-    value: str | None = getattr(options, name.replace("-", "_"))
-    return value
 
 
 def _note(text: str) -> None:

@@ -8,7 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from converters.commands import FAILED, REFUSED, command
-from portable.errors import ReportedElsewhereError, RunError, StoppedError, UserError, one_line
+from portable.commands.init import INIT, init
+from portable.errors import ReportedElsewhereError, RunError, StoppedError, UserError, report
 from portable.ranks.parent_death import die_with_parent
 from portable.terminal import loading
 
@@ -25,15 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from portable.config import parse_args
         from portable.ranks.slurm import rank_variables
 
+        words = sys.argv[1:] if argv is None else argv
+        if words[:1] == [INIT]:
+            return init(words[1:])
         os.environ.update(rank_variables(os.environ))
-        return run(parse_args(_without_local_rank(sys.argv[1:] if argv is None else argv)))
+        return run(parse_args(_without_local_rank(words)))
     except UserError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        report(error)
         return REFUSED
     except ReportedElsewhereError as error:
         return error.exit_code
     except RunError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        report(error)
         return error.exit_code if isinstance(error, StoppedError) else FAILED
 
 

@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
 MUTANTS: dict[str, Mutant] = {
     "the loss is divided by all tokens, padding among them": Mutant(
         "portable/loop.py",
-        'valid = backend.total(sum(count_valid(batch["labels"]) for batch in batches))',
+        "valid = backend.total(sum(engine.objective.weight(batch) for batch in batches))",
         'valid = backend.total(sum(batch["labels"].numel() for batch in batches))',
         ("tests/test_engines.py::test_trains_as_plain_torch_does",),
     ),

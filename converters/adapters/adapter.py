@@ -104,8 +104,15 @@ class Adapter:
             raise CheckpointError(f"{self.root}: holds the adapter alone; give its base model")
         config = self.trained_config
         companions = {} if config is None else {"config.json": config}
+        # Trained biases are the base's own parameters; a module that is trained whole is a copy.
+        trained = {
+            f"{part.module}.{part.leaf}": self.checkpoint.tensors[name]
+            for name, part in self.parts.items()
+            if not part.kind and part.adapter is None
+        }
+        tensors = {**trained, **self.base}
         return Checkpoint(
-            format=self.checkpoint.format, root=self.root, tensors=self.base, companions=companions
+            format=self.checkpoint.format, root=self.root, tensors=tensors, companions=companions
         )
 
     @property

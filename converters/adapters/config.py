@@ -20,11 +20,35 @@ if TYPE_CHECKING:
 
 TYPES = ("LORA", "IA3", "TRAINABLE_TOKENS")
 _BIASES = ("none", "all", "lora_only")
-# Settings of LoRA that change what is added to a weight, in ways that are not supported.
-UNSUPPORTED = (
-    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
-    *("monteclora_config", "use_bdlora", "use_qalora"),
+# Settings that are read here, and those that do not change what is added to a weight. An adapter with others
+# set is not merged: aLoRA, Arrow, KaSA, QALoRA, BD-LoRA, MonteCLoRA, replicated layers, and what is to come.
+_READ = (
+    *(
+        "peft_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+    ),
+    *("use_dora", "bias", "fan_in_fan_out", "target_parameters", "trainable_token_indices", "token_indices"),
+    *("feedforward_modules", "ensure_weight_tying", "modules_to_save", "init_lora_weights", "lora_bias"),
 )
+_HARMLESS = (
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules"),
+    *(
+        "exclude_modules",
+        "lora_dropout",
+        "layers_to_transform",
+        "layers_pattern",
+        "loftq_config",
+        "eva_config",
+    ),
+    *("corda_config", "lora_ga_config", "velora_config", "qalora_group_size", "runtime_config"),
+    *("init_ia3_weights", "init_weights", "megatron_core"),
+)
+KNOWN = frozenset((*_READ, *_HARMLESS))
 # Initialisations that subtract from the base's weights, which the adapter then needs instead of the base.
 CHANGES_BASE = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
 # A pattern comes from a file: its worst case must be bounded.

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters.adapters.base_names import BaseNames, Found
-from converters.adapters.config import CHANGES_BASE, UNSUPPORTED
+from converters.adapters.config import CHANGES_BASE, KNOWN
 from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
 from converters.checkpoint import Checkpoint
 from converters.companions import MERGED
 from converters.errors import CheckpointError, blame, printable
-from converters.fingerprint import fingerprint
+from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, same_values
 from converters.storage.guarded import read_small_text
 from converters.tensors.casting import cast_dtype, parse_dtype
@@ -38,21 +38,25 @@ if TYPE_CHECKING:
     from converters.tensors.computed import Edit
     from converters.tensors.tensor import Array, Tensor
 
-# Modules of transformers whose weights have inputs as rows, by model type; and parameters of stacked experts
-# that have. Both matter only where a matrix is square.
-_INPUTS_FIRST = {
+# Modules of transformers whose weights have inputs as rows (`Conv1D`), and parameters of stacked experts that
+# have (`is_transposed`), by model type. It matters where a matrix is square.
+INPUTS_FIRST = {
     **dict.fromkeys(
-        ("gpt2", "imagegpt", "decision_transformer", "openai-gpt"), ("c_attn", "q_attn", "c_fc", "c_proj")
+        ("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"),
+        ("c_attn", "q_attn", "c_fc", "c_proj"),
     ),
     **dict.fromkeys(
-        ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+        ("aria", "aria_text", "gpt_oss", "openai_privacy_filter"),
         ("gate_up_proj", "down_proj"),
     ),
 }
 _TOKENIZER = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|.+\.model"
 )
-_WITH_HEAD = re.compile(r".*(ForCausalLM|LMHeadModel)")
+# Models with a head over the vocabulary: it is `lm_head`, or called otherwise.
+_WITH_HEAD = re.compile(r".*(ForCausalLM|LMHeadModel|ForConditionalGeneration)")
+_WITH_OTHER_HEAD = re.compile(r".*(ForMaskedLM|ForPreTraining)")
+_OTHER_HEAD = "the head over the vocabulary"
 _LABELS = ("id2label", "label2id", "num_labels", "problem_type")
 _LABELLED = ("SEQ_CLS", "TOKEN_CLS")
 # Modules whose factors are kept, for a few threads: those that are written now, and those that come next.
@@ -96,14 +100,14 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
 def check_mergeable(adapter: Adapter) -> None:
     """Refuse an adapter whose settings change what is added to a weight in ways not supported here."""
     config = adapter.config
-    for key in UNSUPPORTED:
-        if config.values.get(key):
-            raise CheckpointError(f"{config.path}: {key} is set, which cannot be merged here")
+    for key, value in config.values.items():
+        if value and key not in KNOWN:
+            raise CheckpointError(f"{config.path}: {printable(key)[:60]} is set, which cannot be merged here")
     initial = config.values.get("init_lora_weights")
     if isinstance(initial, str) and CHANGES_BASE.fullmatch(initial):
         raise CheckpointError(
-            f"{config.path}: init_lora_weights is {printable(initial)[:40]!r}, which changes the base's weights "
-            "too; save the adapter with path_initial_model_for_weight_conversion"
+            f"{config.path}: init_lora_weights is {printable(initial)[:40]!r}, which changes the base's "
+            "weights too; save the adapter with path_initial_model_for_weight_conversion"
         )
 
 
@@ -197,13 +201,15 @@ class _Merge:
         """The head that a language model with no head of its own shares with its embedding."""
         architectures = self.base_config.get("architectures")
         named = architectures[0] if isinstance(architectures, list) and architectures else None
-        if not isinstance(named, str) or not _WITH_HEAD.fullmatch(named):
+        if not isinstance(named, str) or self.base_config.get("tie_word_embeddings") is False:
             return {}
         names = list(self.base.tensors)
-        if any(_ends(name, HEADS) for name in [*names, *self.base.aliases]):
-            return {}
         embeddings = [name for name in names if _ends(name, EMBEDDINGS)]
-        return {"lm_head.weight": embeddings[0]} if len(embeddings) == 1 else {}
+        if len(embeddings) != 1 or any(_ends(name, HEADS) for name in [*names, *self.base.aliases]):
+            return {}
+        if _WITH_HEAD.fullmatch(named):
+            return {"lm_head.weight": embeddings[0]}
+        return {_OTHER_HEAD: embeddings[0]} if _WITH_OTHER_HEAD.fullmatch(named) else {}
 
     def _find(self, live: str) -> Found:
         with blame(self.base.root):
@@ -212,16 +218,16 @@ class _Merge:
             near = self.names.nearest(live)
             hint = f"; the nearest is {near!r}" if near else ""
             raise CheckpointError(
-                f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes{hint}; give the base "
-                "that the adapter was trained on"
+                f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes{hint}; give the "
+                "base that the adapter was trained on"
             )
         return found
 
     def _misfit(self, live: str, shape: Sequence[int], *theirs: Tensor) -> CheckpointError:
         shapes = " and ".join(str(list(tensor.shape)) for tensor in theirs)
         return CheckpointError(
-            f"{self.base.root}: {live!r} has shape {list(shape)}, which {shapes} in {self.adapter.root} do not "
-            "fit; give the base that the adapter was trained on"
+            f"{self.base.root}: {live!r} has shape {list(shape)}, which {shapes} in {self.adapter.root} do "
+            "not fit; give the base that the adapter was trained on"
         )
 
     def _change(self, name: str, lead: int) -> _Change:
@@ -235,7 +241,7 @@ class _Merge:
         kind = self.base_config.get("model_type")
         leaf = live.removesuffix(".weight").rpartition(".")[2]
         if isinstance(kind, str):
-            return leaf in _INPUTS_FIRST.get(kind, ())
+            return leaf in INPUTS_FIRST.get(kind, ())
         return self.config.fan_in_fan_out
 
     # -- LoRA ------------------------------------------------------------------------------------------------
@@ -302,7 +308,7 @@ class _Merge:
         self._change(found.whole, 0).edits.append(edit)
 
     def _target_parameters(self, path: str) -> list[str]:
-        """The parameters of a module that `target_parameters` names, in the order in which peft wraps them."""
+        """The parameters of a module that `target_parameters` names, in the order that peft wraps them."""
         found = []
         for target in self.config.target_parameters:
             leaf = target.rpartition(".")[2]
@@ -481,20 +487,19 @@ class _Merge:
 
         An adapter on an embedding does not change the head that shares its weights, nor the other way round.
         """
-        apart = False
+        apart = ""
         for alias, owner in self.ties.items():
             mine, theirs = self.changes.get(alias), self.changes.get(owner)
             if self._stay_tied(alias, mine, theirs):
                 self.changes.pop(alias, None)
-                continue
-            apart = True
+            else:
+                apart = alias
         if not apart:
             return []
-        if self.base_config.get("is_encoder_decoder"):
-            alias, owner = next(iter(self.ties.items()))
+        if self.base_config.get("is_encoder_decoder") or _OTHER_HEAD in self.ties:
             raise CheckpointError(
-                f"{self.base.root}: {alias!r} and {owner!r} are one parameter, which {self.adapter.root} changes "
-                "under one name only; in an encoder-decoder model they cannot be untied"
+                f"{self.base.root}: {self.ties[apart]!r} and {apart!r} are one parameter, of which "
+                f"{self.adapter.root} changes one use only; in this architecture they cannot be untied"
             )
         self.config_changes["tie_word_embeddings"] = False
         return list(self.ties)
@@ -526,7 +531,8 @@ class _Merge:
             return tensor
         if tensor.dtype not in CASTABLE:
             raise CheckpointError(
-                f"{self.base.root}: {name!r} is {tensor.dtype}, quantised; give the model that it was made from"
+                f"{self.base.root}: {name!r} is {tensor.dtype}, quantised; give the model that it was made "
+                "from"
             )
         source = change.source if change.source is not None else tensor
         if change.edits and source.shape != tensor.shape and len(source.shape) != len(tensor.shape):
@@ -540,11 +546,13 @@ class _Merge:
 
 
 def _load_vector(tensor: Tensor, scaling: float) -> Array:
-    return _whole(tensor).reshape(-1) * np.float32(scaling)
+    values: Array = _whole(tensor).reshape(-1) * np.float32(scaling)
+    return values
 
 
 def _whole(tensor: Tensor) -> Array:
-    return tensor.read().astype(np.float32)
+    values: Array = tensor.read().astype(np.float32)
+    return values
 
 
 def _ends(name: str, endings: Sequence[str]) -> bool:

@@ -115,11 +115,14 @@ def assign(
     names = list(names)
     parts = {name: part for name in names if (part := part_of(name)) is not None}
     rest = [name for name in names if name not in parts]
-    held = sorted({part.adapter for part in parts.values() if part.adapter is not None})
+    held = sorted({part.adapter for part in parts.values() if part.adapter is not None and part.kind})
     if not held:
-        # peft's own file: what is no part of the adapter replaces a tensor of the base.
+        # peft's own file: what is no part of the adapter replaces a tensor of the base. With `bias: all`,
+        # peft also saves the biases of a replaced module under the names that it has in the live model.
         if all(name.startswith(PREFIX) for name in names):
-            return {**parts, **{name: replaced(name) for name in rest}}, []
+            parts = {name: part for name, part in parts.items() if part.kind}
+            rest = [name for name in names if not {_MODULES_TO_SAVE, _ORIGINAL} & set(name.split("."))]
+            return parts | {name: replaced(name) for name in rest if name not in parts}, []
     elif wanted is None and len(held) > 1:
         raise CheckpointError(
             f"{where}: holds several adapters ({', '.join(held)}); choose one with --adapter-name"

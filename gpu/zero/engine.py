@@ -30,7 +30,7 @@ from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
-from portable.model.loss import Objective, added
+from portable.model.loss import Objective, added, shares
 from portable.model.parameters import adapted, materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
@@ -155,7 +155,7 @@ def _make_swap_folder(model: nn.Module, config: RunConfig, machine: Machine, at_
     """Create an empty folder for this run's swap files, and remove it at the end."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        per_rank = footprint(inspect(model), config, Cluster(machine.world_size, local)).disk
+        per_rank = footprint(inspect(model, config.train), config, Cluster(machine.world_size, local)).disk
         nvme.check_room(config, per_rank * local)
         folder = nvme.run_folder(config)
         shutil.rmtree(folder, ignore_errors=True)
@@ -191,7 +191,8 @@ class ZeroEngine:
     ) -> None:
         self.model: nn.Module = engine.module
         self._engine = engine
-        self._objective = Objective(self.model, config.train.global_batch_size)
+        self.objective = Objective.of(self.model, config)
+        self._settings = config.train
         self._sharded = stage == 3
         self._device = machine.device
         # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
@@ -218,11 +219,11 @@ class ZeroEngine:
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._partitions.refresh()
         self._engine.set_gradient_accumulation_boundary(last)
-        loss = self._objective(self._engine, batch, valid)
+        loss, numbers = self.objective(self._engine, batch, valid)
         # DeepSpeed checks gradients only, and an infinite loss can have finite ones: make them NaN.
         finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
         self._engine.backward(loss * (finite * self._loss_scale), scale_wrt_gas=False)
-        return loss.detach()
+        return shares(loss, numbers)
 
     def update(
         self,
@@ -236,7 +237,7 @@ class ZeroEngine:
         if self.health().halted:
             optimizer.zero_grad(set_to_none=True)
             return torch.full((), torch.nan, device=self._device)
-        set_rates(optimizer, learning_rate, betas)
+        set_rates(optimizer, learning_rate, betas, self._settings)
         private_api.set_max_norm(optimizer, max_norm)
         try:
             self._engine.step()
@@ -274,7 +275,7 @@ class ZeroEngine:
     def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._partitions.refresh()
         self._engine.eval()
-        sums = self._objective.evaluated(self.model, batch, measure)
+        sums = self.objective.evaluated(self.model, batch, measure)
         self._engine.train()
         return added(totals, sums)
 

@@ -131,16 +131,14 @@ class _StagingEngine:
         return files
 
     def save(self, state_dict: Any, path: str) -> None:
-        if (
-            self._kept is not None and "module" in state_dict
-        ):  # DeepSpeed leaves other names of frozen ones in
-            module = state_dict["module"]
-            state_dict["module"] = {name: module[name] for name in module if name in self._kept}
-        for part in ("module", "frozen_param_fragments"):
-            held = state_dict.get(part) or {}
-            for name, tensor in self._exact.items():
-                if name in held and held[name].numel() == tensor.numel():  # stage 3 has placeholders
-                    held[name] = tensor
+        if self._kept is not None and "module" in state_dict:  # with other names of tied, frozen ones
+            whole = state_dict["module"]
+            state_dict["module"] = {name: whole[name] for name in whole if name in self._kept}
+        module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
+        fragments.update({name: tensor for name, tensor in self._exact.items() if name in fragments})
+        for name, tensor in {**fragments, **self._exact}.items():
+            if name in module and module[name].shape == tensor.shape:  # stage 3 has placeholders there
+                module[name] = tensor  # which is stored once then
         content = staged(state_dict) if self.hold else state_dict
         file = _File(Path(path), content, self._zipfile)
         if self.hold:

@@ -81,6 +81,7 @@ def check(config: RunConfig) -> None:
         _adapter,
         _data,
         _train,
+        _loss,
         _machine,
         _memory,
         _deepspeed,
@@ -296,6 +297,17 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             f"train.optimizer adafactor needs parameters with their shapes, but strategy {config.strategy} "
             "flattens them; use adamw, or strategy full_shard",
         )
+
+
+def _loss(config: RunConfig) -> Iterator[ConflictError]:
+    train = config.train
+    for name in ("label_smoothing", "z_loss"):
+        if getattr(train, name) and train.loss is not None:
+            yield ConflictError(
+                (f"train.{name}", "train.loss"),
+                f"train.{name} {getattr(train, name):g} changes the cross-entropy, which train.loss "
+                "replaces; remove one of the two",
+            )
 
 
 def _schedule(train: TrainConfig) -> Iterator[ConflictError]:

@@ -20,6 +20,7 @@ from portable.config.types import (
     OneOrMany,
     OpenMapping,
     PathText,
+    PlugIn,
     Section,
 )
 from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
@@ -72,6 +73,12 @@ class ModelConfig(Section):
         description="With model.name_or_path: start from its weights (pretrained), or keep only its "
         "architecture and initialize random weights (scratch). Without model.name_or_path the model is "
         "always built from scratch.",
+        json_schema_extra=IDENTITY,
+    )
+    function: PlugIn | None = Field(
+        default=None,
+        description="A function of your own, package.module:name, that gets the model on the meta device and "
+        "changes it or returns another. Importing its module may register model types.",
         json_schema_extra=IDENTITY,
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
@@ -193,7 +200,7 @@ class AdapterConfig(Section):
 
 
 class DataConfig(Section):
-    """The data."""
+    """What is trained on: source, format, template, tokens, packing."""
 
     # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
     # digest of the tokens, which must match.
@@ -201,7 +208,8 @@ class DataConfig(Section):
     source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
         description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), "
-        "local or by URL. Null: the source code of Python's standard library, without a download.",
+        "local or by URL, or package.module:name, code of your own that gives records. Null: the source "
+        "code of Python's standard library, without a download.",
         json_schema_extra=OF_SOURCE,
     )
     config_name: str | None = Field(
@@ -381,6 +389,14 @@ class DataConfig(Section):
         return (self.source,) if isinstance(self.source, str) else self.source
 
 
+class ParameterGroup(Section):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    pattern: str = Field(min_length=1)
+    learning_rate: float | None = Field(default=None, gt=0)
+    weight_decay: float | None = Field(default=None, ge=0)
+
+
 class TrainConfig(Section):
     """Length, batch sizes, optimizer and schedule."""
 
@@ -415,6 +431,34 @@ class TrainConfig(Section):
         "Lower it if memory runs out: only the speed changes. auto: the largest that fits, found by trial "
         "and reused while the settings stay the same; on a CPU without a memory limit (ulimit -v) up to 4; "
         "not on XLA. The default is lowered to a divisor of the global batch.",
+    )
+    loss: PlugIn | None = Field(
+        default=None,
+        description="A loss of your own: package.module:name, or package.module:name(argument=value). Null: "
+        "cross-entropy, or the loss of a classifier's problem_type.",
+        json_schema_extra=IDENTITY,
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each target that is spread evenly over all tokens or classes. The loss of an "
+        "evaluation stays the plain one.",
+        json_schema_extra=IDENTITY,
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the squared logarithm of the softmax's normalizer, which keeps logits from "
+        "drifting; 1e-4 is common for pretraining. Not part of the loss of an evaluation.",
+        json_schema_extra=IDENTITY,
+    )
+    neftune_noise_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        description="Size of the noise that is added to embeddings in training (NEFTune); 5 is common for "
+        "fine-tuning on conversations.",
+        json_schema_extra=IDENTITY,
     )
     optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
         default="adamw",
@@ -504,6 +548,14 @@ class TrainConfig(Section):
         "for adamw, added to the gradient for sgd.",
         json_schema_extra=IDENTITY,
     )
+    parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Parameters with values of their own, as in [{pattern: lora_B, learning_rate: 5.0e-3}, "
+        "{pattern: embed_tokens, weight_decay: 0}]. pattern is a regular expression, searched in names; the "
+        "first match counts. learning_rate follows the schedule as train.learning_rate does, in proportion. "
+        "weight_decay spares biases and norms as well.",
+        json_schema_extra=IDENTITY,
+    )
     max_grad_norm: float | None = Field(
         default=1.0,
         gt=0,
@@ -541,6 +593,11 @@ class TrainConfig(Section):
         "exact_match and rouge_l of generated texts (seq2seq-lm; up to a forward pass for each token); or "
         "package.module:name, a function or class of your own. Null: all of the task that generate nothing; "
         "[]: the loss alone.",
+    )
+    callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = Field(
+        default=(),
+        description="Callbacks of your own, as package.module:name or package.module:name(argument=value). "
+        "They are called at the start, after steps, logs, evaluations and saves, and at the end.",
     )
     early_stopping_patience: int | None = Field(
         default=None,

@@ -6,7 +6,7 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 _NEAR = 0.72
 _LONGEST = 120
@@ -29,6 +29,17 @@ _VALIDATION = "set data.eval, such as {source: test.jsonl}, or data.eval_fractio
 _DATA_WORK = "texts are tokenized once, on all cores, and cached in data.cache_dir; leave it out"
 _FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
 _LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
+
+_PROGRAMS: tuple[tuple[str, set[str], set[str]], ...] = (
+    ("axolotl", {"base_model"}, {"datasets", "sequence_len", "micro_batch_size", "adapter", "num_epochs"}),
+    ("LLaMA-Factory", {"model_name_or_path"}, {"stage", "finetuning_type", "cutoff_len", "dataset_dir"}),
+    (
+        "the Trainer or TRL",
+        set(),
+        {"per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps", "logging_steps"},
+    ),
+)
+"""What tells a config file of another program: keys that it has, and keys of which it has one or more."""
 
 ELSEWHERE = {
     # The Trainer's, and those of transformers' example scripts.
@@ -331,3 +342,11 @@ def _elsewhere(leaf: str) -> str | None:
 
 def _ratio(a: str, b: str) -> float:
     return SequenceMatcher(None, a, b).ratio()
+
+
+def program_of(values: Mapping[str, object]) -> str | None:
+    """The program whose config file has the top-level keys ``values``, or None."""
+    for program, all_of, one_of in _PROGRAMS:
+        if all_of <= values.keys() and one_of & values.keys():
+            return program
+    return None

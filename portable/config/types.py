@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from converters.errors import CheckpointError
 from converters.storage.path_or_url import expanded
+from portable import plugins
 
 IDENTITY: dict[str, JsonValue] = {"identity": True}
 """Marks a field that defines the run; see ``RunConfig.fingerprint``."""
@@ -90,6 +91,14 @@ OpenMapping = Annotated[dict[str, Any], BeforeValidator(_plain_mapping)]
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many), Field(strict=False)]
 """A list of names; a single name needs no brackets."""
+
+
+def _canonical(value: object) -> object:
+    return str(plugins.parse(value)) if isinstance(value, str) else value
+
+
+PlugIn = Annotated[str, Field(min_length=1), BeforeValidator(_canonical)]
+"""A name of code of the user's, see :mod:`portable.plugins`; equal ones have equal text."""
 
 OneOrMany = BeforeValidator(_one_or_many)
 NamesOrPattern = BeforeValidator(_pattern_alone)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.storage.object_store import is_url
+from portable import plugins
 from portable.data.documents import Document, Fields, Source, text_only
 from portable.data.files import LocalFiles, local_files
 from portable.data.library import HubDataset
+from portable.data.own_records import OwnRecords
 from portable.data.remote_files import RemoteFiles, remote_files
 from portable.data.standard_library import StandardLibrary
 from portable.errors import UserError
@@ -55,6 +57,10 @@ def open_source(
     names = [source] if isinstance(source, str) else list(source)
     if not names or not all(names):
         raise UserError("data.source: it is empty; set it to a hub data set, files or null")
+    if any(map(plugins.names_code, names)):
+        if len(names) > 1 or config_name is not None:
+            raise UserError(f"data.source: {names[0]}: code of your own stands alone; name nothing else")
+        return OwnRecords(names[0], fields, max_samples)
     if any(map(is_url, names)):
         downloads = downloads or default_cache_dir() / "downloads"
         return _remote_files(names, fields, config_name, max_samples, downloads)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from portable import plugins
 from portable.errors import UserError, one_line
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import one_layer_per_kind, trial_forward
@@ -42,6 +43,8 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
+    if settings.function is not None:  # importing it may register a model type
+        plugins.load("model.function", settings.function)
     if settings.name_or_path is None:
         given = dict(settings.config or {})
         model_type = given.pop("model_type", None)
@@ -204,6 +207,8 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
             dtype=torch.float32,
             trust_remote_code=settings.trust_remote_code,
         )
+        if settings.function is not None:
+            model = changed(model, settings.function)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:  # created as a parameter, so it has no value
@@ -211,8 +216,28 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     return model
 
 
+def changed(model: PreTrainedModel, function: str) -> PreTrainedModel:
+    """``model`` as ``model.function`` changes it, or the model that it returns.
+
+    Raises:
+        UserError: if it fails or returns something else.
+    """
+    from transformers import PreTrainedModel
+
+    told = f"model.function: {function}"
+    with plugins.told_as(told):
+        found = plugins.load("model.function", function)(model)
+    found = model if found is None else found
+    if not isinstance(found, PreTrainedModel):
+        raise UserError(f"{told}: returns a {type(found).__name__}, not a transformers model or None")
+    found.__dict__["changed_by"] = function  # so that it can be made again, for its initial weights
+    return found
+
+
 def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
     """Explain why building the model raised ``error``."""
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, ImportError):
         return f"model: {one_line(error)}"
     if isinstance(error, KeyError) and error.args:

@@ -6,7 +6,6 @@ an engine stores it; a trained parameter is fp32.
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,10 @@ import torch
 
 from portable.errors import UserError
 from portable.model.parameters import tied_names
+from portable.patterns import matching
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from torch import nn
 
@@ -65,8 +65,10 @@ def freeze_by_pattern(model: nn.Module, settings: TrainConfig, dtype: torch.dtyp
     names = {first: [first, *others] for first, others in tied_names(model).items()}
     chosen = set(names)
     if settings.trainable is not None:
-        chosen = matching("train.trainable", settings.trainable, names)
-    chosen -= matching("train.frozen", settings.frozen, names)
+        found = [matching("train.trainable", pattern, names) for pattern in settings.trainable]
+        chosen = set().union(*found)
+    for pattern in settings.frozen:
+        chosen -= matching("train.frozen", pattern, names)
     if not chosen:
         key = "train.frozen" if settings.frozen else "train.trainable"
         raise UserError(f"{key}: nothing is left to train; let at least one parameter be trained")
@@ -86,45 +88,6 @@ def tie_notes(model: nn.Module, settings: TrainConfig) -> list[str]:
         for name, others in tied_names(model).items()
         if len({named(one) for one in (name, *others)}) > 1
     ]
-
-
-def matching(key: str, patterns: Sequence[str], names: Mapping[str, Sequence[str]]) -> set[str]:
-    """The parameters that one of ``patterns`` matches.
-
-    Args:
-        key: of the setting, for messages.
-        patterns: regular expressions, searched in names.
-        names: all names of each parameter, by its first one.
-
-    Raises:
-        UserError: for a pattern that is not a regular expression or matches nothing.
-    """
-    found: set[str] = set()
-    for pattern in patterns:
-        expression = compiled(key, pattern)
-        hits = {first for first, every in names.items() if any(expression.search(one) for one in every)}
-        if not hits:
-            raise UserError(f"{key}: {pattern!r} matches no parameter{nearest(pattern, names)}")
-        found |= hits
-    return found
-
-
-def compiled(key: str, pattern: str) -> re.Pattern[str]:
-    """Compile ``pattern``; raise UserError if it is not a regular expression."""
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{key}: {pattern!r} is not a regular expression ({error})") from error
-
-
-def nearest(pattern: str, names: Collection[str]) -> str:
-    """The end of a message: the parts of ``names`` that are most like ``pattern``."""
-    words = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdigit())
-    wanted = re.findall(r"\w*[a-z]\w*", pattern, re.IGNORECASE)
-    near = [near for word in wanted for near in difflib.get_close_matches(word, words, n=2) if near != word]
-    if near:
-        return f"; did you mean {' or '.join(dict.fromkeys(near))}?"
-    return f"; parameters are named like {list(names)[-1]}"
 
 
 def keep_as_stored(model: nn.Module, tensors: Mapping[str, Any], precision: str) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.utils.deterministic
 from torch import nn
 
+from portable.model.build import changed
 from portable.model.layers import transformer_layers
 from portable.model.parameters import state_tensors
 from portable.model.tensors import InMemoryTensor, ReadableTensor
@@ -79,6 +80,8 @@ class Blueprint:
         with torch.random.fork_rng(devices=[]), _nothing_left_to_chance():
             torch.default_generator.manual_seed(seed)
             model: PreTrainedModel = kind._from_config(copy.deepcopy(self.model.config), dtype=torch.float32)
+            if (function := self.model.__dict__.get("changed_by")) is not None:
+                model = changed(model, function)
         for parameter in model.parameters():
             if not parameter.is_meta:
                 parameter.detach().nan_to_num_(nan=0.0)  # values that the architecture does not initialize

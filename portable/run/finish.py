@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.adapters.card import CARD, model_card
+from portable.checkpoint.trainer_state import TrainerState
 from portable.data import IGNORED
 from portable.errors import one_line
-from portable.formatting import table
+from portable.formatting import human_count, table
 from portable.model.build import positions
-from portable.model.flops import counted
+from portable.model.flops import parameters_in_words
 from portable.model.shape_hints import shape_hints
 from portable.output.existing_run import FINAL
 from portable.output.export import export
@@ -43,7 +44,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     if progress.step >= prepared.steps:
         start += ", which was the last: there is nothing left to train"
     rows = [
-        ("model", f"{prepared.architecture}, {counted(prepared.parameters, prepared.trained)}"),
+        ("model", f"{prepared.architecture}, {parameters_in_words(prepared.parameters, prepared.trained)}"),
         ("data", prepared.data.description),
         (
             "ranks",
@@ -53,9 +54,12 @@ def headline(prepared: Prepared, restored: Restored) -> str:
         (
             "batch",
             f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens a step; on each rank "
-            f"{plan.accumulation_steps} x {plan.micro_batch_size}" + (" (auto)" if prepared.searches else ""),
+            f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
+            f"{human_count(plan.micro_batch_size, 'sequence')}" + (" (auto)" if prepared.searches else ""),
         ),
     ]
+    if (moved := _moved(prepared, restored)) is not None:
+        rows.append(("moved", moved))
     hints = shape_hints(
         prepared.model_config,
         tokens=plan.micro_batch_size * config.data.seq_len,
@@ -65,6 +69,17 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     external = restored.external
     begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
     return "\n".join([start, table(rows), *begun, *hints])
+
+
+def _moved(prepared: Prepared, restored: Restored) -> str | None:
+    """From which ranks to which the run has moved, if it has; on rank 0 only."""
+    backend, source = prepared.backend, restored.source
+    if source is None or restored.external is not None or backend.rank != 0:
+        return None
+    state = TrainerState.read(source)
+    before = f"{state.backend} {state.strategy} x {state.world_size}"
+    now = f"{backend.name} {prepared.config.strategy} x {backend.world_size}"
+    return None if before == now else f"{before} → {now}, at step {state.step}"
 
 
 def ranks_in_words(ranks: int, devices_per_rank: int) -> str:

@@ -15,6 +15,7 @@ from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.flops import flops_per_token, parameter_count, trained_count
+from portable.model.freezing import tie_notes
 from portable.model.labels import (
     adopt_labels,
     classifies_end_token,
@@ -23,6 +24,7 @@ from portable.model.labels import (
     problem_of,
 )
 from portable.model.special_tokens import SpecialTokens
+from portable.optim.optimizers import groups_of
 from portable.optim.schedule import build_schedule
 from portable.registry import backend_package
 from portable.run import micro_batch
@@ -115,7 +117,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
-    measures = measures_of(config.train.metrics, Setting(of_task, data.label_names, data.tokenizer))
+    setting = Setting(of_task, data.label_names, data.tokenizer, own_loss=config.train.loss is not None)
+    measures = measures_of(config.train.metrics, setting)
     if measures.texts is not None and backend.one_program and backend.world_size > 1:
         names = " and ".join(measures.texts.names)
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
@@ -124,6 +127,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     model = models.training_model(model_config, config)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
     adapter = adapt(model, model_config, config)
+    groups_of(model, config.train)  # refuses patterns that do not fit
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
@@ -134,6 +138,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     # A new model has no special tokens to lose.
     replaced = [] if config.model.name_or_path is None else aligned
     notes = notes_on(settled, model_config, replaced, data.sizes)
+    notes += [f"note: {note}" for note in tie_notes(model, config.train)]
     if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
         notes.append(f"note: problem_type is {found.problem}, as the labels and num_labels have it")
     if known is not None and known.renamed(data.label_names):

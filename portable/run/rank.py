@@ -20,6 +20,7 @@ from portable.ranks.consistency import agree, settings_and_versions
 from portable.registry import create_backend
 from portable.run import micro_batch
 from portable.run.evaluation import evaluate_all, needs_evaluation_data
+from portable.run.own_code import digests, prepare_code
 from portable.run.prepare import Prepared, prepare, with_agreed_micro_batch
 from portable.run.replay import replay_step
 from portable.run.restore import restore
@@ -56,6 +57,8 @@ def run_rank(
     """
     backend = create_backend(backend_name)
     config = settled.config if isinstance(settled, Settled) else settled
+    if isinstance(settled, Settled):  # otherwise settling does
+        prepare_code(config)
     output = open_output(config, backend.rank)
     prepared: Prepared | UserError
     try:
@@ -115,6 +118,7 @@ def _agree(prepared: Prepared, output: Output) -> None:
     facts = {
         "output_dir": output.agreed,
         "the text of data.source (its fingerprint)": prepared.data.fingerprint,
+        "the code of your own": digests(prepared.config),
         "the text of data.eval (its fingerprints)": dict(prepared.data.eval_fingerprints),
     }
     agree(prepared.backend, settings_and_versions(prepared.settled.config) | facts)

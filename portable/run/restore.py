@@ -18,6 +18,7 @@ from portable.model.initialize import Blueprint
 from portable.model.pretrained import pretrained_weights
 from portable.paths import place_of, storage_errors
 from portable.ranks.consistency import agree
+from portable.run.own_code import changed, digests
 from portable.run.save import ADAPTER
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                     print(f"warning: {warning}", file=sys.stderr)
             if changed := difference(state.run, prepared.config.fingerprint()):
                 raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
+            _check_code(source, state, prepared)
             if state.data != prepared.data.fingerprint:
                 raise UserError(
                     f"checkpoint.resume: {source} was trained on other tokens than those of "
@@ -179,6 +181,18 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     return Progress(state.step, state.samples, state.skipped_steps, state.standing)
+
+
+def _check_code(source: Place, state: TrainerState, prepared: Prepared) -> None:
+    """Compare the code of the user's with that at the checkpoint. Another loss makes another run."""
+    refused, told = changed(state.metadata.get("code", {}), digests(prepared.config))
+    if refused:
+        raise UserError(
+            f"checkpoint.resume: {source} was trained with other code of {refused[0]}; restore that, or "
+            "choose another output_dir"
+        )
+    if told and prepared.backend.rank == 0:
+        print(f"note: the code of {', '.join(told)} has changed since {source}", file=sys.stderr)
 
 
 def _blueprint(prepared: Prepared) -> Blueprint:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.checkpoint.trainer_state import TrainerState
+from portable.run.own_code import digests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +40,7 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
         data=prepared.data.fingerprint,
         metadata={
             "skipped_steps": progress.skipped,
+            "code": digests(config),
             "standing": progress.standing.stored(),
             "evaluation_data": dict(prepared.data.eval_fingerprints),
             **({} if prepared.adapter is None else {ADAPTER: prepared.adapter.identity}),

@@ -18,6 +18,7 @@ from portable.output.open_output import open_output
 from portable.paths import place_of, storage_errors
 from portable.registry import backend_package
 from portable.reporting.metrics import check_trackers
+from portable.run.own_code import prepare_code
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -76,6 +77,7 @@ def settle(
         config.data, config.model.task, downloads=writes if downloads is None else downloads
     )
     config = config.replaced(known)
+    prepare_code(config)
     package.check(config, world)
     check_trackers(config.log.trackers)
     check_same_run(place, existing, config)
