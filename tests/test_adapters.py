@@ -104,7 +104,7 @@ def peft_losses(config: RunConfig, steps: int = STEPS) -> Losses:
 def worst(ours: Losses, theirs: Losses) -> float:
     """The largest relative difference of two curves' losses; both must fall."""
     assert len(ours) == len(theirs) > 0
-    assert ours[-1][0] < ours[0][0] - 0.05  # it is learning, so that equal losses mean equal updates
+    assert ours[-1][0] < ours[0][0] - 0.04  # it is learning, so that equal losses mean equal updates
     return max(abs(one - other) / other for (one, _), (other, _) in zip(ours, theirs, strict=True))
 
 
@@ -178,7 +178,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one layer": {"adapter__layers": [1], "adapter__init": "orthogonal"},
     "ia3": {"adapter__type": "ia3", "train__learning_rate": 0.3},
 }
-SHORT = 6
+SHORT = 4
 """Steps of what is tried beside the long witness."""
 
 
@@ -217,7 +217,8 @@ EVERY = [
 def test_every_engine(
     name: str, size: int, truth: Any, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
-    config = configured(tmp_path, corpus, **settings_of("llama", **ENGINES[name].settings))
+    whole = {"train__micro_batch_size": 12 // size}  # accumulated below
+    config = configured(tmp_path, corpus, **settings_of("llama", **whole, **ENGINES[name].settings))
     assert worst(engines.run(name, size, our_losses, config), truth("llama", STEPS)) < 1e-5
 
 
@@ -241,7 +242,7 @@ MIXED: list[tuple[str, str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "name", "size", "more"), MIXED)
+@pytest.mark.parametrize(("case", "name", "size", "more"), MIXED, ids=[f"{c}-{n}" for c, n, *_ in MIXED])
 def test_kinds_of_adapters_on_engines(
     case: str,
     name: str,
@@ -252,7 +253,8 @@ def test_kinds_of_adapters_on_engines(
     corpus: Path,
     tmp_path: Path,
 ) -> None:
-    config = configured(tmp_path, corpus, **settings_of(case, **{**ENGINES[name].settings, **more}))
+    whole = {"train__micro_batch_size": 12 // size}
+    config = configured(tmp_path, corpus, **settings_of(case, **{**whole, **ENGINES[name].settings, **more}))
     assert worst(engines.run(name, size, our_losses, config, SHORT), truth(case, SHORT)) < 1e-5
 
 
