@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.data.order import locate
-from portable.data.samples import IGNORED
+from portable.data.samples.base import IGNORED
+from portable.data.samples.order import locate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,6 +117,20 @@ def _lengths(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
 def _sample(data: Data, position: int, seed: int) -> Sample:
     epoch, index = locate(position, len(data.train), seed)
     arrays = data.train.arrays([(epoch, index)])
+    several = data.train.sequences  # one after the other
+    parts = (
+        [{name: v[:, at] for name, v in arrays.items()} for at in range(several)] if several > 1 else [arrays]
+    )
+    found = [_pieces(data, part, index) for part in parts]
+    pieces = found[0][2]
+    for _, _, more in found[1:]:
+        pieces = [*pieces, ("\n", False), *more]
+    documents = [int(number) for number in data.train.documents(index)]
+    return Sample(position, documents, sum(one[0] for one in found), sum(one[1] for one in found), pieces)
+
+
+def _pieces(data: Data, arrays: Any, index: int) -> tuple[int, int, list[tuple[str, bool]]]:
+    """Tokens, trained labels and the text of one sequence."""
     inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
     filled = len(inputs)
     if "attention_mask" in arrays:
@@ -143,8 +157,7 @@ def _sample(data: Data, position: int, seed: int) -> Sample:
         if left <= 0:
             break
     counted = sum(label != IGNORED for label in labels)
-    documents = [int(number) for number in data.train.documents(index)]
-    return Sample(position, documents, sum(len(ids) for ids, _ in runs), counted, pieces)
+    return sum(len(ids) for ids, _ in runs), counted, pieces
 
 
 def in_words(shown: Preview, *, colour: bool) -> str:

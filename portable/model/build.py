@@ -225,11 +225,14 @@ def changed(model: PreTrainedModel, function: str) -> PreTrainedModel:
     from transformers import PreTrainedModel
 
     told = f"model.function: {function}"
+    before = model.config.to_dict()
     with plugins.told_as(told):
         found = plugins.load("model.function", function)(model)
     found = model if found is None else found
     if not isinstance(found, PreTrainedModel):
         raise UserError(f"{told}: returns a {type(found).__name__}, not a transformers model or None")
+    after = found.config.to_dict()
+    found.__dict__["changed_config"] = {key: after[key] for key in after if after[key] != before.get(key)}
     found.__dict__["changed_by"] = function  # so that it can be made again, for its initial weights
     return found
 

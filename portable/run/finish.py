@@ -124,6 +124,8 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
         return torch.tensor([ids], dtype=torch.int64)
     samples = data.eval if data.eval is not None else data.train
     batch = samples.batch([(0, 0)])
+    if samples.sequences > 1:
+        batch = {name: values[:, 0] for name, values in batch.items()}
     if data.end_of_turn is not None:
         trained = (batch["labels"][0] != IGNORED).int()
         return batch["input_ids"][:, : int(trained.argmax()) + 1]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.data import build_data
-from portable.data.classes import SINGLE
-from portable.data.documents import listed
+from portable.data.samples.classes import SINGLE
+from portable.data.sources.documents import listed
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
@@ -30,6 +30,7 @@ from portable.registry import backend_package
 from portable.run import micro_batch
 from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
+from portable.run.once import with_computed
 from portable.run.settle import on_device
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     judge = judge_of(config, data.evals, measures)
     special_tokens.prepare(data.tokenizer)
     model = models.training_model(model_config, config)
+    for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
+        setattr(model_config, key, value)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
     adapter = adapt(model, model_config, config)
     groups_of(model, config.train)  # refuses patterns that do not fit
@@ -133,6 +136,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     models.check_vocabulary(model, data.vocab_size)
     if config.data.packing == "documents":
         check_documents(model)
+    data = with_computed(config, backend, data)
     config = _with_micro_batch(settled, backend, model_config, data)
     steps = total_steps(config, len(data.train))
     # A new model has no special tokens to lose.

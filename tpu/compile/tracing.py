@@ -22,8 +22,8 @@ import torch
 
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import settled
-from portable.data.classes import SINGLE
-from portable.data.dataset import CLASSIFICATION
+from portable.data.samples.classes import SINGLE
+from portable.data.settings import CLASSIFICATION
 from portable.errors import UserError, one_line
 from portable.evaluation.builtin import Setting, measures_of
 from portable.loop import train_step

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from portable.data.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, locked_folder
-from portable.data.documents import PIECE_CHARS, Document, Fields, Source
-from portable.data.parallel import cores, ordered_map
-from portable.data.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
+from portable.data.locked_folder import locked_folder
+from portable.data.sources.documents import PIECE_CHARS, Document, Fields, Source
+from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
+from portable.data.tokens.parallel import cores, ordered_map
+from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from portable.data.chat_template import ChatTemplate
+    from portable.data.tokens.chat_template import ChatTemplate
 
 _BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, and little memory
 _BATCH_DOCUMENTS = 4096
@@ -114,7 +115,12 @@ def tokenize(
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
         writer = TokenWriter(
-            draft.path, names, vocabulary.size, labels=fields.label is not None, masked=chat is not None
+            draft.path,
+            names,
+            vocabulary.size,
+            labels=fields.label is not None,
+            masked=chat is not None,
+            columns=fields.columns,
         )
         with closing(writer), parallel_tokenizers():
             written = 0
@@ -149,10 +155,12 @@ def _write_conversations(
 ) -> tuple[int, dict[str, Any]]:
     """Write all records. Returns the number of samples, and what is known about the ends of answers."""
     sizes: deque[int] = deque()
+    columns: deque[list[tuple[float, ...]]] = deque()
 
     def batches() -> Iterator[list[Document]]:
         for batch in _batches(source.documents_of_key(), _CHAT_CHARS, whole=True):
             sizes.append(sum(_size(document) for document in batch))
+            columns.append([document.columns for document in batch])
             yield batch
 
     written, stopping, ends, prompt_left, unstopped = 0, 0, Counter[int](), "", ""
@@ -160,6 +168,8 @@ def _write_conversations(
         bar.update(sizes.popleft())
         lengths = [len(tokens) for tokens in encoded.tokens]
         writer.extend("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
+        for values in columns.popleft():
+            writer.add_columns(values)
         written += len(lengths)
         stopping, ends = stopping + encoded.stopping, ends + encoded.ends
         prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
@@ -202,6 +212,7 @@ def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWr
             if number in others:
                 writer.append("pair", others[number])
             writer.end_document(document.label)
+            writer.add_columns(document.columns)
             ended += 1
     return ended
 

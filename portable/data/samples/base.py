@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from portable.data.order import Permutation
-from portable.data.truncation import KeptOrder, Truncation, slice_of
+from portable.data.samples.order import Permutation
+from portable.data.samples.truncation import KeptOrder, Truncation, slice_of
 from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.data.cache import TokenCache
+    from portable.data.tokens.cache import TokenCache
 
 IGNORED = -100
 Arrays = dict[str, npt.NDArray[Any]]
@@ -37,6 +37,8 @@ class Samples(ABC):
     """The number of valid labels per sample, if it is the same for all."""
     waste: float = 0.0
     """The share of positions that packing leaves to padding."""
+    sequences: int = 1
+    """The number of sequences in a sample; several are ``[batch, sequences, tokens]``."""
     context: float | None = None
     """The mean length of the document that a token is in, where attention stays within it."""
 
@@ -179,7 +181,9 @@ class PaddedCausal(Samples):
         self._pad = pad
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        numbers = [self._part(index) for _, index in places]
+        return self._arrays([self._part(index) for _, index in places])
+
+    def _arrays(self, numbers: Sequence[int]) -> Arrays:
         documents = [self._cache.document("text", number)[self._kept] for number in numbers]
         inputs, mask = pad_rows([tokens[:-1] for tokens in documents], self._length, self._pad)
         labels, _ = pad_rows([tokens[1:] for tokens in documents], self._length, IGNORED)
@@ -191,6 +195,38 @@ class PaddedCausal(Samples):
 
     def documents(self, index: int) -> range:
         return self._part.document(index)
+
+
+class WithColumns(Samples):
+    """Samples of one record each, with the record's further numbers, ``[batch]``."""
+
+    def __init__(self, plain: Samples, cache: TokenCache) -> None:
+        self._plain = plain
+        self._cache = cache
+        self.num_samples, self.valid_tokens = plain.num_samples, plain.valid_tokens
+        self.sequences = plain.sequences
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        numbers = [int(self._plain.documents(index)[0]) for _, index in places]
+        return {**self._plain.arrays(places), **self._cache.columns(numbers)}
+
+    def documents(self, index: int) -> Sequence[int]:
+        return self._plain.documents(index)
+
+
+class Pairs(PaddedCausal):
+    """Two documents per sample, one after the other in the source: what was chosen, and what was rejected."""
+
+    sequences = 2
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        numbers = [2 * self._part(index) + which for _, index in places for which in (0, 1)]
+        found = self._arrays(numbers)
+        return {name: values.reshape(len(places), 2, -1) for name, values in found.items()}
+
+    def documents(self, index: int) -> range:
+        first = 2 * self._part(index)
+        return range(first, first + 2)
 
 
 def pad_rows(
