@@ -160,6 +160,21 @@ def _adapter(config: RunConfig) -> Iterator[ConflictError]:
             "train.trainable and train.frozen do not go with an adapter, beside which all is frozen; use "
             "adapter.modules_to_save and adapter.layers",
         )
+    if adapter.base in ("nf4", "int8"):
+        if config.strategy in ZERO:
+            yield ConflictError(
+                ("adapter.base", "strategy"),
+                f"adapter.base {adapter.base} does not work with DeepSpeed's strategy {config.strategy}, "
+                "which casts weights; use full_shard",
+            )
+        for name in ("use_dora", "compile"):
+            if getattr(adapter if name == "use_dora" else config, name):
+                key = f"adapter.{name}" if name == "use_dora" else name
+                yield ConflictError(
+                    (key, "adapter.base"),
+                    f"{key} does not work with adapter.base {adapter.base}; set it to false, or "
+                    "adapter.base to auto",
+                )
     if config.strategy in ZERO and adapter.base == "fp32" and config.precision in ("bf16", "fp16"):
         yield ConflictError(
             ("adapter.base", "strategy"),

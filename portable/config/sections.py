@@ -182,10 +182,11 @@ class AdapterConfig(Section):
         description="rsLoRA: scale by alpha / sqrt(r), so that high ranks learn as fast as low ones.",
         json_schema_extra=IDENTITY,
     )
-    base: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+    base: Literal["auto", "bf16", "fp16", "fp32", "nf4", "int8"] = Field(
         default="auto",
         description="Dtype of the frozen weights. auto: the compute dtype (precision). fp32 keeps them exact "
-        "and doubles their memory.",
+        "and doubles their memory. nf4 (QLoRA: 4 bits, with double quantization) and int8 are for linear "
+        "layers, all except the head; they need the package bitsandbytes and FSDP or no_shard.",
         json_schema_extra=IDENTITY,
     )
     name_or_path: PathText | None = Field(

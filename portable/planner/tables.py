@@ -27,7 +27,7 @@ def as_json(
     device = target.device
     return {
         "model": planner.model.architecture,
-        "parameters": planner.model.elements,
+        "parameters": planner.model.parameters,
         "precision": planner.config.precision,
         "backend": target.backend,
         "device": None if device is None else device.name,
@@ -81,7 +81,7 @@ def as_text(
     device, cluster = target.device, target.cluster
     where = f"{cluster.devices} x {device.name}" if device is not None else f"{cluster.devices} devices"
     rows = [
-        ("model", f"{planner.model.architecture}, {planner.model.elements:,} parameters"),
+        ("model", f"{planner.model.architecture}, {planner.model.parameters:,} parameters"),
         ("devices", where + ("" if device is None else f", {human_bytes(device.memory)} each")),
         (
             "batch",
