@@ -30,7 +30,7 @@ from portable.run.restore import restore
 if TYPE_CHECKING:
     from portable.run.prepare import Prepared
 
-_FIRST, _LOOKED_AT = 2, 3  # steps: what is made once may wait
+_FIRST, _LOOKED_AT = 2, 4  # steps: what is made once may wait
 _aten = torch.ops.aten
 _READS = {
     _aten._local_scalar_dense.default: "a value is read (item, float, bool, tolist or a comparison)",
@@ -148,7 +148,7 @@ def check_waits(prepared: Prepared) -> int:
             "tensors alone, or in a callback after a log"
         )
     again = compiled.get("graphs_compiled", 0)
-    if again >= _LOOKED_AT and files:  # one may still come late
+    if again > 1 and files:  # one may come late
         raise UserError(
             f"{next(iter(files.values()))}: {again:.0f} graphs were compiled in {_LOOKED_AT} steps after the "
             "first; a number that changes must be a tensor, and shapes must stay"

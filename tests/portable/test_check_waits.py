@@ -98,7 +98,7 @@ def test_what_waits_is_named(settings: dict[str, Any], told: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"), [("quiet", ""), ("Changing", "graphs were compiled in 3 steps after the first")]
+    ("loss", "told"), [("quiet", ""), ("Changing", "graphs were compiled in 4 steps after the first")]
 )
 def test_what_compiles_again_is_named(
     loss: str, told: str, tmp_path: Path, corpus: Path, engines: Engines
@@ -111,6 +111,6 @@ def test_what_compiles_again_is_named(
 def test_by_the_switch(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configured(tmp_path / "run", corpus, train__loss=f"{HERE}:quiet")
     assert run(Invocation(config, check_waits=True)) == 0
-    assert "3 steps: no code of yours waits for the device" in capsys.readouterr().out
+    assert "4 steps: no code of yours waits for the device" in capsys.readouterr().out
     with pytest.raises(UserError, match="--check-waits: takes a few steps"):
         run(Invocation(config, check_waits=True, profile=True))
