@@ -49,7 +49,7 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/portable/test_document_attention.py::test_compiled_layers_are_compiled_once",),
     ),
     "packed prompts are trained": Mutant(
-        "portable/data/packing.py",
+        "portable/data/samples/packing.py",
         "labels[row, at:end][~trained[self._kept][1:]] = IGNORED",
         "pass",
         ("tests/portable/test_data_packing.py::test_conversations_keep_their_masks",),

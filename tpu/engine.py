@@ -330,7 +330,7 @@ class XlaEngine:
             for key, staged in self._staged(tensors).items():
                 for one, part in self._apart(name, staged).items():
                     moments[one][key] = part
-        model = self._staged(self._held.state())
+        model = self._staged(self._held.stored())
         state = {
             "model": {one: part for name, s in model.items() for one, part in self._apart(name, s).items()},
             "optim": {"state": moments, "param_groups": self._optimizer.groups(self._rate)},

@@ -23,7 +23,7 @@ from portable.checkpoint.match_to_model import stored_state
 from portable.errors import unsupported
 from portable.model.chunked_loss import chunked_head
 from portable.model.loss import Objective, added, shares
-from portable.model.parameters import embeddings, state_tensors
+from portable.model.parameters import embeddings, state_tensors, stored_tensors
 from portable.model.tensors import fill
 from portable.model.transformers_patches import no_value_checks
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
@@ -204,19 +204,19 @@ class TorchEngine:
 
     # -- weights and checkpoints -------------------------------------------------------------------------
 
-    def _state_tensors(self) -> Mapping[str, Tensor]:
-        """This rank's shards of parameters and buffers.
+    def _reshard(self) -> None:
+        """Make the model's parameters this rank's shards again.
 
-        Reshards first: a forward without a backward leaves parameters unsharded, and their shards without
-        storage, under ``shard_grad_op`` and in the root module.
+        A forward without a backward leaves parameters unsharded, and their shards without storage, under
+        ``shard_grad_op`` and in the root module.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return state_tensors(self.model)
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        for name, tensor in self._state_tensors().items():
+        self._reshard()
+        for name, tensor in state_tensors(self.model).items():
             if name in weights:
                 _fill(tensor, weights[name])
         if self._host is not None:
@@ -234,7 +234,8 @@ class TorchEngine:
         self._scaling.load(checkpoint.root)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        state = {"model": self._state_tensors(), "optim": self._optimizer_state()}
+        self._reshard()
+        state = {"model": stored_tensors(self.model), "optim": self._optimizer_state()}
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._scaling.save(folder)
         return self._saver.save(state, folder, background=background)

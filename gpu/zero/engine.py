@@ -31,7 +31,7 @@ from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
 from portable.model.loss import Objective, added, shares
-from portable.model.parameters import materialize, replace_tensors, state_tensors
+from portable.model.parameters import adapted, materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.optimizers import set_rates
@@ -115,7 +115,8 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
     parameters = dict(model.named_parameters())
-    rounded = [name for name in frozen_names(model) if parameters[name].itemsize > compute.itemsize]
+    frozen = [] if adapted(model) else frozen_names(model)  # which checkpoints of an adapter leave out
+    rounded = [name for name in frozen if parameters[name].itemsize > compute.itemsize]
     experts = routed(model)
     require(
         stage != 2 or not experts or machine.world_size == 1,

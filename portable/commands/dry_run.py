@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.console import say
+from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.checkpoint.external import open_external
 from portable.checkpoint.resume_external import adopt_checkpoint
@@ -17,7 +19,8 @@ from portable.data import inspect_data
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_bytes, human_count, table
 from portable.model import build as models
-from portable.model.flops import parameter_count
+from portable.model.flops import parameter_count, parameters_in_words, trained_count
+from portable.model.freezing import tie_notes
 from portable.model.labels import problem_of
 from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
@@ -62,11 +65,13 @@ def dry_run(settled: Settled) -> int:
     if data.vocab_size is not None:
         models.check_vocabulary(model, data.vocab_size)
     plan = first_plan(config, settled.world)
+    base = copy.deepcopy(model)
+    adapt(model, model_config, config)
     planner = planner_here(config, model, backend, settled.world.ranks)
     rows = _plan_rows(settled, model, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
-    for line in _notes(settled, backend, model, special_tokens, data, plan):
+    for line in _notes(settled, backend, base, special_tokens, data, plan):
         print(line, file=sys.stderr)
     say("# What this run will do")
     say(table(rows))
@@ -102,7 +107,8 @@ def _notes(
         multiple=backend.shape_multiple(config.precision),
         precision=config.precision,
     )
-    return [*notes_on(settled, model.config, aligned, data), *weights, *hints]
+    ties = [f"note: {note}" for note in tie_notes(model, config.train)]
+    return [*notes_on(settled, model.config, aligned, data), *ties, *weights, *hints]
 
 
 def _plan_rows(
@@ -116,7 +122,10 @@ def _plan_rows(
     source = resume_source(config, checkpoints_of(settled.place))
     begun = [] if source is None else _foreign_rows(config, model, source, steps)
     return [
-        ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),
+        (
+            "model",
+            f"{type(model).__name__}, " + parameters_in_words(parameter_count(model), trained_count(model)),
+        ),
         ("data", str(data)),
         ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
         (

@@ -79,6 +79,7 @@ def check(config: RunConfig) -> None:
     """Raise the first ``ConflictError`` among the settings."""
     for rules in (
         _model,
+        _adapter,
         _data,
         _train,
         _loss,
@@ -115,6 +116,55 @@ def _model(config: RunConfig) -> Iterator[ConflictError]:
         yield ConflictError(
             ("model.config",),
             "model.config.model_type must name a transformers model type, such as llama or bert",
+        )
+
+
+def _adapter(config: RunConfig) -> Iterator[ConflictError]:
+    adapter, fields = config.adapter, type(config.adapter).model_fields
+    given = [name for name, field in fields.items() if getattr(adapter, name) != field.default]
+    from_file = adapter.name_or_path is not None or adapter.config is not None
+    if adapter.name_or_path is not None and adapter.config is not None:
+        yield ConflictError(
+            ("adapter.config", "adapter.name_or_path"),
+            "adapter.config and adapter.name_or_path are both set, and an adapter has a config of its own; "
+            "remove adapter.config",
+        )
+    if adapter.type is None and not from_file and config.checkpoint.export == "merged":
+        yield ConflictError(
+            ("checkpoint.export", "adapter.type"),
+            "checkpoint.export merged has no effect without adapter.type; set it to true",
+        )
+    if adapter.type is not None and config.checkpoint.export == "merged" and config.model.from_scratch:
+        yield ConflictError(
+            ("checkpoint.export", "model.name_or_path"),
+            "checkpoint.export merged needs a base model with files, model.name_or_path; set it to true",
+        )
+    if not given:
+        return
+    if adapter.type is None and not from_file:
+        yield ConflictError(
+            (f"adapter.{given[0]}", "adapter.type"),
+            f"adapter.{given[0]} has no effect without adapter.type; set adapter.type to lora",
+        )
+    if adapter.type == "ia3":
+        taken = ("type", "target_modules", "modules_to_save", "base", "name_or_path", "config")
+        for name in given:
+            if name not in taken:
+                yield ConflictError(
+                    (f"adapter.{name}", "adapter.type"),
+                    f"adapter.{name} is for lora, not for adapter.type ia3; remove it",
+                )
+    if config.train.freezes:
+        yield ConflictError(
+            ("train.trainable", "adapter.type"),
+            "train.trainable and train.frozen do not go with an adapter, beside which all is frozen; use "
+            "adapter.modules_to_save and adapter.layers",
+        )
+    if config.strategy in ZERO and adapter.base == "fp32" and config.precision in ("bf16", "fp16"):
+        yield ConflictError(
+            ("adapter.base", "strategy"),
+            f"adapter.base fp32 does not work with strategy {config.strategy}, which keeps frozen weights in "
+            "the compute type; use full_shard",
         )
 
 

@@ -103,6 +103,100 @@ class ModelConfig(Section):
         return self.name_or_path is None or self.init == "scratch"
 
 
+class AdapterConfig(Section):
+    """Train an adapter, with peft's names, instead of the model's own weights, which stay frozen."""
+
+    type: Literal["lora", "ia3"] | None = Field(
+        default=None,
+        description="Kind of adapter: low-rank matrices beside linear layers (lora), or a factor for each of "
+        "their outputs (ia3). Null: no adapter; all weights are trained.",
+        json_schema_extra=IDENTITY,
+    )
+    r: int = Field(
+        default=16,
+        ge=1,
+        description="Rank of the matrices: more can learn more, and need more memory.",
+        json_schema_extra=IDENTITY,
+    )
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        default=32,
+        description="Scale of what the adapter adds: it is multiplied by alpha / r (with use_rslora by "
+        "alpha / sqrt(r)).",
+        json_schema_extra=IDENTITY,
+    )
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of an adapter's inputs that are zeroed in training.",
+        json_schema_extra=IDENTITY,
+    )
+    target_modules: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
+        default="all-linear",
+        min_length=1,
+        description="Modules that get an adapter: all-linear (all linear layers except the head), a list of "
+        "names such as [q_proj, v_proj], or a regular expression that matches whole module names.",
+        json_schema_extra=IDENTITY,
+    )
+    target_parameters: Names | None = Field(
+        default=None,
+        description="Parameters that get an adapter although they are no module of their own, such as the "
+        "stacked experts of a mixture: [mlp.experts.gate_up_proj]. For lora.",
+        json_schema_extra=IDENTITY,
+    )
+    modules_to_save: Names | None = Field(
+        default=None,
+        description="Modules that are trained and saved in full beside the adapter, such as [lm_head]. A "
+        "classifier's head always is.",
+        json_schema_extra=IDENTITY,
+    )
+    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = (
+        Field(
+            default=None,
+            description="Numbers of the layers that get an adapter, from 0. Null: all.",
+            json_schema_extra=IDENTITY,
+        )
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        default="none",
+        description="Biases that are trained as well: all, or those of the modules with an adapter "
+        "(lora_only). For lora.",
+        json_schema_extra=IDENTITY,
+    )
+    init: Flag | Literal["gaussian", "orthogonal"] = Field(
+        default=True,
+        description="Initial values of lora: true as in the paper (uniform and zeros, so that training "
+        "starts at the base model), gaussian or orthogonal as peft has them; false: both matrices random.",
+        json_schema_extra=IDENTITY,
+    )
+    use_dora: Flag = Field(
+        default=False,
+        description="DoRA: train the length of each row of a weight apart from its direction. Slower.",
+        json_schema_extra=IDENTITY,
+    )
+    use_rslora: Flag = Field(
+        default=False,
+        description="rsLoRA: scale by alpha / sqrt(r), so that high ranks learn as fast as low ones.",
+        json_schema_extra=IDENTITY,
+    )
+    base: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        default="auto",
+        description="Dtype of the frozen weights. auto: the compute dtype (precision). fp32 keeps them exact "
+        "and doubles their memory.",
+        json_schema_extra=IDENTITY,
+    )
+    name_or_path: PathText | None = Field(
+        default=None,
+        description="Folder or hub id of an adapter in peft's format to go on from. Its adapter_config.json "
+        "decides on all of the above except base and dropout.",
+        json_schema_extra=IDENTITY,
+    )
+    config: PathText | None = Field(
+        default=None,
+        description="An adapter_config.json whose settings are used, in place of those above.",
+    )
+
+
 class DataConfig(Section):
     """What is trained on: source, format, template, tokens, packing."""
 
@@ -777,9 +871,10 @@ class CheckpointConfig(Section):
         description="If output_dir is a URL: a local folder for shards before their upload, with space for "
         "this machine's share of one checkpoint. Null: a folder in the system's temporary folder.",
     )
-    export: Flag = Field(
+    export: Flag | Literal["merged"] = Field(
         default=True,
-        description="At the end, write safetensors into <output_dir>/final for from_pretrained.",
+        description="At the end, write safetensors into <output_dir>/final for from_pretrained: the model, "
+        "or the adapter alone, in peft's format. merged: the model with the adapter merged into it.",
     )
 
     @property

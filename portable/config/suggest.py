@@ -12,7 +12,8 @@ _NEAR = 0.72
 _LONGEST = 120
 _A_SETTING = "train.steps"  # if it is a candidate, all settings are
 
-_NO_ADAPTER = "adapters are not supported yet, all weights are trained; leave it out"
+_ADAPTER = "set adapter.type to lora; r, alpha, dropout and target_modules are in the section adapter"
+_NO_QUANTISED = "quantised base models are not supported yet; leave it out"
 _NO_REWARDS = "training on rewards of generated answers is not supported; leave it out"
 _HUB = "nothing is uploaded; leave it out, and upload <output_dir>/final yourself"
 _BEST = "set checkpoint.best_mode: max where greater is better, min where not"
@@ -178,8 +179,16 @@ ELSEWHERE = {
     "reward_model_path": _NO_REWARDS,
     "temperature": _NO_REWARDS,
     # axolotl's.
-    "adapter": _NO_ADAPTER,
     "base_model": "model.name_or_path",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_model_dir": "adapter.name_or_path",
+    "lora_modules_to_save": "adapter.modules_to_save",
+    "lora_r": "adapter.r",
+    "lora_rank": "adapter.r",
+    "lora_target": "adapter.target_modules",
+    "lora_target_linear": "set adapter.target_modules to all-linear",
+    "lora_target_modules": "adapter.target_modules",
     "chat_template": "data.chat_template",
     "dataset_prepared_path": "data.cache_dir",
     "datasets": "data.source",
@@ -189,8 +198,8 @@ ELSEWHERE = {
     "eval_sample_packing": "set data.packing to documents",
     "evals_per_epoch": "set train.eval_every_epochs to one divided by it",
     "flash_attention": "set model.attention to flash_attention_2",
-    "load_in_4bit": _NO_ADAPTER,
-    "load_in_8bit": _NO_ADAPTER,
+    "load_in_4bit": _NO_QUANTISED,
+    "load_in_8bit": _NO_QUANTISED,
     "lr_scheduler": "train.schedule",
     "model_type": "the model's config defines its class; leave it out, or set model.config for a new model",
     "pad_to_sequence_len": "set data.packing; if it is false, sequences are padded to data.seq_len",
@@ -209,25 +218,25 @@ ELSEWHERE = {
     "val_set_size": "data.eval_fraction",
     "xformers_attention": "set model.attention to sdpa",
     # LLaMA-Factory's.
-    "adapter_name_or_path": _NO_ADAPTER,
+    "adapter_name_or_path": "adapter.name_or_path",
     "cutoff_len": "data.seq_len",
     "dataset_dir": "data.source",
     "disable_gradient_checkpointing": "memory.activation_checkpointing",
     "eval_dataset": _VALIDATION,
-    "finetuning_type": _NO_ADAPTER,
+    "finetuning_type": _ADAPTER,
     "flash_attn": "model.attention",
     "default_system": "put a system message into each record",
     "mask_history": "set data.train_on to last_assistant",
     "neat_packing": "set data.packing to documents",
-    "peft_config": _NO_ADAPTER,
+    "peft_config": "set adapter.config to a file, or the section adapter",
     "plot_loss": "loss.svg is always drawn; leave it out",
-    "quantization_bit": _NO_ADAPTER,
+    "quantization_bit": _NO_QUANTISED,
     "stage": "set model.task",
     "template": "data.chat_template",
     "tokenized_path": "data.cache_dir",
     "train_dataset": "data.source",
     "train_on_prompt": "set data.train_on to all",
-    "use_peft": _NO_ADAPTER,
+    "use_peft": _ADAPTER,
     "val_size": "data.eval_fraction",
     "video_max_pixels": "only text models are supported; leave it out",
     "image_max_pixels": "only text models are supported; leave it out",
@@ -237,7 +246,7 @@ ELSEWHERE = {
 FAMILIES = {
     "hub_": _HUB,
     "liger_": _LIGER,
-    "lora_": _NO_ADAPTER,
+    "lora_": _ADAPTER,
     "push_to_hub": _HUB,
     "use_liger_": _LIGER,
     "vllm_": _NO_REWARDS,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.data.order import locate
-from portable.data.samples import IGNORED
+from portable.data.samples.base import IGNORED
+from portable.data.samples.order import locate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.data.classes import MULTI, REGRESSION, SINGLE
+from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.generation import TEXT_METRICS, TextMetrics
 from portable.evaluation.metrics import LABELS, LOSS, Measures, divided, finite_exp, own_metric

@@ -19,6 +19,7 @@ from torch.nn import functional
 from portable.errors import require
 from portable.model.layers import trial_forward
 from portable.model.loss import IGNORED, ModelTerms
+from portable.model.parameters import adapted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -123,6 +124,8 @@ def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead
     if wanted == 0:
         return None
     head: Any = cast("Any", model).get_output_embeddings()
+    if adapted(model) and hasattr(head, "modules_to_save"):  # a copy is trained in place of the head
+        head = head.modules_to_save[head.active_adapters[0]]
     fits = type(head) is nn.Linear and _returns_what_its_head_gives(model)
     require(
         fits or wanted == "auto",

@@ -62,7 +62,7 @@ class Blueprint:
         for number, part in enumerate(parts):
             real = {layer for layer, unit in enumerate(made_for) if unit in part}
             with _made_in_part(units.classes, real, _REST in part):
-                model = self._built(seed if number == 0 else _derived(seed, part[0]))
+                model = self._built(seed if number == 0 else derived_seed(seed, part[0]))
             buffers = dict(model.named_buffers())
             chosen = {
                 name: tensor
@@ -208,7 +208,8 @@ def _nothing_left_to_chance() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-def _derived(seed: int, name: str) -> int:
+def derived_seed(seed: int, name: str) -> int:
+    """A seed that depends on ``seed`` and ``name`` only."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 

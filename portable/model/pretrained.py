@@ -78,7 +78,7 @@ def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> Pretrai
         weights = _dequantized(settings, model, method)
     else:
         try:
-            tensors = open_checkpoint(_snapshot(settings.name_or_path)).tensors
+            tensors = open_checkpoint(snapshot(settings.name_or_path)).tensors
         except CheckpointError as error:
             raise UserError(f"model.name_or_path: {error}") from error
         weights = _matched(settings, model, tensors)
@@ -403,7 +403,7 @@ def _of_loaded(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
     return PretrainedWeights(found, in_order, sorted(info["unexpected_keys"]))
 
 
-def _snapshot(name_or_path: str) -> Path:
+def snapshot(name_or_path: str) -> Path:
     """The folder of a pretrained model. Downloads a hub model's weights if they are not cached."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path)

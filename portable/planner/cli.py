@@ -162,12 +162,14 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
 
 def _meta_model(config: RunConfig) -> MetaModel:
     with loading():
+        from portable.adapters.adapter import training_model
+        from portable.adapters.settings import settled
         from portable.model import build as models
         from portable.planner.meta_model import MetaModel
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
-    model = models.training_model(model_config, config)
-    return MetaModel(model, config)
+    config = settled(config)
+    return MetaModel(training_model(model_config, config), config)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from portable.errors import UserError, one_line
 from portable.model.layers import transformer_layers
-from portable.model.parameters import embeddings, state_tensors
+from portable.model.parameters import embeddings, stored_tensors
 from portable.optim.optimizers import groups_of
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight
@@ -78,6 +78,7 @@ def inspect(module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = 
             head=head is not None and parameter is head.weight,
             layer=layer_of.get(id(parameter)),
             unit=unit_of.get(id(parameter)),
+            itemsize=parameter.itemsize,
         )
         for name, parameter in model.named_parameters()
     )
@@ -85,7 +86,7 @@ def inspect(module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = 
     return Inventory(
         architecture=type(model).__name__,
         weights=weights,
-        state_bytes=sum(t.numel() * t.element_size() for t in state_tensors(model).values()),
+        state_bytes=sum(t.numel() * t.element_size() for t in stored_tensors(model).values()),
         hidden_size=int(getattr(text, "hidden_size", 1024)),
         num_layers=int(getattr(text, "num_hidden_layers", len(layers))),
         vocab_size=int(getattr(text, "vocab_size", 0)),

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.adapters.card import CARD, model_card
 from portable.checkpoint.trainer_state import TrainerState
 from portable.data import IGNORED
 from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
+from portable.model.flops import parameters_in_words
 from portable.model.shape_hints import shape_hints
 from portable.output.existing_run import FINAL
 from portable.output.export import export
 from portable.reporting.html_report import REPORT_FILE, write_report
 from portable.reporting.loss_plot import plot_loss
-from portable.reporting.metrics import METRICS_FILE
+from portable.reporting.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from portable.backend import Engine
@@ -40,7 +44,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     if progress.step >= prepared.steps:
         start += ", which was the last: there is nothing left to train"
     rows = [
-        ("model", f"{prepared.architecture}, {prepared.parameters:,} parameters"),
+        ("model", f"{prepared.architecture}, {parameters_in_words(prepared.parameters, prepared.trained)}"),
         ("data", prepared.data.description),
         (
             "ranks",
@@ -166,7 +170,7 @@ def finish(
     if checkpoint is not None:
         places.append(("checkpoint", str(checkpoint)))
     if complete and prepared.config.checkpoint.export and exported is not None:
-        export(exported, place / FINAL)
+        _export(prepared, exported, place / FINAL, folder)
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{place / FINAL}{origin}"))
     try:
@@ -183,3 +187,16 @@ def finish(
     reporter.say(reporter.summary(places))
     if not complete:
         reporter.say(f"stopped before step {prepared.steps}, the last, as train.stop_after says")
+
+
+def _export(prepared: Prepared, checkpoint: Place, final: Place, folder: Path) -> None:
+    """Write the model, or the adapter with a card that names its base."""
+    adapter, config = prepared.adapter, prepared.config
+    if adapter is None:
+        export(checkpoint, final)
+        return
+    with TemporaryDirectory() as temporary:
+        card = Path(temporary) / CARD
+        card.write_text(model_card(config, adapter, prepared.data.description, read_metrics(folder)), "utf-8")
+        base = adapter.base if config.checkpoint.export == "merged" else None
+        export(checkpoint, final, base=base, beside={CARD: card})

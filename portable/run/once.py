@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from portable import plugins
 from portable.data import EvalLoader
-from portable.data.cache import CacheDamagedError
-from portable.data.computed import ComputedSamples, Table, write_table
+from portable.data.samples.computed import ComputedSamples, Table, write_table
+from portable.data.tokens.cache import CacheDamagedError
 from portable.errors import UserError
 from portable.model.loss import OncePass, training_loss
 from portable.paths import default_cache_dir

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from portable.adapters.settings import settled as settled_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checkpoint.external import own_state
 from portable.data import recognise_format
@@ -67,7 +68,7 @@ def settle(
     world = package.world(ranks)
     place = place_of("output_dir", config.output_dir)
     existing = existing_run(place)
-    config = package.adopt(config, world)
+    config = settled_adapter(package.adopt(config, world))
     known: dict[str, Any] = {"backend": package.name}
     if config.precision == "auto":
         precision = _precision_begun_with(config, existing) or package.default_precision(in_rank=False)

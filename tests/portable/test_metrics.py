@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from portable.data.classes import MULTI, REGRESSION, SINGLE
+from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.builtin import KNOWN, Setting, measures_of
 from portable.evaluation.evaluate import evaluate

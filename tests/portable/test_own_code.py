@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 
 from portable import UserError, plugins, train
 from portable.api import with_objects
-from portable.data.documents import Fields
-from portable.data.sources import open_source
+from portable.data.sources.documents import Fields
+from portable.data.sources.opening import open_source
 from portable.model.build import build_model, model_config
 from portable.model.initialize import Blueprint
 from tests.parity import opened

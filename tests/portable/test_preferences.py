@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from portable import UserError
-from portable.data.conversations import read_preference, recognise
+from portable.data.sources.conversations import read_preference, recognise
 from portable.losses import DPO, IPO, ORPO, SimPO
 from portable.model.loss import IGNORED, Outputs
 from portable.reporting.metrics import read_metrics
@@ -117,7 +117,7 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
     import transformers
     from datasets import Dataset
 
-    from portable.data.order import locate
+    from portable.data.samples.order import locate
 
     rows = pairs(40)
     write_jsonl(tmp_path / "pairs.jsonl", rows)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from portable.data.documents import Document, Fields, Source, read_rows
+from portable.data.sources.documents import Document, Fields, Source, read_rows
 from portable.errors import UserError, one_line
 from portable.temporary_folder import scratch_folder
 

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from portable.data.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, locked_folder
-from portable.data.documents import PIECE_CHARS, Document, Fields, Source
-from portable.data.parallel import cores, ordered_map
-from portable.data.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
+from portable.data.locked_folder import locked_folder
+from portable.data.sources.documents import PIECE_CHARS, Document, Fields, Source
+from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
+from portable.data.tokens.parallel import cores, ordered_map
+from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from portable.data.chat_template import ChatTemplate
+    from portable.data.tokens.chat_template import ChatTemplate
 
 _BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, and little memory
 _BATCH_DOCUMENTS = 4096

@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.data.documents import Document, Source, changed_meanwhile
+from portable.data.sources.documents import Document, Source, changed_meanwhile
 from portable.errors import UserError
 
 if TYPE_CHECKING:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, locked_folder
-from portable.data.samples import IGNORED, Arrays, Part, Samples
-from portable.data.truncation import Truncation, slice_of
+from portable.data.locked_folder import locked_folder
+from portable.data.samples.base import IGNORED, Arrays, Part, Samples
+from portable.data.samples.truncation import Truncation, slice_of
+from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
 from portable.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from portable import plugins
-from portable.data.documents import Document, Fields, Source, changed_meanwhile, read_rows
+from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, read_rows
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:

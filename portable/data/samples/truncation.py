@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.order import Permutation
+from portable.data.samples.order import Permutation
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from portable.data.cache import TokenCache
+    from portable.data.tokens.cache import TokenCache
 
 Truncation = Literal["end", "start", "drop", "error"]
 _CHUNK = 1 << 20  # documents, or tokens where their masks are counted

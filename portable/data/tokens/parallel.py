@@ -66,7 +66,12 @@ class _Worker:
         paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 ("" is the current folder)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from portable.data.parallel import serve; serve()", str(theirs.fileno())],
+            [
+                sys.executable,
+                "-c",
+                "from portable.data.tokens.parallel import serve; serve()",
+                str(theirs.fileno()),
+            ],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.data.conversations import (
+from portable.data.sources.conversations import (
     Completion,
     Conversation,
     Format,

@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.conversations import Conversation, valid
-from portable.data.documents import listed
+from portable.data.sources.conversations import Conversation, valid
+from portable.data.sources.documents import listed
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from portable.data.conversations import Message
-    from portable.data.documents import Document
-    from portable.data.tokenize import Frame
+    from portable.data.sources.conversations import Message
+    from portable.data.sources.documents import Document
+    from portable.data.tokens.tokenize import Frame
 
 TrainOn = Literal["assistant", "completion", "last_assistant", "all"]
 CHATML = (

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from converters.storage.object_store import is_url
 from portable import plugins
-from portable.data.documents import Document, Fields, Source, text_only
-from portable.data.files import LocalFiles, local_files
-from portable.data.library import HubDataset
-from portable.data.own_records import OwnRecords
-from portable.data.remote_files import RemoteFiles, remote_files
-from portable.data.standard_library import StandardLibrary
+from portable.data.sources.documents import Document, Fields, Source, text_only
+from portable.data.sources.files import LocalFiles, local_files
+from portable.data.sources.library import HubDataset
+from portable.data.sources.own_records import OwnRecords
+from portable.data.sources.remote_files import RemoteFiles, remote_files
+from portable.data.sources.standard_library import StandardLibrary
 from portable.errors import UserError
 from portable.paths import default_cache_dir
 

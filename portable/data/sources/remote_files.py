@@ -6,9 +6,9 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from converters.storage.object_store import RemotePath
-from portable.data.cache import locked_folder
-from portable.data.documents import Document, Fields, changed_meanwhile, listed
-from portable.data.files import FORMATS, LocalFiles
+from portable.data.locked_folder import locked_folder
+from portable.data.sources.documents import Document, Fields, changed_meanwhile, listed
+from portable.data.sources.files import FORMATS, LocalFiles
 from portable.errors import UserError
 from portable.paths import storage_errors
 

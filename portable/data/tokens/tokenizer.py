@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
 from converters.manifest import MANIFEST
-from portable.data.cache import locked_folder
-from portable.data.chat_template import CHATML, CHATML_TOKENS
-from portable.data.documents import listed
+from portable.data.locked_folder import locked_folder
+from portable.data.sources.documents import listed
+from portable.data.tokens.chat_template import CHATML, CHATML_TOKENS
 from portable.errors import UserError, one_line
 from portable.temporary_folder import scratch_folder
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from portable.data.documents import Source
+    from portable.data.sources.documents import Source
 
 END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 DEFAULT_VOCAB_SIZE = 4096

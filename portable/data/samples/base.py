@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from portable.data.order import Permutation
-from portable.data.truncation import KeptOrder, Truncation, slice_of
+from portable.data.samples.order import Permutation
+from portable.data.samples.truncation import KeptOrder, Truncation, slice_of
 from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.data.cache import TokenCache
+    from portable.data.tokens.cache import TokenCache
 
 IGNORED = -100
 Arrays = dict[str, npt.NDArray[Any]]

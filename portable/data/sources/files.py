@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.data.documents import (
+from portable.data.sources.documents import (
     PIECE_CHARS,
     Document,
     Fields,
@@ -25,7 +25,7 @@ from portable.data.documents import (
     read_rows,
     text_only,
 )
-from portable.data.library import LIBRARY_FORMATS, library_rows
+from portable.data.sources.library import LIBRARY_FORMATS, library_rows
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from portable.data.order import locate
-from portable.data.samples import IGNORED, Batch, Samples
+from portable.data.samples.base import IGNORED, Batch, Samples
+from portable.data.samples.order import locate
 from portable.errors import RunError, UserError
 
 _PRELOAD = "portable.ranks.forkserver_preload"

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.data.cache import BLOCK, CacheDamagedError, CheckedArray, locked_folder
-from portable.data.samples import Arrays, Samples
+from portable.data.locked_folder import locked_folder
+from portable.data.samples.base import Arrays, Samples
+from portable.data.tokens.cache import BLOCK, CacheDamagedError, CheckedArray
 from portable.errors import one_line
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from portable.data.documents import listed
+from portable.data.sources.documents import listed
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from portable.data.cache import LabelKind, TokenCache
+    from portable.data.tokens.cache import LabelKind, TokenCache
 
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 """transformers' ``problem_type``, which selects the loss of a classifier."""

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.classes import MULTI, SINGLE
-from portable.data.samples import IGNORED, Arrays, Part, Samples, cut, pad_rows
+from portable.data.samples.base import IGNORED, Arrays, Part, Samples, cut, pad_rows
+from portable.data.samples.classes import MULTI, SINGLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.data.cache import TokenCache
-    from portable.data.classes import Classes
-    from portable.data.tokenizer import PairFrame, Vocabulary
+    from portable.data.samples.classes import Classes
+    from portable.data.tokens.cache import TokenCache
+    from portable.data.tokens.tokenizer import PairFrame, Vocabulary
 
 LabelShift = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 _U64 = (1 << 64) - 1
