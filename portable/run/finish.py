@@ -97,7 +97,8 @@ def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
     bound = positions(prepared.model_config)
     wanted = config.log.sample_tokens
     tokens = wanted if bound is None else min(wanted, bound - prompt.shape[1])
-    if tokens <= 0 or config.model.task != "causal-lm":
+    model: Any = engine.model
+    if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # a model of the user's
         return
     text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
     start, rest = text[0, : prompt.shape[1]], text[0, prompt.shape[1] :]

@@ -75,7 +75,7 @@ TRAINER = {
 }
 TRL = {
     "attn_implementation": "model.attention",
-    "beta": "leave it out",
+    "beta": "train.loss",
     "bf16": "precision to bf16",
     "chat_template": "data.chat_template",
     "dataset_mixture": "data.source",
@@ -101,10 +101,10 @@ TRL = {
     "lora_alpha": "adapter.alpha",
     "lora_r": "adapter.r",
     "lora_target_modules": "adapter.target_modules",
-    "loss_type": "leave it out",
+    "loss_type": "train.loss",
     "lr_scheduler_type": "train.schedule",
     "max_length": "data.seq_len",
-    "max_prompt_length": "leave it out",
+    "max_prompt_length": "data.seq_len",
     "max_steps": "train.steps",
     "missing_eos_penalty": "leave it out",
     "model_name_or_path": "model.name_or_path",
