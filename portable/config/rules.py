@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
 from converters.storage.store_errors import redact
-from portable.config.evaluation_sources import EvaluationSourceError, evaluation_sources
+from portable.config.evaluation_sources import SourceError, evaluation_sources
 from portable.config.suggest import did_you_mean
+from portable.config.training_sources import training_sources, weight_schedule
 from portable.optim.schedule import SCHEDULES, build_schedule, own_params, warmup_steps
 from portable.registry import BACKENDS, backend_package
 
@@ -255,7 +256,7 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
             ("data.train_on", "data.split_turns" if data.split_turns else "data.format"),
             f"data.train_on completion does not work with {other}; set data.train_on to assistant",
         )
-    if data.source is None and task in PADDED_TASKS:
+    if data.source is None and not data.sources and task in PADDED_TASKS:
         yield ConflictError(
             ("data.source", "model.task"),
             f"data.source must be set for model.task {task}: the default source has only text",
@@ -263,8 +264,13 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
 
     try:
         evaluation_sources(data)
-    except EvaluationSourceError as error:
+    except SourceError as error:
         yield ConflictError((error.key, *_inside("data.eval", data.eval)), str(error))
+    try:
+        training_sources(data)
+        weight_schedule(data)
+    except SourceError as error:
+        yield ConflictError((error.key, "data.sources"), str(error))
 
 
 def _preference(config: RunConfig) -> Iterator[ConflictError]:

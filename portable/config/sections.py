@@ -214,6 +214,18 @@ class DataConfig(Section):
         "code of Python's standard library, without a download.",
         json_schema_extra=OF_SOURCE,
     )
+    sources: Annotated[tuple[OpenMapping, ...], Field(strict=False)] = Field(
+        default=(),
+        description="A mixture, in place of data.source: a list such as [{name: web, source: web/*.jsonl, "
+        "weight: 3}, {name: code, source: code.jsonl, weight: 1}]. Each may set whatever describes a source "
+        "(marked ‡). weight is its share of the samples, kept in every few hundred of them; or give every "
+        "source epochs, its passes in one pass over the mixture (default: 1 each).",
+    )
+    weight_schedule: Annotated[tuple[OpenMapping, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
+        "for the last part of a run: from that step on they replace all weights before.",
+    )
     config_name: str | None = Field(
         default=None,
         description="Configuration of the hub dataset, if it has several (such as wikitext-2-raw-v1).",
@@ -389,13 +401,6 @@ class DataConfig(Section):
     def longest(self) -> int:
         """Tokens of the longest sequence, including targets."""
         return max(self.seq_len, self.target_seq_len or 0)
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """``source`` as a tuple, empty if it is null."""
-        if self.source is None:
-            return ()
-        return (self.source,) if isinstance(self.source, str) else self.source
 
 
 class ParameterGroup(Section):

@@ -198,7 +198,7 @@ def _train(prepared: Prepared, opened: Open) -> int:
 
 
 def _cadence(prepared: Prepared) -> Cadence:
-    config, samples = prepared.config, len(prepared.data.train)
+    config, samples = prepared.config, prepared.data.train.epoch_samples
     return Cadence(
         until=prepared.until,
         stops_early=prepared.until < prepared.steps,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from portable.data.samples.order import Permutation
+from portable.data.samples.order import Permutation, locate
 from portable.data.samples.truncation import KeptOrder, Truncation, slice_of
 from portable.errors import UserError
 
@@ -44,6 +44,23 @@ class Samples(ABC):
 
     def __len__(self) -> int:
         return self.num_samples
+
+    @property
+    def epoch_samples(self) -> int:
+        """The number of samples in one pass over the data, as ``train.epochs`` counts."""
+        return self.num_samples
+
+    def locate(self, position: int, seed: int) -> tuple[int, int]:
+        """Return (epoch, index) of the sample at ``position`` of a run."""
+        return locate(position, self.num_samples, seed)
+
+    def source_name(self, index: int) -> str:
+        """The name of the source of a sample in a mixture; empty without one."""
+        return ""
+
+    def progress(self, position: int) -> dict[str, float]:
+        """Numbers to log about the first ``position`` samples of a run, by name."""
+        return {}
 
     def __getitem__(self, index: int) -> Batch:
         if not -self.num_samples <= index < self.num_samples:
