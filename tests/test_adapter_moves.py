@@ -151,6 +151,7 @@ def test_the_merged_model_is_the_same(base: Path, trained: Path, corpus: Path, t
     settings = {"model__name_or_path": str(base), **KINDS["dora"], "data__eval_fraction": 0.1}
     settings |= {"train__eval_every": 5, "checkpoint__export": "merged"}
     assert leg(folder, corpus, settings, len(ROUTE)) == 0
+    assert "with an adapter merged into it" in (folder / "final" / CARD).read_text("utf-8")
     merged = AutoModelForCausalLM.from_pretrained(folder / "final")
     with torch.no_grad():
         logits = merged(torch.arange(30)[None]).logits
