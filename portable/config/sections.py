@@ -16,6 +16,7 @@ from portable.config.types import (
     AnyCase,
     Flag,
     Names,
+    NamesOrPattern,
     OneOrMany,
     OpenMapping,
     PathText,
@@ -131,7 +132,9 @@ class AdapterConfig(Section):
         description="Share of an adapter's inputs that are zeroed in training.",
         json_schema_extra=IDENTITY,
     )
-    target_modules: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
+    target_modules: Annotated[
+        str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)], NamesOrPattern
+    ] = Field(
         default="all-linear",
         min_length=1,
         description="Modules that get an adapter: all-linear (all linear layers except the head), a list of "
