@@ -10,14 +10,19 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable.data import TrainLoader
+from converters import open_checkpoint
+from portable.data import TrainLoader, build_data
 from portable.errors import UserError
 from portable.model import quantized
 from portable.registry import create_backend
+from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare
+from portable.run.rank import run_rank
 from portable.run.restore import restore
 from portable.run.settle import settle
+from tests.gpu.test_pretrained_memory import peak_of
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
 
@@ -59,7 +64,6 @@ def in_place_of(linear: nn.Linear, kind: str) -> Any:
 def peft_losses(config: RunConfig) -> list[float]:
     """The same run as a person would write it: one process, the whole batch at once."""
     import peft
-    from transformers import AutoModelForCausalLM
 
     kind = config.adapter.base
     backend = create_backend("cpu")
@@ -114,21 +118,54 @@ def truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize(("strategy", "size"), [("no_shard", 1), ("no_shard", 2), ("full_shard", 3)])
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (1, {"strategy": "no_shard"}),
+        (2, {"strategy": "no_shard"}),
+        (3, {"strategy": "full_shard"}),
+        (2, {"strategy": "shard_grad_op", "memory__activation_checkpointing": "full"}),
+        (2, {"strategy": "full_shard", "memory__offload_params": "cpu"}),
+    ],
+)
 def test_equals_a_loop_with_peft_and_bitsandbytes(
     kind: str,
-    strategy: str,
     size: int,
+    settings: dict[str, Any],
     truth: dict[str, list[float]],
     engines: Engines,
     corpus: Path,
     tmp_path: Path,
 ) -> None:
-    config = configured(tmp_path, corpus, **COMMON, adapter__base=kind, strategy=strategy)
-    losses = engines.run(strategy, size, our_losses, config)
+    config = configured(tmp_path, corpus, **COMMON, adapter__base=kind, **settings)
+    losses = engines.run("full_shard", size, our_losses, config)
     assert losses[-1] < losses[0] - 0.1
     assert truth["nf4"] != pytest.approx(truth["int8"], rel=1e-4)
     assert losses == pytest.approx(truth[kind], rel=1e-6 if size == 1 and kind == "nf4" else 1e-5)
+
+
+def launched(config: RunConfig) -> int:
+    return run_rank("cpu", config)
+
+
+def test_a_run_stops_goes_on_and_is_exported(engines: Engines, corpus: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        **COMMON,
+        "adapter__base": "nf4",
+        "precision": "bf16",
+        "checkpoint__every_steps": 3,
+    }
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    config = configured(whole, corpus, **settings, strategy="full_shard")
+    assert engines.run("full_shard", 2, launched, config) == 0
+    for size, more in ((2, {"train__stop_after": 3}), (1, {"strategy": "no_shard"})):
+        assert engines.run("full_shard", size, launched, configured(run, corpus, **settings, **more)) == 0
+    losses = [[row["loss"] for row in read_metrics(folder) if "loss" in row] for folder in (whole, run)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert losses[1][:3] == losses[0][:3]
+    ours, theirs = (open_checkpoint(folder / "final").tensors for folder in (run, whole))
+    assert ours.keys() == theirs.keys()
+    assert all("lora" in name for name in ours)
 
 
 def refused(settings: dict[str, Any], folder: Path, corpus: Path) -> str:
@@ -177,3 +214,35 @@ def test_counts_are_those_of_the_model(corpus: Path, tmp_path: Path) -> None:
     assert part.flops_per_token == whole.flops_per_token
     inside = sum(p.numel() * p.itemsize for p in part.model.model.layers.parameters() if not p.requires_grad)
     assert inside < 0.6 * sum(p.numel() for p in whole.model.model.layers.parameters() if not p.requires_grad)
+
+
+def grown(config: RunConfig) -> tuple[int, int]:
+    """How much this process grows while the engine gets its weights, and the bytes of its parameters."""
+    backend = create_backend("cpu")
+    backend.start()
+    try:
+        run = prepare(settle(config, backend.name), backend)
+        found: list[int] = []
+        with peak_of(found):
+            engine: Any = restore(run, None).engine
+        return found[0], sum(p.numel() * p.itemsize for p in engine.model.parameters())
+    finally:
+        backend.stop()
+
+
+@pytest.mark.slow
+def test_host_memory_does_not_grow_with_the_model(corpus: Path, tmp_path: Path) -> None:
+    beyond = []
+    for layers in (2, 8):
+        folder = tmp_path / f"model{layers}"
+        sizes = {"num_hidden_layers": layers, "hidden_size": 512, "intermediate_size": 1536}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**TINY_MODEL, **sizes}))
+        model.save_pretrained(folder)
+        build_data(configured(folder, corpus).data, model_vocab_size=384).tokenizer.save_pretrained(folder)
+        settings = {**COMMON, "model__config": None, "model__name_or_path": str(folder)}
+        config = configured(tmp_path / "run", corpus, **settings, adapter__base="nf4", precision="bf16")
+        most, size = grown(config)
+        whole = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        assert size < 0.3 * whole
+        beyond.append(most - size)
+    assert beyond[1] < beyond[0] + 16 * 2**20, beyond
