@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 NOTEBOOK = "notebook_"
 """Begins the name of a module made from a notebook or script; a digest of its text follows."""
@@ -96,13 +96,13 @@ def names_code(text: object) -> bool:
     return match is not None and match["module"] is not None
 
 
-def load(key: str, text: str, known: Mapping[str, Callable[..., Any]] | None = None) -> Any:
+def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
     """The object that a setting names: a function, or what a class makes of the arguments.
 
     Args:
         key: the setting, for messages.
         text: its value.
-        known: what the setting has by name.
+        known: where to find what the setting has by name.
 
     Raises:
         UserError: if there is none, or it does not take the arguments.
@@ -121,9 +121,9 @@ def load(key: str, text: str, known: Mapping[str, Callable[..., Any]] | None = N
                 f"{told}: there is no such name here{near}; the names are "
                 f"{', '.join(known or {}) or 'none'}, and package.module:name is one of your own"
             )
-        found: Any = (known or {})[named.name]
-    else:
-        found = _found(told, named)
+        place = parse((known or {})[named.name])
+        named = Name(place.module, place.name, named.arguments)
+    found = _found(told, named)
     return _made(told, found, named.arguments)
 
 

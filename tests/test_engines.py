@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from converters import open_checkpoint
-from portable.data import build_data
 from portable.evaluation.evaluate import evaluate
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
 from tests.parity import opened
-from tests.runs import TINY_MODEL, configured
+from tests.runs import TINY_MODEL, configured, write_pretrained
 from tests.views import assert_same_bits, assert_same_view, view
 
 if TYPE_CHECKING:
@@ -338,19 +337,7 @@ def test_groups_of_parameters(
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A model in bf16, except for its norms, whose fp32 values bf16 has not; they differ."""
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(**{**TINY_MODEL, "tie_word_embeddings": False, "num_hidden_layers": 3})
-    model = AutoModelForCausalLM.from_config(config).bfloat16()
-    model.config.dtype = torch.bfloat16
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data = 1 + torch.rand(parameter.shape) / 3
-    folder = tmp_path_factory.mktemp("pretrained")
-    model.save_pretrained(folder)
-    data = build_data(configured(folder, corpus).data, model_vocab_size=config.vocab_size)
-    data.tokenizer.save_pretrained(folder)
-    return folder
+    return write_pretrained(tmp_path_factory.mktemp("pretrained"), corpus)
 
 
 def stored(config: RunConfig, folder: Path) -> list[float]:

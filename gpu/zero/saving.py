@@ -127,11 +127,11 @@ class _StagingEngine:
         return files
 
     def save(self, state_dict: Any, path: str) -> None:
-        for part in ("module", "frozen_param_fragments"):
-            held = state_dict.get(part) or {}
-            for name, tensor in self._exact.items():
-                if name in held and held[name].numel() == tensor.numel():  # stage 3 has placeholders
-                    held[name] = tensor
+        module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
+        fragments.update({name: tensor for name, tensor in self._exact.items() if name in fragments})
+        for name, tensor in {**fragments, **self._exact}.items():
+            if name in module and module[name].shape == tensor.shape:  # stage 3 has placeholders there
+                module[name] = tensor  # which is stored once then
         content = staged(state_dict) if self.hold else state_dict
         file = _File(Path(path), content, self._zipfile)
         if self.hold:

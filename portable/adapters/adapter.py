@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import re
 import warnings
 from contextlib import contextmanager
@@ -180,6 +181,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     """
     if config.adapter.type is None:
         return None
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its kernels are of no use here
     import peft
     from peft.tuners.lora.dora import DoraLinearLayer
 
@@ -206,12 +208,12 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     return adapter
 
 
-def _product(lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str) -> Tensor:
-    """What DoRA adds to a weight, in place of peft's own way: a unit matrix of the layer's inputs through both.
+def _product(**given: Any) -> Tensor:
+    """What DoRA adds to a weight. peft takes a unit matrix through both layers, to run hooks of FSDP1.
 
-    That runs hooks of FSDP1, which is not used here. The matrix can be larger than the layer.
+    The unit matrix, of the layer's inputs, can be larger than the layer.
     """
-    product: Tensor = lora_B.weight @ lora_A.weight
+    product: Tensor = given["lora_B"].weight @ given["lora_A"].weight
     return product
 
 

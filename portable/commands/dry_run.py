@@ -19,7 +19,8 @@ from portable.data import inspect_data
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_bytes, human_count, table
 from portable.model import build as models
-from portable.model.flops import parameter_count
+from portable.model.flops import parameter_count, parameters_in_words, trained_count
+from portable.model.freezing import tie_notes
 from portable.model.labels import problem_of
 from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
@@ -106,7 +107,8 @@ def _notes(
         multiple=backend.shape_multiple(config.precision),
         precision=config.precision,
     )
-    return [*notes_on(settled, model.config, aligned, data), *weights, *hints]
+    ties = [f"note: {note}" for note in tie_notes(model, config.train)]
+    return [*notes_on(settled, model.config, aligned, data), *ties, *weights, *hints]
 
 
 def _plan_rows(
@@ -120,7 +122,10 @@ def _plan_rows(
     source = resume_source(config, checkpoints_of(settled.place))
     begun = [] if source is None else _foreign_rows(config, model, source, steps)
     return [
-        ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),
+        (
+            "model",
+            f"{type(model).__name__}, " + parameters_in_words(parameter_count(model), trained_count(model)),
+        ),
         ("data", str(data)),
         ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
         (

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+TAKEN = ("labels", "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids")
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 
@@ -46,7 +47,7 @@ def derived(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if model.name_or_path is not None:
         found["model.config"] = None
-    if model.task in PADDED_TASKS:
+    if model.task in PADDED_TASKS or config.data.format == "preference":
         found["data.packing"] = False
     elif config.data.format not in ("auto", "text") and model.task == "causal-lm":
         found["data.packing"] = "documents"
@@ -215,6 +216,25 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
             f"data.truncation {data.truncation} has no effect with data.packing true, which cuts nothing; "
             "remove one of the two",
         )
+    if data.format == "preference":
+        yield from _preference(config)
+    if data.columns:
+        for key, wrong in (("packing", packing), ("split_turns", data.split_turns)):
+            if wrong:
+                yield ConflictError(
+                    ("data.columns", f"data.{key}"),
+                    f"data.columns has numbers of records, but data.{key} {wrong} makes other samples of "
+                    f"them; set data.{key} to false",
+                )
+        if taken := [name for name in data.columns if name in TAKEN]:
+            yield ConflictError(
+                ("data.columns",), f"data.columns: {taken[0]} is an input of models; rename the column"
+            )
+        if config.train.loss is None:
+            yield ConflictError(
+                ("data.columns", "train.loss"),
+                "data.columns is for a loss of your own; set train.loss, or remove it",
+            )
     if data.train_on == "completion" and (data.split_turns or data.format in ("messages", "sharegpt")):
         other = "data.split_turns" if data.split_turns else f"data.format {data.format}"
         yield ConflictError(
@@ -236,6 +256,26 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
         weight_schedule(data)
     except SourceError as error:
         yield ConflictError((error.key, "data.sources"), str(error))
+
+
+def _preference(config: RunConfig) -> Iterator[ConflictError]:
+    data = config.data
+    if config.train.loss is None:
+        yield ConflictError(
+            ("train.loss", "data.format"),
+            "data.format preference needs a loss of pairs; set train.loss to dpo, ipo, simpo, orpo or one of "
+            "your own",
+        )
+    for name, used in (
+        ("packing", data.packing),
+        ("split_turns", data.split_turns),
+        ("train_on", data.train_on not in (None, "completion")),
+    ):
+        if used:
+            yield ConflictError(
+                (f"data.{name}", "data.format"),
+                f"data.{name} {getattr(data, name)} does not work with data.format preference; remove it",
+            )
 
 
 def _inside(key: str, value: Any) -> tuple[str, ...]:

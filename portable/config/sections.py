@@ -26,6 +26,7 @@ from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read w
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
+Format = Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"]
 XlaDtype = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -239,11 +240,12 @@ class DataConfig(Section):
         "config on a large dataset.",
         json_schema_extra=OF_SOURCE,
     )
-    format: Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca"] = Field(
+    format: Format = Field(
         default="auto",
         description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
         "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
-        "messages); alpaca (instruction, input, output). auto: recognized by the first record's columns.",
+        "messages); alpaca (instruction, input, output); preference (prompt, chosen, rejected, for a loss of "
+        "pairs). auto: recognized by the first record's columns.",
         json_schema_extra=OF_SOURCE,
     )
     chat_template: PathText | None = Field(
@@ -307,6 +309,12 @@ class DataConfig(Section):
         min_length=1,
         description="Field with the label (sequence-classification): a class (an integer or a string), a "
         "list of classes, or for a regression numbers with a fraction.",
+        json_schema_extra=OF_SOURCE,
+    )
+    columns: Names = Field(
+        default=(),
+        description="Further columns of numbers, one for each record, that reach train.loss in the batch "
+        "(without packing): a weight, a score, a group.",
         json_schema_extra=OF_SOURCE,
     )
     text_split: Literal["file", "paragraph", "line"] = Field(
@@ -436,8 +444,9 @@ class TrainConfig(Section):
     )
     loss: PlugIn | None = Field(
         default=None,
-        description="A loss of your own: package.module:name, or package.module:name(argument=value). Null: "
-        "cross-entropy, or the loss of a classifier's problem_type.",
+        description="dpo, ipo, simpo or orpo (data.format preference), or a loss of your own: "
+        "package.module:name; arguments as in dpo(beta=0.2). Null: cross-entropy, or the loss of a "
+        "classifier's problem_type.",
         json_schema_extra=IDENTITY,
     )
     label_smoothing: float = Field(

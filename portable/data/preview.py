@@ -128,6 +128,21 @@ def _lengths(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
 def _sample(data: Data, position: int, seed: int) -> Sample:
     epoch, index = data.train.locate(position, seed)
     arrays = data.train.arrays([(epoch, index)])
+    several = data.train.sequences  # one after the other
+    parts = (
+        [{name: v[:, at] for name, v in arrays.items()} for at in range(several)] if several > 1 else [arrays]
+    )
+    found = [_pieces(data, part, index) for part in parts]
+    pieces = found[0][2]
+    for _, _, more in found[1:]:
+        pieces = [*pieces, ("\n", False), *more]
+    documents = [int(number) for number in data.train.documents(index)]
+    tokens, trained = sum(one[0] for one in found), sum(one[1] for one in found)
+    return Sample(position, documents, tokens, trained, pieces, data.train.source_name(index))
+
+
+def _pieces(data: Data, arrays: Any, index: int) -> tuple[int, int, list[tuple[str, bool]]]:
+    """Tokens, trained labels and the text of one sequence."""
     inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
     filled = len(inputs)
     if "attention_mask" in arrays:
@@ -154,9 +169,7 @@ def _sample(data: Data, position: int, seed: int) -> Sample:
         if left <= 0:
             break
     counted = sum(label != IGNORED for label in labels)
-    documents = [int(number) for number in data.train.documents(index)]
-    tokens = sum(len(ids) for ids, _ in runs)
-    return Sample(position, documents, tokens, counted, pieces, data.train.source_name(index))
+    return sum(len(ids) for ids, _ in runs), counted, pieces
 
 
 def in_words(shown: Preview, *, colour: bool) -> str:

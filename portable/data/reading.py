@@ -6,11 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from portable.data.samples.base import (
     PackedCausal,
     PaddedCausal,
+    Pairs,
     Part,
     Samples,
+    WithColumns,
     packed_samples,
     split_blocks,
     split_documents,
@@ -18,7 +22,7 @@ from portable.data.samples.base import (
 from portable.data.samples.packing import PackedDocuments, planned
 from portable.data.samples.tasks import Classification, LabelShift, MaskedLM, Seq2Seq
 from portable.data.samples.truncation import Truncated, answered_blocks, keeps_an_end, truncated
-from portable.data.settings import CAUSAL, MASKED, SEQ2SEQ, cache_dir, converses, fields_of, packs
+from portable.data.settings import CAUSAL, MASKED, PREFERENCE, SEQ2SEQ, cache_dir, converses, fields_of, packs
 from portable.data.tokens.cache import CacheDamagedError, TokenCache
 from portable.data.tokens.chat_template import ChatTemplate, chat_template
 from portable.data.tokens.tokenize import Frame, frame, token_cache_folder, tokenize
@@ -115,7 +119,11 @@ class Reading:
         return None
 
     def samples(self, opened: Opened, part: Part, classes: Classes | None = None) -> Samples:
-        """The samples of a part of ``opened``."""
+        """The samples of a part of ``opened``, with its further columns."""
+        found = self._samples(opened, part, classes)
+        return WithColumns(found, opened.tokens) if opened.settings.columns else found
+
+    def _samples(self, opened: Opened, part: Part, classes: Classes | None) -> Samples:
         settings, framed, tokens = opened.settings, opened.framed, opened.tokens
         length, vocabulary = settings.seq_len, self.vocabulary
         if self.task == MASKED:
@@ -155,6 +163,8 @@ class Reading:
                 left=self.pad_left,
                 pair=_pair_frame(settings, self.tokenizer) if paired else None,
             )
+        if settings.format == PREFERENCE:
+            return Pairs(tokens, part, length, vocabulary.pad, settings.truncation)
         if settings.packing == "documents":
             plan = planned(tokens, part, length)
             return PackedDocuments(tokens, plan, length, vocabulary.pad, settings.truncation)
@@ -167,6 +177,9 @@ def parts(
     settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None = None
 ) -> tuple[Part, Part]:
     left_out = None if cut is None else cut.left_out
+    if settings.format == PREFERENCE:
+        pairs = None if left_out is None else np.unique(left_out // 2)
+        return split_documents(tokens.documents // 2, settings.eval_fraction, pairs)
     if settings.packing == "documents" or not packs(settings, task):
         return split_documents(tokens.documents, settings.eval_fraction, left_out)
     return split_blocks(_blocks(settings, task, tokens), settings.eval_fraction, left_out)

@@ -25,6 +25,7 @@ CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "seq2seq-lm",
     "sequence-classification",
 )
+PREFERENCE = "preference"
 
 
 @contextmanager
@@ -103,6 +104,7 @@ def fields_of(settings: DataConfig, task: str) -> Fields:
         text_split=settings.text_split,
         pair=settings.text_pair_field if task == CLASSIFICATION else None,
         prefix=settings.source_prefix if task == SEQ2SEQ else "",
+        columns=settings.columns,
         format=None if settings.format == "auto" and task == CAUSAL else _format(settings, task),
     )
 

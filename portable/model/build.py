@@ -20,7 +20,6 @@ from portable.errors import UserError, one_line
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import one_layer_per_kind, trial_forward
 from portable.model.parameters import token_embedding
-from portable.optim.optimizers import groups_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -171,7 +170,6 @@ def training_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
     # Loading corrects it where the files differ from what the config says.
     stored = torch.float32 if run.model.from_scratch else getattr(config, "dtype", None)
     freeze_by_pattern(model, run.train, compute if stored == compute else torch.float32)
-    groups_of(model, run.train)  # refuses patterns that do not fit
     return model
 
 
@@ -227,11 +225,14 @@ def changed(model: PreTrainedModel, function: str) -> PreTrainedModel:
     from transformers import PreTrainedModel
 
     told = f"model.function: {function}"
+    before = model.config.to_dict()
     with plugins.told_as(told):
         found = plugins.load("model.function", function)(model)
     found = model if found is None else found
     if not isinstance(found, PreTrainedModel):
         raise UserError(f"{told}: returns a {type(found).__name__}, not a transformers model or None")
+    after = found.config.to_dict()
+    found.__dict__["changed_config"] = {key: after[key] for key in after if after[key] != before.get(key)}
     found.__dict__["changed_by"] = function  # so that it can be made again, for its initial weights
     return found
 

@@ -84,6 +84,8 @@ class Loss(Protocol):
     - ``before(forward, batch)``: called without gradients ahead of the forward pass. ``forward()`` runs the
       model in training on the batch, ``forward(other)`` another one, and both return :class:`Outputs`. The
       tensors that it returns, by name, are added to the batch that the loss gets.
+    - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
+      starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
     """
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
@@ -117,6 +119,7 @@ class TrainingLoss:
             raise UserError(f"{key}: {what}; it is 'logits', or a tuple of {', '.join(STATISTICS)}")
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
+        self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
         self._names: tuple[str, ...] | None = None
 
     @property
@@ -233,8 +236,10 @@ class CrossEntropy:
         return total, valid.sum(), {"cross_entropy": torch.where(valid, plain.detach(), 0.0).sum()}
 
 
-BUILT_IN: dict[str, Callable[..., Any]] = {}
-"""The losses that ``train.loss`` knows by name."""
+BUILT_IN = {name: f"portable.losses:{kind}" for name, kind in (
+    ("dpo", "DPO"), ("ipo", "IPO"), ("simpo", "SimPO"), ("orpo", "ORPO")
+)}  # fmt: skip
+"""The losses that ``train.loss`` knows by name, and where they are."""
 
 
 def training_loss(config: RunConfig) -> TrainingLoss | None:
@@ -263,6 +268,16 @@ class Measure(Protocol):
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         """The sums of a micro-batch, by name."""
+
+
+class OncePass(Measure):
+    """Gives what ``once`` of the loss returns, instead of sums."""
+
+    needs = None
+    kind = "pass over all samples"
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        raise NotImplementedError
 
 
 class Objective:
@@ -349,6 +364,9 @@ class Objective:
 
     def evaluated(self, model: nn.Module, batch: Batch, measure: Measure) -> dict[str, Tensor]:
         """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
+        if isinstance(measure, OncePass):
+            assert self._loss is not None and self._loss.once is not None
+            return self._before(self._loss, self._loss.once, model, batch)
         if self._loss is not None and self._loss.in_evaluation:
             return self._evaluated_by(self._loss, model, batch, measure)
         labels = batch["labels"]
@@ -381,6 +399,16 @@ class Objective:
     def _with_passes_before(self, loss: TrainingLoss, model: nn.Module, batch: Batch) -> Batch:
         if loss.before is None:
             return batch
+        return {**batch, **self._before(loss, loss.before, model, batch)}
+
+    def _before(
+        self,
+        loss: TrainingLoss,
+        function: Callable[..., Mapping[str, Tensor]],
+        model: nn.Module,
+        batch: Batch,
+    ) -> dict[str, Tensor]:
+        """What a function of the user's makes of passes without gradients."""
 
         def forward(other: nn.Module | None = None) -> Outputs:
             attention = self._attention if other is None else DocumentAttention(other)
@@ -388,7 +416,7 @@ class Objective:
             return _outputs(other or model, batch, head, attention, loss.needs, self._takes)
 
         with torch.no_grad(), plugins.told_as(loss.key):
-            return {**batch, **loss.before(forward, batch)}
+            return dict(function(forward, batch))
 
     def _outputs(
         self, model: nn.Module, batch: Batch, needs: Collection[str], terms: ModelTerms | None = None

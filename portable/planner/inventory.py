@@ -36,6 +36,8 @@ class Weight:
     """Index of its transformer layer; None outside the layers."""
     unit: int | None
     """Index of its innermost FSDP unit; None outside the units."""
+    itemsize: int = 4
+    """Bytes of an element as FSDP2, DDP and XLA keep it: 4 if it is trained."""
 
     @cached_property
     def elements(self) -> int:
@@ -66,10 +68,15 @@ class Inventory:
         """Elements of all parameters."""
         return sum(w.elements for w in self.weights)
 
-    def sizes(self, part: Literal["layer", "unit"]) -> list[int]:
-        """Elements of each transformer layer, or of each FSDP unit."""
+    @cached_property
+    def trained(self) -> tuple[Weight, ...]:
+        """The parameters that are not frozen."""
+        return tuple(w for w in self.weights if w.trained)
+
+    def sizes(self, part: Literal["layer", "unit"], *, trained: bool = False) -> list[int]:
+        """Elements, or ``trained`` elements, of each transformer layer, or of each FSDP unit."""
         found: Counter[int] = Counter()
-        for weight in self.weights:
+        for weight in self.trained if trained else self.weights:
             index = weight.layer if part == "layer" else weight.unit
             if index is not None:
                 found[index] += weight.elements
@@ -82,7 +89,5 @@ class Inventory:
     def moment_bytes(self, train: TrainConfig) -> int:
         """Bytes of the whole optimizer state."""
         return sum(
-            moment_bytes(train, w.shape, w.shape[0] if w.shape else 1, exact=w.table)
-            for w in self.weights
-            if w.trained
+            moment_bytes(train, w.shape, w.shape[0] if w.shape else 1, exact=w.table) for w in self.trained
         )

@@ -78,6 +78,7 @@ def inspect(module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = 
             head=head is not None and parameter is head.weight,
             layer=layer_of.get(id(parameter)),
             unit=unit_of.get(id(parameter)),
+            itemsize=parameter.itemsize,
         )
         for name, parameter in model.named_parameters()
     )

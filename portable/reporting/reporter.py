@@ -47,6 +47,7 @@ class Reporter(Events):
         tokens_per_sample: float,
         flops_per_token: float,
         precision: str,
+        rates: Mapping[str, float],
         trackers: Sequence[str],
         config: dict[str, Any],
         checkpoints: Checkpoints[Any],
@@ -57,6 +58,7 @@ class Reporter(Events):
         """Open the logs and record the start.
 
         Args:
+            rates: of groups with a learning rate of their own, by pattern: its ratio to the run's.
             facts: fields of the start event; ``source``, if given, is the checkpoint that the launch resumes.
         """
         self._backend = backend
@@ -64,6 +66,7 @@ class Reporter(Events):
         self._folder = folder = output.work
         self._tokens_per_sample = tokens_per_sample
         self._flops_per_token = flops_per_token
+        self._rates = rates
         peak = backend.peak_flops(precision)
         self._peak_flops = None if peak is None else peak * backend.world_size * backend.devices_per_rank
         self._checkpoints = checkpoints
@@ -125,6 +128,7 @@ class Reporter(Events):
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
+            **{f"learning_rate/{pattern}": learning_rate * ratio for pattern, ratio in self._rates.items()},
             "tokens_per_second": tokens_per_second,
             "samples_per_second": samples_per_second,
             "memory": memory,

@@ -14,6 +14,7 @@ from portable.data import IGNORED
 from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
+from portable.model.flops import parameters_in_words
 from portable.model.shape_hints import shape_hints
 from portable.output.existing_run import FINAL
 from portable.output.export import export
@@ -42,9 +43,8 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     start = f"resuming at step {progress.step} from {source}" if source else "starting"
     if progress.step >= prepared.steps:
         start += ", which was the last: there is nothing left to train"
-    part = "" if prepared.trained == prepared.parameters else f", {prepared.trained:,} of them trained"
     rows = [
-        ("model", f"{prepared.architecture}, {prepared.parameters:,} parameters{part}"),
+        ("model", f"{prepared.architecture}, {parameters_in_words(prepared.parameters, prepared.trained)}"),
         ("data", prepared.data.description),
         (
             "ranks",
@@ -124,6 +124,8 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
         return torch.tensor([ids], dtype=torch.int64)
     samples = data.eval if data.eval is not None else data.train
     batch = samples.batch([(0, 0)])
+    if samples.sequences > 1:
+        batch = {name: values[:, 0] for name, values in batch.items()}
     if data.end_of_turn is not None:
         trained = (batch["labels"][0] != IGNORED).int()
         return batch["input_ids"][:, : int(trained.argmax()) + 1]

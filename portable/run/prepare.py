@@ -15,6 +15,7 @@ from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.flops import flops_per_token, parameter_count, trained_count
+from portable.model.freezing import tie_notes
 from portable.model.labels import (
     adopt_labels,
     classifies_end_token,
@@ -23,11 +24,13 @@ from portable.model.labels import (
     problem_of,
 )
 from portable.model.special_tokens import SpecialTokens
+from portable.optim.optimizers import groups_of
 from portable.optim.schedule import build_schedule
 from portable.registry import backend_package
 from portable.run import micro_batch
 from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
+from portable.run.once import with_computed
 from portable.run.settle import on_device
 
 if TYPE_CHECKING:
@@ -123,18 +126,23 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     judge = judge_of(config, data.evals, measures)
     special_tokens.prepare(data.tokenizer)
     model = models.training_model(model_config, config)
+    for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
+        setattr(model_config, key, value)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
     adapter = adapt(model, model_config, config)
+    groups_of(model, config.train)  # refuses patterns that do not fit
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
     if config.data.packing == "documents":
         check_documents(model)
+    data = with_computed(config, backend, data)
     config = _with_micro_batch(settled, backend, model_config, data)
     steps = total_steps(config, data.train.epoch_samples)
     # A new model has no special tokens to lose.
     replaced = [] if config.model.name_or_path is None else aligned
     notes = notes_on(settled, model_config, replaced, data.sizes)
+    notes += [f"note: {note}" for note in tie_notes(model, config.train)]
     if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
         notes.append(f"note: problem_type is {found.problem}, as the labels and num_labels have it")
     if known is not None and known.renamed(data.label_names):

@@ -18,6 +18,7 @@ from portable.model.initialize import Blueprint
 from portable.model.pretrained import pretrained_weights
 from portable.paths import place_of, storage_errors
 from portable.ranks.consistency import agree
+from portable.run.once import compute, missing
 from portable.run.own_code import changed, digests
 from portable.run.save import ADAPTER
 
@@ -63,18 +64,24 @@ def restore(
         UserError: if ``source`` does not belong to this run, or every checkpoint is damaged.
     """
     backend = prepared.backend
-    if source is None:
+    uncomputed = missing(prepared)
+    blueprint, pretrained = None, None
+    if source is None or uncomputed:
         blueprint = _blueprint(prepared)
         pretrained = _pretrained(prepared, blueprint)
+    if source is None:
+        assert blueprint is not None
         engine = _engine(prepared, {} if pretrained is None else pretrained.found)
-        _initialize(engine, blueprint, pretrained, prepared)
-        if prepared.adapter is not None:
-            engine.load_weights(prepared.adapter.initial())
+        _begin(engine, blueprint, pretrained, prepared)
+        compute(prepared, engine, uncomputed)
         return Restored(engine, Progress(0, 0))
     own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
     external = None if source in own else _external(prepared, source)  # before the model is touched
     candidates = own[own.index(source) :] if source in own else [source]
     engine = _engine(prepared, _tensors(candidates) if external is None else external.checkpoint.tensors)
+    if blueprint is not None:
+        _begin(engine, blueprint, pretrained, prepared)
+        compute(prepared, engine, uncomputed)
     damaged: list[tuple[Place, DamagedError | None]] = []
     for candidate in candidates:
         outcome: Progress | DamagedError
@@ -90,6 +97,15 @@ def restore(
             return Restored(engine, outcome, candidate, external)
         damaged.append((candidate, outcome if isinstance(outcome, DamagedError) else None))
     raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
+
+
+def _begin(
+    engine: Engine, blueprint: Blueprint, pretrained: PretrainedWeights | None, prepared: Prepared
+) -> None:
+    """Give ``engine`` all the weights that the run starts from."""
+    _initialize(engine, blueprint, pretrained, prepared)
+    if prepared.adapter is not None:
+        engine.load_weights(prepared.adapter.initial())
 
 
 def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:
@@ -169,8 +185,8 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
             _check_code(source, state, prepared)
             if state.data != prepared.data.fingerprint:
                 raise UserError(
-                    f"checkpoint.resume: {source} was trained on other tokens, or in other shares, than those of "
-                    f"{prepared.data.sizes.source} here; give the same files, tokenizer, template and "
+                    f"checkpoint.resume: {source} was trained on other tokens, or in other shares, than "
+                    f"those of {prepared.data.sizes.source} here; give the same files, tokenizer, template and "
                     "data.train_on, or choose another output_dir"
                 )
             if prepared.adapter is not None:  # the checkpoint holds nothing else

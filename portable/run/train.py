@@ -213,14 +213,17 @@ def _cadence(prepared: Prepared) -> Cadence:
 def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress], None]) -> Reporter:
     """What shows and records this launch in the run's folder."""
     config, backend, source = prepared.config, prepared.backend, opened.restored.source
+    peak, groups = config.train.learning_rate, config.train.parameter_groups
+    samples = prepared.data.train
     return Reporter(
         backend=backend,
         output=opened.output,
         progress=opened.restored.progress,
         total_steps=prepared.steps,
-        tokens_per_sample=config.data.seq_len * (1 - prepared.data.train.waste),
+        tokens_per_sample=config.data.seq_len * samples.sequences * (1 - samples.waste),
         flops_per_token=prepared.flops_per_token,
         precision=config.precision,
+        rates={g.pattern: g.learning_rate / peak for g in groups if g.learning_rate is not None},
         trackers=config.log.trackers,
         config=config.fingerprint(),
         checkpoints=opened.checkpoints,
@@ -235,6 +238,7 @@ def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress],
             "precision": config.precision,
             "model": prepared.architecture,
             "parameters": prepared.parameters,
+            "trained": prepared.trained,
             "source": str(source) if source is not None else None,
         },
     )

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from converters import open_checkpoint
 from portable.errors import UserError
 from portable.model.build import model_config, training_model
 from portable.model.freezing import freeze, frozen_names, keep_as_stored, tie_notes
-from tests.runs import configured
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.runs import configured, write_pretrained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,3 +105,34 @@ def test_values_stay_exact(run_of: Any) -> None:
     assert set(kept({}, "bf16").values()) == {torch.float32}
     assert set(kept(files, "fp32").values()) == {torch.float32}
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_a_run_from_start_to_end(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped, gone on, and exported: what is frozen is bit for bit what was read."""
+    source = write_pretrained(tmp_path / "pretrained", corpus)
+    settings: dict[str, Any] = {
+        "strategy": "no_shard",
+        "precision": "bf16",
+        "model__config": None,
+        "model__name_or_path": str(source),
+        "train__trainable": ["lm_head", r"layers\.2"],
+        "train__parameter_groups": [{"pattern": "lm_head", "learning_rate": 1e-2}],
+    }
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert run_rank("cpu", configured(whole, corpus, **settings)) == 0
+    assert run_rank("cpu", configured(run, corpus, **settings, train__stop_after=4)) == 0
+    assert "parameters, of which 36,960 are trained" in capsys.readouterr().err
+    other = {**settings, "train__frozen": "q_proj"}
+    with pytest.raises(UserError, match=r"train\.frozen: \[\] and"):
+        run_rank("cpu", configured(run, corpus, **other))
+    assert run_rank("cpu", configured(run, corpus, **settings)) == 0
+    given, alone, ours = (
+        open_checkpoint(folder).tensors for folder in (source, whole / "final", run / "final")
+    )
+    for name, tensor in given.items():
+        trained = name == "lm_head.weight" or "layers.2" in name
+        assert ours[name].dtype == alone[name].dtype == ("F32" if trained else tensor.dtype)
+        assert ours[name].read().tobytes() == alone[name].read().tobytes()
+        assert trained or ours[name].read().tobytes() == tensor.read().tobytes()
+    (row, *_) = read_metrics(run)
+    assert row["learning_rate/lm_head"] == pytest.approx(row["learning_rate"] / 3e-3 * 1e-2)

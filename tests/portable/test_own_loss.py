@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from portable.model.loss import IGNORED, Outputs
 from portable.run.batches import eval_batches
 from tests.gpu.test_parity import STEPS, plain_losses
 from tests.parity import opened
+from tests.portable.data_support import write_jsonl
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -86,9 +88,32 @@ def plain_variant(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
     return smooth + 0.01 * z, int((labels != IGNORED).sum())
 
 
+def by_column(outputs: Outputs, batch: Batch) -> Any:
+    """Records weigh what a column says; another column is a whole number."""
+    assert outputs.log_probs is not None and not batch["group"].is_floating_point()
+    share = torch.where(batch["labels"] == IGNORED, 0.0, batch["share"][:, None] + batch["group"][:, None])
+    return -(share * outputs.log_probs).sum(), share.sum()
+
+
+by_column.needs = ("log_probs",)  # type: ignore[attr-defined]
+by_column.weight = lambda batch: by_column(  # type: ignore[attr-defined]
+    Outputs(log_probs=torch.zeros(batch["labels"].shape)), batch
+)[1]
+
+
+def plain_by_column(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    log_p = logits.log_softmax(-1).gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+    total, weight = by_column(Outputs(log_probs=log_p), batch)
+    return total, float(weight)
+
+
 LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
     "focal": ({"train__loss": f"{HERE}:Focal(gamma=2.0)"}, plain_focal),
     "squared": ({"train__loss": f"{HERE}:squared", "train__learning_rate": 1e-2}, plain_squared),
+    "column": (
+        {"train__loss": f"{HERE}:by_column", "data__columns": ["share", "group"], "data__source": "columns"},
+        plain_by_column,
+    ),
     "smooth": ({"train__label_smoothing": 0.2, "train__z_loss": 0.01}, plain_variant),
 }
 ENGINES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -105,6 +130,10 @@ ENGINES: dict[str, tuple[str, int, dict[str, Any]]] = {
 def kind(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The settings of a loss, and what a plain loop with it comes to."""
     settings, criterion = LOSSES[request.param]
+    if "data__source" in settings:
+        rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+        rows = [{**row, "share": 0.5 + (i % 3) / 2, "group": i % 4} for i, row in enumerate(rows)]
+        settings = {**settings, "data__source": str(write_jsonl(corpus.parent / "columns.jsonl", rows))}
     config = configured(tmp_path_factory.mktemp("truth"), corpus, **PADDED, **settings)
     return settings, plain_losses(config, criterion=criterion)
 
@@ -212,6 +241,22 @@ def test_what_is_no_loss_is_refused_in_a_line(name: str, told: str, corpus: Path
 def test_a_variant_of_cross_entropy_is_not_for_a_loss_of_ones_own(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.z_loss 0\.1 changes the cross-entropy"):
         configured(tmp_path, corpus, train__loss=f"{HERE}:squared", train__z_loss=0.1)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"data__packing": True}, r"data\.packing true makes other samples"),
+        ({"train__loss": None}, r"data\.columns is for a loss of your own; set train\.loss"),
+        ({"data__columns": "labels"}, "labels is an input of models; rename the column"),
+        ({"data__columns": "txet"}, r"data\.columns: .*: no field 'txet'.*did you mean 'text'"),
+        ({"data__columns": "text"}, r"data\.columns: .*: 'text' is of type str, not a number"),
+    ],
+)
+def test_columns_that_cannot_be_had(more: dict[str, Any], told: str, corpus: Path, tmp_path: Path) -> None:
+    settings = {**PADDED, "data__columns": "share", "train__loss": f"{HERE}:by_column", **more}
+    with pytest.raises(UserError, match=told), opened(configured(tmp_path, corpus, **settings)):
+        pass
 
 
 def test_noise_on_embeddings(corpus: Path, tmp_path: Path) -> None:

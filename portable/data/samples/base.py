@@ -37,6 +37,8 @@ class Samples(ABC):
     """The number of valid labels per sample, if it is the same for all."""
     waste: float = 0.0
     """The share of positions that packing leaves to padding."""
+    sequences: int = 1
+    """The number of sequences in a sample; several are ``[batch, sequences, tokens]``."""
     context: float | None = None
     """The mean length of the document that a token is in, where attention stays within it."""
 
@@ -196,7 +198,9 @@ class PaddedCausal(Samples):
         self._pad = pad
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        numbers = [self._part(index) for _, index in places]
+        return self._arrays([self._part(index) for _, index in places])
+
+    def _arrays(self, numbers: Sequence[int]) -> Arrays:
         documents = [self._cache.document("text", number)[self._kept] for number in numbers]
         inputs, mask = pad_rows([tokens[:-1] for tokens in documents], self._length, self._pad)
         labels, _ = pad_rows([tokens[1:] for tokens in documents], self._length, IGNORED)
@@ -208,6 +212,58 @@ class PaddedCausal(Samples):
 
     def documents(self, index: int) -> range:
         return self._part.document(index)
+
+
+class Extended(Samples):
+    """Samples with more columns, in the order of ``plain``."""
+
+    def __init__(self, plain: Samples) -> None:
+        self.plain = plain
+        self.num_samples, self.valid_tokens = plain.num_samples, plain.valid_tokens
+        self.waste, self.context, self.sequences = plain.waste, plain.context, plain.sequences
+
+    @property
+    def epoch_samples(self) -> int:
+        return self.plain.epoch_samples
+
+    def locate(self, position: int, seed: int) -> tuple[int, int]:
+        return self.plain.locate(position, seed)
+
+    def source_name(self, index: int) -> str:
+        return self.plain.source_name(index)
+
+    def progress(self, position: int) -> dict[str, float]:
+        return self.plain.progress(position)
+
+    def documents(self, index: int) -> Sequence[int]:
+        return self.plain.documents(index)
+
+
+class WithColumns(Extended):
+    """Samples of one record each, with the record's further numbers, ``[batch]``."""
+
+    def __init__(self, plain: Samples, cache: TokenCache) -> None:
+        super().__init__(plain)
+        self._cache = cache
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        numbers = [int(self.plain.documents(index)[0]) for _, index in places]
+        return {**self.plain.arrays(places), **self._cache.columns(numbers)}
+
+
+class Pairs(PaddedCausal):
+    """Two documents per sample, one after the other in the source: what was chosen, and what was rejected."""
+
+    sequences = 2
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        numbers = [2 * self._part(index) + which for _, index in places for which in (0, 1)]
+        found = self._arrays(numbers)
+        return {name: values.reshape(len(places), 2, -1) for name, values in found.items()}
+
+    def documents(self, index: int) -> range:
+        first = 2 * self._part(index)
+        return range(first, first + 2)
 
 
 def pad_rows(

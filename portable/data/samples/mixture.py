@@ -171,6 +171,7 @@ class Mixture(Samples):
             if all(context is not None for _, context in contexts)
             else None
         )
+        self.sequences = self.parts[0].sequences
         self._shapes = self._columns()
 
     def _columns(self) -> dict[str, tuple[int, ...]]:

@@ -16,13 +16,14 @@ from portable.errors import UserError, one_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Format = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca"]
+Format = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"]
 Message = dict[str, Any]
 
 EXPECTED: dict[Format, str] = {
     "messages": '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
     "sharegpt": '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}',
     "prompt_completion": '{"prompt": ..., "completion": ...}, both strings or both lists of messages',
+    "preference": '{"prompt": ..., "chosen": ..., "rejected": ...}, all strings or all lists of messages',
     "alpaca": '{"instruction": "...", "input": "...", "output": "..."}, all strings',
 }
 """What a record of each format looks like, for messages."""
@@ -97,6 +98,8 @@ def recognise(row: Mapping[str, Any], text_field: str, where: str) -> Format:
             found.append("prompt_completion")
         elif {"instruction", "output"} <= row.keys():
             found.append("alpaca")
+        if {"chosen", "rejected"} <= row.keys():
+            found.append("preference")
     if len(found) == 1:
         return found[0]
     names = ", ".join(map(str, row)) or "none"
@@ -175,6 +178,35 @@ def _prompt_completion(row: Mapping[str, Any], where: str) -> Conversation | Com
     return _conversation(messages, row, where, prompt=len(prompt))
 
 
+def read_preference(row: Mapping[str, Any], where: str) -> tuple[Conversation | Completion, ...]:
+    """A prompt with the completion that was chosen, and with the one that was rejected.
+
+    Without a prompt, the messages with which both begin are it.
+
+    Raises:
+        UserError: it is no valid record.
+    """
+    one, other = chosen, rejected = row.get("chosen"), row.get("rejected")
+    prompt = row.get("prompt")
+    for key, said in (("chosen", chosen), ("rejected", rejected)):
+        if not isinstance(said, str | list | tuple):
+            raise _unlike("preference", where, f"{key} is {kind_of(said) if key in row else 'missing'}")
+    talks = isinstance(chosen, list | tuple) and isinstance(rejected, list | tuple)
+    if talks and (not prompt or isinstance(prompt, str)):
+        # Both are whole conversations; a string beside them is the first question again.
+        one, other = list(chosen or ()), list(rejected or ())
+        most = min(len(one), len(other)) - 1
+        same = next((at for at in range(most) if one[at] != other[at]), max(most, 0))
+        if same == 0:
+            raise _unlike("preference", where, "chosen and rejected do not begin with the same prompt")
+        prompt, one, other = one[:same], one[same:], other[same:]
+    elif prompt is None:
+        raise _unlike("preference", where, "prompt is missing")
+    return tuple(
+        _prompt_completion({**row, "prompt": prompt, "completion": said}, where) for said in (one, other)
+    )
+
+
 def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
     texts: dict[str, str] = {}
     for key in ("system", "instruction", "input", "output"):
@@ -200,6 +232,7 @@ _READERS: dict[Format, Callable[[Mapping[str, Any], str], Conversation | Complet
     "messages": _messages,
     "sharegpt": _sharegpt,
     "prompt_completion": _prompt_completion,
+    "preference": lambda row, where: read_preference(row, where)[0],
     "alpaca": _alpaca,
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from portable.data.sources.conversations import (
     Format,
     kind_of,
     read_conversation,
+    read_preference,
     recognise,
     valid,
 )
@@ -41,6 +42,8 @@ class Document:
     pair: str | None = None
     conversation: Conversation | None = None
     """What the tokens are made of instead of ``text``, which has what is said in it."""
+    columns: tuple[float, ...] = ()
+    """Further numbers of the record, for a loss of the user's."""
     prompt_chars: int | None = None
     """How many characters of the text are a prompt, if it has one."""
 
@@ -57,6 +60,8 @@ class Fields:
     pair: str | None = None
     prefix: str = ""
     """Prepended to every text."""
+    columns: tuple[str, ...] = field(default=(), repr=False)
+    """Further columns of numbers."""
     format: Format | None = field(default="text", repr=False)
     """Of the records; None: each source recognises it by its first record."""
 
@@ -153,8 +158,21 @@ def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | N
     return Document(fields.prefix + text, target, label, pair=pair)
 
 
+def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> Iterator[Document]:
+    """The documents of a row: one, none without text, or a preference's two, the chosen one first."""
+    columns = tuple(_number_of(row, name, where) for name in fields.columns)
+    if fields.format == "preference":
+        for read in read_preference(row, where):
+            yield replace(_document(read, where), columns=columns)
+    elif (document := read_row(row, fields, where)) is not None:
+        yield replace(document, columns=columns) if columns else document
+
+
 def _conversation_document(row: Mapping[str, Any], kind: Format, where: str) -> Document:
-    read = read_conversation(row, kind, where)
+    return _document(read_conversation(row, kind, where), where)
+
+
+def _document(read: Conversation | Completion, where: str) -> Document:
     if isinstance(read, Completion):
         if not read.completion:
             raise UserError(f"data.source: {where}: completion is empty; remove the record")
@@ -174,6 +192,14 @@ def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
             )
         )
     return valid(value)
+
+
+def _number_of(row: Mapping[str, Any], name: str, where: str) -> float:
+    value = _value_of(row, "columns", name, where)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        shown = value if isinstance(value, float) else kind_of(value)
+        raise UserError(f"data.columns: {where}: {name!r} is {shown}, not a number; convert it")
+    return int(value) if isinstance(value, bool) else value
 
 
 def _label_of(row: Mapping[str, Any], name: str, where: str) -> Label:
@@ -235,6 +261,7 @@ def text_only(fields: Fields, what: str) -> None:
             "(.jsonl, .json, .csv, .parquet or a hub data set)"
         )
     for key, name in (
+        ("columns", fields.columns[0] if fields.columns else None),
         ("target_field", fields.target),
         ("label_field", fields.label),
         ("text_pair_field", fields.pair),

@@ -22,7 +22,7 @@ from portable.data.sources.documents import (
     Source,
     changed_meanwhile,
     listed,
-    read_row,
+    read_rows,
     text_only,
 )
 from portable.data.sources.library import LIBRARY_FORMATS, library_rows
@@ -128,6 +128,8 @@ class LocalFiles(Source):
         """The settings that change the documents."""
         fields = self._fields
         values: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
+        if fields.columns:
+            return (fields, fields.format, fields.columns, self._max_samples)
         if fields.format not in (None, "text"):
             return (fields.format, self._max_samples)
         values = values if fields.text_split == "file" else (*values, fields.text_split)
@@ -201,9 +203,7 @@ class LocalFiles(Source):
             return left - 1 if split == "file" and left is not None else left
         for where, row in islice(_rows(path, name, opening, self._fields), left):
             left = None if left is None else left - 1
-            document = read_row(row, self._fields, where)
-            if document is not None:
-                yield document
+            yield from read_rows(row, self._fields, where)
         return left
 
     def _local(self, path: Path) -> Path:

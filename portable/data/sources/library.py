@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from portable.data.sources.documents import Document, Fields, Source, read_row
+from portable.data.sources.documents import Document, Fields, Source, read_rows
 from portable.errors import UserError, one_line
 from portable.temporary_folder import scratch_folder
 
@@ -123,6 +123,8 @@ class HubDataset(Source):
         content: tuple[Any, ...] = (self._rows()._fingerprint, self._fields, self._max_samples)
         if self._fields.format not in (None, "text"):
             content = (content[0], self._fields.format, self._max_samples)
+        if self._fields.columns:
+            content = (*content, self._fields.columns)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @property
@@ -142,9 +144,7 @@ class HubDataset(Source):
 
     def documents(self) -> Iterator[Document]:
         for where, row in islice(self.rows(), self._max_samples):
-            document = read_row(row, self._fields, where)
-            if document is not None:
-                yield document
+            yield from read_rows(row, self._fields, where)
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, row in enumerate(self._rows(), start=1):

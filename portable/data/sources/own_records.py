@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from portable import plugins
-from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, read_row
+from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, read_rows
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class OwnRecords(Source):
             if told is None:
                 told = self._digest()
             content = (self.name, plugins.digest(self.name), str(told), self._fields, self._max_samples)
-            settings = (self._fields.format, self._fields.prefix)
+            settings = (self._fields.format, self._fields.columns)
             self._key = hashlib.blake2b(repr((content, settings)).encode(), digest_size=16).hexdigest()
         return self._key
 
@@ -62,9 +62,7 @@ class OwnRecords(Source):
 
     def documents(self) -> Iterator[Document]:
         for where, row in self.rows():
-            document = read_row(row, self._fields, where)
-            if document is not None:
-                yield document
+            yield from read_rows(row, self._fields, where)
 
     def documents_of_key(self) -> Iterator[Document]:
         before = self.key

@@ -4,7 +4,8 @@ A cache is a folder. For each field (``text``; ``target`` for seq2seq) it has ``
 concatenated tokens of all documents as little-endian uint16 or uint32, and ``<field>.idx``, uint64 offsets:
 document *d* spans ``[idx[d], idx[d + 1])``. If only some tokens of the texts are trained, ``trained.bin`` has
 a bit for each, the first of a byte highest. For classification it has ``labels.bin``, an int64 per document,
-or several with ``labels.idx``; for numeric labels ``values.bin``, the same number of float64 per document.
+or several with ``labels.idx``; for numeric labels ``values.bin``, the same number of float64 per document,
+as ``columns.bin`` for further columns.
 ``blocks.crc`` has a CRC-32 of every 64 KiB of these files, and ``meta.json`` contains its own digest. The
 folder is written under another name and renamed. One process writes; others wait on a file lock, which the
 kernel releases if the writer dies.
@@ -50,6 +51,7 @@ _CRC = np.dtype("<u4")
 _VALUE = np.dtype("<f8")
 _BITS = np.dtype("u1")
 _TRAINED_FILE = "trained.bin"
+_COLUMNS_FILE = "columns.bin"
 LabelKind = Literal["classes", "sets", "values"]
 """One class per document, any number of classes, or a fixed number of numeric values."""
 
@@ -126,6 +128,7 @@ class TokenWriter:
         *,
         labels: bool = False,
         masked: bool = False,
+        columns: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._trained = _BitWriter(folder / _TRAINED_FILE) if masked else None
@@ -134,6 +137,9 @@ class TokenWriter:
         self._index = {name: _Stream(folder / f"{name}.idx") for name in fields}
         self._counts = dict.fromkeys(fields, 0)
         self._labels = _LabelWriter(folder) if labels else None
+        self._columns = _Stream(folder / _COLUMNS_FILE) if columns else None
+        self._whole = dict.fromkeys(columns, True)
+        """The columns, and whether all of their numbers are whole."""
         self._documents = 0
         self.in_document = False
         """Whether tokens were added since the last document ended."""
@@ -156,6 +162,13 @@ class TokenWriter:
             self._labels.add(label)
         self._documents += 1
         self.in_document = False
+
+    def add_columns(self, values: Sequence[float]) -> None:
+        """Add the further numbers of a document, in the order of the columns."""
+        if self._columns is not None:
+            self._columns.write(np.array(values, dtype=_VALUE))
+            for name, value in zip(self._whole, values, strict=True):
+                self._whole[name] = self._whole[name] and isinstance(value, int)
 
     def extend(
         self,
@@ -186,6 +199,9 @@ class TokenWriter:
         if self._trained is not None:
             streams[_TRAINED_FILE] = self._trained.finish()
             extra["trained_tokens"] = self._trained.count
+        if self._columns is not None:
+            streams[_COLUMNS_FILE] = self._columns
+            extra["columns"] = {name: "int64" if whole else "float32" for name, whole in self._whole.items()}
         files = {name: stream.meta() for name, stream in streams.items()}
         blocks = np.concatenate([streams[name].blocks.sums() for name in sorted(streams)]).tobytes()
         (self._folder / _BLOCKS_FILE).write_bytes(blocks)
@@ -211,6 +227,8 @@ class TokenWriter:
             self._labels.close()
         if self._trained is not None:
             self._trained.stream.close()
+        if self._columns is not None:
+            self._columns.close()
 
 
 class _BitWriter:
@@ -431,6 +449,8 @@ class TokenCache:
     """``[documents, width]`` for numeric labels."""
     trained_bits: CheckedArray | None = None
     """A bit per token of the texts, if only some are trained; see :meth:`trained`."""
+    column_values: CheckedArray | None = None
+    """``[documents, columns]`` of further numbers; see :meth:`columns`."""
 
     @staticmethod
     def open(folder: Path) -> TokenCache:
@@ -452,14 +472,14 @@ class TokenCache:
             dtypes = {f"{name}.bin": _DTYPES[meta["dtype"]] for name in meta["tokens"]}
             dtypes |= {f"{name}.idx": _OFFSET for name in meta["tokens"]}
             dtypes |= {"labels.bin": _LABEL, "labels.idx": _OFFSET, "values.bin": _VALUE}
-            dtypes[_TRAINED_FILE] = _BITS
+            dtypes |= {_TRAINED_FILE: _BITS, _COLUMNS_FILE: _VALUE}
+            widths = {"values.bin": meta.get("label_width"), _COLUMNS_FILE: len(meta.get("columns", ()))}
             arrays: dict[str, CheckedArray] = {}
             for name, recorded in sorted(meta["files"].items()):
                 count = -(-recorded["bytes"] // BLOCK)
                 if (folder / name).stat().st_size != recorded["bytes"]:
                     raise CacheDamagedError(f"{folder / name}: damaged")
-                width = meta["label_width"] if name == "values.bin" else None
-                array = CheckedArray(folder / name, dtypes[name], sums[at : at + count], width)
+                array = CheckedArray(folder / name, dtypes[name], sums[at : at + count], widths.get(name))
                 if recorded["bytes"] <= CHECKED_WHOLE and array.damaged_block() is not None:
                     raise CacheDamagedError(f"{folder / name}: damaged")
                 arrays[name], at = array, at + count
@@ -467,10 +487,10 @@ class TokenCache:
             offsets = {name: arrays[f"{name}.idx"] for name in meta["tokens"]}
             labels = arrays.get("labels.bin")
             ends, values = arrays.get("labels.idx"), arrays.get("values.bin")
-            bits = arrays.get(_TRAINED_FILE)
+            bits, columns = arrays.get(_TRAINED_FILE), arrays.get(_COLUMNS_FILE)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
-        return TokenCache(folder, meta, tokens, offsets, labels, ends, values, bits)
+        return TokenCache(folder, meta, tokens, offsets, labels, ends, values, bits, columns)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenCache.open, (self.folder,)
@@ -502,6 +522,14 @@ class TokenCache:
         offsets = self.offsets[field]
         tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
         return tokens
+
+    def columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+        """The further numbers of some documents, by name: int64 or float32 ``[len(numbers)]``."""
+        if self.column_values is None:
+            return {}
+        rows = self.column_values[list(numbers)]
+        kinds: dict[str, str] = self.meta["columns"]
+        return {name: rows[:, at].astype(kind) for at, (name, kind) in enumerate(kinds.items())}
 
     def trained(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
         """Which tokens of a document are trained; None if all are."""

@@ -115,7 +115,12 @@ def tokenize(
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
         writer = TokenWriter(
-            draft.path, names, vocabulary.size, labels=fields.label is not None, masked=chat is not None
+            draft.path,
+            names,
+            vocabulary.size,
+            labels=fields.label is not None,
+            masked=chat is not None,
+            columns=fields.columns,
         )
         with closing(writer), parallel_tokenizers():
             written = 0
@@ -150,10 +155,12 @@ def _write_conversations(
 ) -> tuple[int, dict[str, Any]]:
     """Write all records. Returns the number of samples, and what is known about the ends of answers."""
     sizes: deque[int] = deque()
+    columns: deque[list[tuple[float, ...]]] = deque()
 
     def batches() -> Iterator[list[Document]]:
         for batch in _batches(source.documents_of_key(), _CHAT_CHARS, whole=True):
             sizes.append(sum(_size(document) for document in batch))
+            columns.append([document.columns for document in batch])
             yield batch
 
     written, stopping, ends, prompt_left, unstopped = 0, 0, Counter[int](), "", ""
@@ -161,6 +168,8 @@ def _write_conversations(
         bar.update(sizes.popleft())
         lengths = [len(tokens) for tokens in encoded.tokens]
         writer.extend("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
+        for values in columns.popleft():
+            writer.add_columns(values)
         written += len(lengths)
         stopping, ends = stopping + encoded.stopping, ends + encoded.ends
         prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
@@ -203,6 +212,7 @@ def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWr
             if number in others:
                 writer.append("pair", others[number])
             writer.end_document(document.label)
+            writer.add_columns(document.columns)
             ended += 1
     return ended
 
