@@ -225,8 +225,8 @@ class Mixture(Samples):
             for column, values in arrays.items():
                 if column not in out:
                     out[column] = np.zeros((len(places), *self._shapes[column]), dtype=values.dtype)
-                at = (np.array(taken), *(slice(size) for size in values.shape[1:]))
-                out[column][at] = values
+                inside: tuple[slice, ...] = tuple(map(slice, values.shape[1:]))
+                out[column][(np.array(taken), *inside)] = values
         return out
 
     def documents(self, index: int) -> Sequence[int]:
