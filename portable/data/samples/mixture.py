@@ -3,8 +3,8 @@
 Positions are dealt out by a binary tree over the sources. A node splits the positions that reach it between
 its two halves in the ratio of their weights: of the first ``n``, the left half gets ``n * left / total``,
 rounded to the nearest integer. Both "which source" and "which of its samples" then follow for any position
-from integers on the path to a leaf, without a table and without a loop over the positions before. No prefix of
-the run has more than half of ``log2(sources)``, rounded up, samples of a source too many or too few.
+from integers on the path to a leaf, without a table and without a loop over the positions before. No prefix
+of the run has more than half of ``log2(sources)``, rounded up, samples of a source too many or too few.
 
 Its values are part of the checkpoint format, like those of :mod:`portable.data.samples.order`.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -221,12 +221,13 @@ class Mixture(Samples):
         if self._marked:
             out[SOURCE] = np.array([source for source, _ in owners], dtype=np.int64)
         for source, taken in rows.items():
+            rows_of = np.array(taken)
             arrays = self.parts[source].arrays([(places[row][0], owners[row][1]) for row in taken])
             for column, values in arrays.items():
                 if column not in out:
                     out[column] = np.zeros((len(places), *self._shapes[column]), dtype=values.dtype)
-                inside: tuple[slice, ...] = tuple(map(slice, values.shape[1:]))
-                out[column][(np.array(taken), *inside)] = values
+                inside: tuple[Any, ...] = (rows_of, *map(slice, values.shape[1:]))
+                out[column][inside] = values
         return out
 
     def documents(self, index: int) -> Sequence[int]:
