@@ -52,9 +52,10 @@ class LossBySource:
             total, weight = value[:2]  # type: ignore[assignment]
             numbers = dict(value[2]) if len(value) == 3 else {}
         rows = batch.get(SOURCE)
-        rows = torch.zeros_like(labels[:, 0]) if rows is None else rows
+        rows = labels.new_zeros(labels.shape[0]) if rows is None else rows
+        rows = rows.view(-1, *(1,) * (labels.dim() - 1))
         for number, name in enumerate(self._names):
-            own = valid & (rows == number).unsqueeze(-1)
+            own = valid & (rows == number)
             numbers[SHARE + name] = own.sum()
             if outputs.log_probs is not None:
                 numbers[LOSS + name] = -torch.where(own, outputs.log_probs.detach(), 0.0).sum()

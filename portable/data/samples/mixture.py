@@ -171,6 +171,7 @@ class Mixture(Samples):
             if all(context is not None for _, context in contexts)
             else None
         )
+        self.sequences = self.parts[0].sequences
         self._shapes = self._columns()
 
     def _columns(self) -> dict[str, tuple[int, ...]]:
@@ -220,12 +221,13 @@ class Mixture(Samples):
         if self._marked:
             out[SOURCE] = np.array([source for source, _ in owners], dtype=np.int64)
         for source, taken in rows.items():
+            rows_of = np.array(taken)
             arrays = self.parts[source].arrays([(places[row][0], owners[row][1]) for row in taken])
             for column, values in arrays.items():
                 if column not in out:
                     out[column] = np.zeros((len(places), *self._shapes[column]), dtype=values.dtype)
-                at: Any = (np.array(taken), *(slice(size) for size in values.shape[1:]))
-                out[column][at] = values
+                inside: tuple[Any, ...] = (rows_of, *map(slice, values.shape[1:]))
+                out[column][inside] = values
         return out
 
     def documents(self, index: int) -> Sequence[int]:
