@@ -9,7 +9,7 @@ import pytest
 from benchmarks.merge import main, shapes
 
 
-@pytest.mark.parametrize("gigabytes", [0.003, 1.0, 4.0])
+@pytest.mark.parametrize("gigabytes", [1.0, 4.0])
 def test_bases_are_as_large_as_asked(gigabytes: float) -> None:
     count = sum(rows * (columns or [1])[0] for rows, *columns in shapes(gigabytes)[1].values())
     assert 2 * count == pytest.approx(gigabytes * 1e9, rel=0.1)
