@@ -125,7 +125,8 @@ class Adapter:
         """The fingerprint of the weights that it was trained on, where the checkpoint records it."""
         metadata = self.checkpoint.metadata
         state, header = metadata.get("trainer_state"), metadata.get("header")
-        about = state.get("adapter") if isinstance(state, dict) else None
+        kept = state.get("metadata") if isinstance(state, dict) else None
+        about = kept.get("adapter") if isinstance(kept, dict) else None
         found = about.get("base") if isinstance(about, dict) else None
         if found is None and isinstance(header, dict):
             found = header.get(FINGERPRINT)
