@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from portable.config.evaluation_sources import ALONE, HELD_OUT, evaluation_sources, key_of
 from portable.data.reading import Opened, Reading, check_ends, parts, target_frame_of, vocabulary_of
+from portable.data.samples.base import Part, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
+from portable.data.samples.finished import FinishedSamples
 from portable.data.settings import (
     CAUSAL,
     CLASSIFICATION,
+    FINISHED,
     MASKED,
     cache_dir,
     converses,
@@ -131,10 +134,14 @@ def build_data(
     name = settings.tokenizer or model_tokenizer
     if name is not None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
+    elif settings.format == FINISHED:
+        raise UserError("data.tokenizer: finished samples do not say which it was; set it")
     else:
         size = settings.vocab_size or model_vocab_size
         kind = {"mask": task == MASKED, "ends": ends_texts, "chat": converses(settings)}
         tokenizer = train_tokenizer(source, size, cache, **kind)
+    if settings.format == FINISHED:
+        return _finished(settings, source, eval_sources, tokenizer, name or "")
     reading = Reading(
         task,
         tokenizer,
@@ -174,6 +181,61 @@ def build_data(
         tokens=opened.tokens,
         end_of_turn=opened.tokens.meta.get("end_of_turn"),
         eval_fingerprints={key: one.tokens.fingerprint for key, one in evals.items()},
+    )
+
+
+def _finished(
+    settings: DataConfig,
+    source: Source,
+    evals: Mapping[str, tuple[DataConfig, Source]],
+    tokenizer: Any,
+    name: str,
+) -> Data:
+    """The data of code of the user's that gives finished samples."""
+
+    def samples(own: DataConfig, one: Source, part: Part | None = None) -> FinishedSamples:
+        told, records = f"data.source: {one.name}", cast("Any", getattr(one, "records", None))
+        if not hasattr(records, "__len__") or not hasattr(records, "__getitem__"):
+            raise UserError(f"{told}: has no len() and no sample by number; give it both")
+        if not isinstance(getattr(records, "fingerprint", None), str):
+            raise UserError(f"{told}: has no fingerprint; give it a text that tells its content")
+        found = FinishedSamples(one.name, records, part or Part(0, len(records)))
+        if found.tokens != own.seq_len:
+            raise UserError(
+                f"data.seq_len: {own.seq_len}, but a sample has {found.tokens} tokens; set it to that"
+            )
+        return found
+
+    everything = samples(settings, source)
+    train, held_out = split_documents(len(everything), settings.eval_fraction)
+    own = {}
+    for key, (eval_settings, one) in evals.items():
+        with errors_under(key_of(key)):
+            own[key] = samples(eval_settings, one)
+    shown: dict[str, Samples] = dict(own)
+    if held_out.num_samples:
+        shown[HELD_OUT if evals else ALONE] = samples(settings, source, held_out)
+    vocabulary = vocabulary_of(tokenizer, CAUSAL)
+    return Data(
+        tokenizer=tokenizer,
+        train=samples(settings, source, train),
+        evals=shown,
+        sizes=DataSizes(
+            source=source.name,
+            tokenizer=name,
+            vocab_size=vocabulary.size,
+            seq_len=settings.seq_len,
+            packing=False,
+            documents=len(everything),
+            tokens=len(everything) * settings.seq_len * everything.sequences,
+            train_samples=train.num_samples,
+            eval_samples=held_out.num_samples,
+            cached=cache_dir(settings),
+            evals={key: (evals[key][1].name, len(one)) for key, one in own.items()},
+        ),
+        fingerprint=f"{source.key} {len(everything)}",
+        vocab_size=vocabulary.size,
+        eval_fingerprints={key: f"{evals[key][1].key} {len(one)}" for key, one in own.items()},
     )
 
 
