@@ -330,6 +330,13 @@ class DataConfig(Section):
         description="Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a "
         "model built from scratch, a small byte-pair encoding trained on the source, once, and cached.",
     )
+    added_tokens: Names = Field(
+        default=(),
+        description="Special tokens to add to the tokenizer, such as those of a chat template. The model's "
+        "vocabulary grows where it has to; new rows are drawn around the mean of the others, as in "
+        "transformers.",
+        json_schema_extra=IDENTITY,
+    )
     vocab_size: int | None = Field(
         default=None,
         ge=300,

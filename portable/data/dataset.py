@@ -26,6 +26,7 @@ from portable.data.settings import (
 )
 from portable.data.sizes import DataSizes, sample_counts, sizes_of
 from portable.data.tokens.tokenizer import (
+    add_tokens,
     is_trained,
     load_tokenizer,
     train_tokenizer,
@@ -140,6 +141,7 @@ def build_data(
         size = settings.vocab_size or model_vocab_size
         kind = {"mask": task == MASKED, "ends": ends_texts, "chat": converses(settings)}
         tokenizer = train_tokenizer(source, size, cache, **kind)
+    add_tokens(tokenizer, settings.added_tokens)
     if settings.format == FINISHED:
         return _finished(settings, source, eval_sources, tokenizer, name or "")
     reading = Reading(
@@ -314,6 +316,7 @@ def inspect_data(
             if name is not None and Path(name).exists():
                 raise
         else:
+            add_tokens(tokenizer, settings.added_tokens)
             reading = Reading(task, tokenizer, vocabulary_of(tokenizer, task, ends_texts=ends_texts))
             size = reading.vocabulary.size
             target_frame = target_frame_of(reading.framed(settings), task)
