@@ -47,7 +47,7 @@ def derived(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if model.name_or_path is not None:
         found["model.config"] = None
-    if model.task in PADDED_TASKS or config.data.format == "preference":
+    if model.task in PADDED_TASKS or config.data.format in ("preference", "samples"):
         found["data.packing"] = False
     elif config.data.format not in ("auto", "text") and model.task == "causal-lm":
         found["data.packing"] = "documents"

@@ -27,7 +27,9 @@ from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read w
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
-Format = Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"]
+Format = Literal[
+    "auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"
+]
 XlaDtype = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -249,7 +251,8 @@ class DataConfig(Section):
         description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
         "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
         "messages); alpaca (instruction, input, output); preference (prompt, chosen, rejected, for a loss of "
-        "pairs). auto: recognized by the first record's columns.",
+        "pairs); samples (finished ones, from code of your own). auto: recognized by the first record's "
+        "columns.",
         json_schema_extra=OF_SOURCE,
     )
     chat_template: PathText | None = Field(
@@ -342,6 +345,13 @@ class DataConfig(Section):
         default=None,
         description="Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a "
         "model built from scratch, a small byte-pair encoding trained on the source, once, and cached.",
+    )
+    added_tokens: Names = Field(
+        default=(),
+        description="Special tokens to add to the tokenizer, such as those of a chat template. The model's "
+        "vocabulary grows where it has to; new rows are drawn around the mean of the others, as in "
+        "transformers.",
+        json_schema_extra=IDENTITY,
     )
     vocab_size: int | None = Field(
         default=None,

@@ -25,7 +25,7 @@ CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "seq2seq-lm",
     "sequence-classification",
 )
-PREFERENCE = "preference"
+PREFERENCE, FINISHED = "preference", "samples"
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _format(settings: DataConfig, task: str) -> Format:
 
 def converses(settings: DataConfig) -> bool:
     """Whether the records are conversations, or prompts with completions; asked once the format is known."""
-    return settings.format not in ("auto", "text")
+    return settings.format not in ("auto", "text", "samples")
 
 
 def packs(settings: DataConfig, task: str) -> bool | Literal["documents"]:

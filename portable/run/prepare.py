@@ -125,7 +125,9 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
     judge = judge_of(config, data.evals, measures)
     special_tokens.prepare(data.tokenizer)
+    grown_from = models.grow_vocabulary(model_config, data.vocab_size, config)
     model = models.training_model(model_config, config)
+    model.__dict__["grown_from"] = grown_from
     for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
         setattr(model_config, key, value)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
