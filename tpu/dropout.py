@@ -1,9 +1,8 @@
 """Dropout whose random numbers are sharded like what they are for.
 
 The compiler does not partition its random bit generator: under SPMD each device draws the numbers of all, and
-they lie in its memory. Here a number is a hash of its position and of a key that is drawn for each call. That
-is arithmetic on every element by itself: each device computes its own part where it is read, and the mask does
-not depend on how many devices there are.
+they lie in its memory. Here a number is a hash of its position and of a key that is drawn for each call. Each
+device computes its own part, where it is read, and the mask does not depend on how many devices there are.
 """
 
 from __future__ import annotations
