@@ -35,8 +35,9 @@ _registered: list[Any] = []
 def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0:
         return tensor
-    key = torch.randint(0, 1 << 62, (), dtype=torch.int64, device=tensor.device)
-    kept = drawn(tensor.shape, ((key & 0x7FFFFFFF).int(), (key >> 31).int()), 1 - p)
+    # Floats: the compiler computes with 64-bit integers in many steps, and takes minutes over a random one.
+    first, second = (torch.rand(2, device=tensor.device) * (1 << 24)).int()
+    kept = drawn(tensor.shape, (first, second), 1 - p)
     return torch.where(kept, tensor * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
@@ -48,16 +49,25 @@ def drawn(shape: torch.Size, key: tuple[Tensor, Tensor], p: float) -> Tensor:
         key: two int32 scalars, on the device of the result.
         p: is rounded to a multiple of 2 ** -31.
     """
-    first, second = key
-    for dim, size in enumerate(shape):
-        # So far a hash of the key and of the place in the dims before this one: small beside the result.
-        first, second = _mixed(first + 1, second), _mixed(second, first)
-        place = torch.arange(size, dtype=torch.int32, device=first.device)
-        place = place.view(-1, *[1] * (len(shape) - dim - 1))
-        first, second = first + place * _SPREAD[0], second + place * _SPREAD[1]
+    # A hash of the key and of the row, which is small beside the result; then one of that and of the column.
+    *rows, columns = shape if len(shape) else (1,)
+    stride, row = 1, torch.zeros((), dtype=torch.int32, device=key[0].device)
+    for dim, size in reversed(list(enumerate(rows))):
+        row = row + _places(size, len(rows) - dim, key[0].device) * stride
+        stride *= size
+    first, second = _mixed(key[0] + 1, key[1]), _mixed(key[1], key[0])
+    first, second = first + row * _SPREAD[0], second + row * _SPREAD[1]
+    first, second = _mixed(first, second), _mixed(second, first)
+    first = first + _places(columns, 0, key[0].device) * _SPREAD[0]
     bits = _mixed(first, second) & 0x7FFFFFFF
     bound = round(p * (1 << 31))
-    return bits < bound if bound < 1 << 31 else torch.ones_like(bits, dtype=torch.bool)
+    kept = bits < bound if bound < 1 << 31 else torch.ones_like(bits, dtype=torch.bool)
+    return kept.view(shape)
+
+
+def _places(size: int, after: int, device: torch.device) -> Tensor:
+    """The position along a dim of ``size`` that ``after`` dims follow."""
+    return torch.arange(size, dtype=torch.int32, device=device).view(-1, *[1] * after)
 
 
 def _mixed(value: Tensor, other: Tensor) -> Tensor:
