@@ -1,9 +1,9 @@
 """The product that makes the logits, and its gradient without the logits of other devices.
 
 The head's matrix is gathered, since a shard of it would need the activations of all tokens. Its gradient is a
-sum over the tokens of all devices. Left to itself the compiler adds up whole matrices on every device and cuts
-them afterwards, or it gathers the gradients of all logits, by what it makes of the sharding of the operands.
-Here each device has a product of its own, and the sum of these is what is sharded: one reduce-scatter.
+sum over the tokens of all devices. The compiler would add up whole matrices on every device and cut them
+afterwards, or gather the gradients of all logits. Here each device has a product of its own, and the sum of
+these is what is sharded: one reduce-scatter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:
-    """Give ``head`` a forward whose gradient is reduced to the shards of its matrix; whether that is possible.
+    """Give ``head`` a forward whose gradient is reduced to shards of its matrix; whether that is possible.
 
     Args:
         head: a model's output embeddings.

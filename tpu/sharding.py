@@ -72,8 +72,8 @@ class ShardingRules:
         # once for all tensors of a shape; cut along two dims, it would send that from device to device.
         if tuple(shape) in self._tables:
             return self._tables[tuple(shape)]
-        # The first dim, where it is no short one such as that of experts: a gradient is reduced to shards of a
-        # major dim. Along a minor one, the compiler may add up whole matrices on every device, and cut them.
+        # The first dim, where it is no short one such as that of experts: a gradient is reduced to shards of
+        # a major dim. Along a minor one, the compiler may add up whole matrices on every device.
         longest = max(shape[d] for d in divisible)
         return next(d for d in divisible if shape[d] * _SHORT >= longest)
 

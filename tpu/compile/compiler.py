@@ -108,7 +108,7 @@ def compile_graphs(
     """
     files = {name: str(path) for name, path in graphs.items()}
     batches = [{name: path} for name, path in files.items()] if only_memory else [files]
-    answers = []
+    answers, host_bytes = [], 0
     for batch in batches:
         with scratch_folder("portable-compile") as folder:
             job = Job(
@@ -120,6 +120,7 @@ def compile_graphs(
         if "error" in answer:
             raise UserError(f"--compile: {wanted.name}: {one_line(answer['error'])}")
         answers += answer["graphs"]
+        host_bytes = max(host_bytes, answer["host_bytes"])
     compiled, problems, needed = [], [], 0
     for graph in answers:
         if "error" not in graph:
@@ -138,6 +139,7 @@ def compile_graphs(
         tuple(compiled),
         tuple(problems),
         needed,
+        host_bytes=host_bytes,
     )
 
 

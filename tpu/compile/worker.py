@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -94,6 +95,7 @@ def run(job: Job, dumped: Path | None) -> dict[str, Any]:
         "compiler": topology.compiler,
         "devices": len(topology.device_ids),
         "hbm_bytes": wanted.hbm(topology),
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "graphs": answers,
     }
 
@@ -138,7 +140,7 @@ def compile_graph(topology: Topology, name: str, module: bytes, large: int) -> C
 
 
 def schedule_graph(topology: Topology, name: str, module: bytes, large: int, dumped: Path) -> CompiledGraph:
-    """Compile one graph as far as the schedule and the assignment of memory; code would take most of the time.
+    """Compile one graph up to its schedule and the assignment of memory: code takes most of the time.
 
     Args:
         topology, name, module, large: as above.
