@@ -45,9 +45,9 @@ def write_conversations(path: Path, count: int) -> None:
 
 def tokenizer(folder: Path, template: str) -> None:
     """A byte-level tokenizer with a template."""
-    from portable.data.documents import Fields
-    from portable.data.sources import open_source
-    from portable.data.tokenizer import train_tokenizer
+    from portable.data.sources.documents import Fields
+    from portable.data.sources.opening import open_source
+    from portable.data.tokens.tokenizer import train_tokenizer
 
     source = open_source(str(folder / "chat.jsonl"), fields=Fields(format="messages"), max_samples=500)
     trained = train_tokenizer(source, 2000, folder / "training", chat=True)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from portable.loop import Cadence, Events, train
 from portable.model.initialize import Blueprint
 from portable.model.tensors import to_torch
-from portable.optim.optimizers import decaying, parameter_groups
+from portable.optim.optimizers import groups_of, parameter_groups
 from portable.output.output_dir import LocalOutput
 from portable.run.batches import train_loader
 from portable.run.restore import restore
@@ -166,7 +166,9 @@ class Setting:
     def build_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
         settings = self.config.train
         return torch.optim.AdamW(
-            parameter_groups(dict(model.named_parameters()), settings.weight_decay, decaying(model)),
+            parameter_groups(
+                dict(model.named_parameters()), groups_of(model, settings), settings.learning_rate
+            ),
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.eps,
@@ -268,8 +270,8 @@ class _Timed(Events):
     def on_step(self, progress: Progress) -> None:
         self._reporter.on_step(progress)
 
-    def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
-        self._reporter.on_log(progress, loss, grad_norm, learning_rate)
+    def on_log(self, progress: Progress, *values: Any) -> None:
+        self._reporter.on_log(progress, *values)
 
     def on_pause(self, seconds: float) -> None:
         self._reporter.on_pause(seconds)

@@ -31,7 +31,7 @@ from torch.nn import functional
 from benchmarks.machine import command_line, describe_machine
 from portable.config import load_config
 from portable.loop import train_step
-from portable.optim.optimizers import decaying, parameter_groups
+from portable.optim.optimizers import groups_of, parameter_groups
 from portable.registry import create_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import Prepared, prepare
@@ -115,7 +115,9 @@ class Bare:
             xs.mark_sharding(parameter, self._mesh, spec)
         settings = prepared.config.train
         self._optimizer = torch.optim.AdamW(
-            parameter_groups(dict(model.named_parameters()), settings.weight_decay, decaying(model)),
+            parameter_groups(
+                dict(model.named_parameters()), groups_of(model, settings), settings.learning_rate
+            ),
             lr=torch.tensor(settings.learning_rate).to(self._device),
             betas=settings.betas,
             eps=settings.eps,

@@ -12,27 +12,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from converters.adapters.adapter import Adapter, find_adapter
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.errors import CheckpointError
+    from converters.fingerprints import fingerprint
     from converters.formats.dcp.checksums import item_checksums, write_shard_checksums
     from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
     from converters.tensors.tensor import Tensor
     from converters.writers.dcp_writer import write_dcp
-    from converters.writers.safetensors_writer import write_safetensors
+    from converters.writers.safetensors_writer import write_adapter, write_merged, write_safetensors
 
 __all__ = [
+    "Adapter",
     "Checkpoint",
     "CheckpointError",
     "OptimizerState",
     "Tensor",
     "check_manifest",
+    "find_adapter",
+    "fingerprint",
     "item_checksums",
     "manifest_entries",
     "manifest_text",
     "open_checkpoint",
     "read_pickled",
+    "write_adapter",
     "write_dcp",
+    "write_merged",
     "write_safetensors",
     "write_shard_checksums",
 ]
@@ -40,17 +47,22 @@ __all__ = [
 # Imported at the first use (PEP 562): importing numpy takes longer than converting a small checkpoint, and
 # neither `portable-convert --help` nor a mistyped option needs it.
 _MODULES = {
+    "Adapter": "converters.adapters.adapter",
     "Checkpoint": "converters.checkpoint",
     "CheckpointError": "converters.errors",
     "OptimizerState": "converters.checkpoint",
     "Tensor": "converters.tensors.tensor",
     "check_manifest": "converters.manifest",
+    "find_adapter": "converters.adapters.adapter",
+    "fingerprint": "converters.fingerprints",
     "item_checksums": "converters.formats.dcp.checksums",
     "manifest_entries": "converters.manifest",
     "manifest_text": "converters.manifest",
     "open_checkpoint": "converters.opening",
     "read_pickled": "converters.opening",
+    "write_adapter": "converters.writers.safetensors_writer",
     "write_dcp": "converters.writers.dcp_writer",
+    "write_merged": "converters.writers.safetensors_writer",
     "write_safetensors": "converters.writers.safetensors_writer",
     "write_shard_checksums": "converters.formats.dcp.checksums",
 }

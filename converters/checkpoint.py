@@ -57,10 +57,12 @@ class Checkpoint:
         root: the folder (or file) that was opened.
         metadata: what else the format records (`step`, `world_size`, ...), as plain Python values.
         companions: `config.json`, tokenizer files and the like found beside the shards: file name -> path.
+        config: settings that a written `config.json` gets in place of the companion's own.
+        documents: small files that are written beside the tensors: name -> content.
 
     `optimizer` may be a function of `aliases`, called at the first use, so that the model is readable where
     the optimizer is not; `counters` is called likewise. These callables must not reference the `Checkpoint`:
-    the cycle would keep its files open.
+    the cycle would keep its files open. With `ties=False`, equal tensors keep all their names.
     """
 
     def __init__(
@@ -74,6 +76,9 @@ class Checkpoint:
         metadata: Mapping[str, Any] | None = None,
         companions: Mapping[str, Place] | None = None,
         counters: Callable[[], Mapping[str, Scalar]] | None = None,
+        config: Mapping[str, Any] | None = None,
+        documents: Mapping[str, bytes] | None = None,
+        ties: bool = True,
     ) -> None:
         self.format = format
         self.root = root
@@ -83,6 +88,9 @@ class Checkpoint:
         self._known_aliases = dict(aliases or {})
         self._optimizer = optimizer
         self._counters = counters
+        self.config: Mapping[str, Any] = dict(config or {})
+        self.documents: Mapping[str, bytes] = dict(documents or {})
+        self._ties = ties
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -127,10 +135,15 @@ class Checkpoint:
             metadata=self.metadata,
             companions={**self.companions, **files},
             counters=self._counters,
+            config=self.config,
+            documents=self.documents,
+            ties=self._ties,
         )
 
     @cached_property
     def _resolved(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        if not self._ties:
+            return dict(self._stored), {}
         config = self.companions.get("config.json")
         with blame(self.root):
             return resolve_ties(self._stored, self._known_aliases, config)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.console import complain, say
 from converters.errors import CheckpointError, printable
-from converters.options import DTYPES, EXPANSION, WRITERS
+from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, WRITERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,6 +53,8 @@ examples:
   portable-convert zero/ out/ --config-from org/model      config and tokenizer from the base model
   portable-convert ckpt/ out/ --optimizer                  the optimizer state too
   portable-convert ckpt/ out/ --to dcp --optimizer         for torch.distributed.checkpoint
+  portable-convert lora/ out/                              an adapter, as PeftModel.from_pretrained loads it
+  portable-convert lora/ out/ --merge-into base/           the base model with the adapter merged into it
   portable-convert ckpt/ out/ --dry-run                    show what would be written
   portable-convert ckpt/ out/ --verify                     read OUT back and compare it with SRC
 
@@ -102,6 +104,20 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer", action="store_true", help="also write optimizer.safetensors and optimizer.json"
     )
     parser.add_argument("--to", choices=list(WRITERS), default="safetensors", help="format to write")
+    parser.add_argument(
+        "--merge-into",
+        metavar="BASE",
+        help="write the model in BASE with the adapter in SRC merged into it; BASE is a folder, file or URL "
+        "of any format, or SRC itself if it holds the base too",
+    )
+    parser.add_argument(
+        "--adapter-config",
+        metavar="FILE",
+        help="the adapter_config.json of the adapter in SRC, if it does not lie beside it",
+    )
+    parser.add_argument(
+        "--adapter-name", metavar="NAME", help="the adapter to take, if SRC holds several (default, ref, ...)"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be written, and write nothing"
     )
@@ -162,36 +178,41 @@ def _convert(options: argparse.Namespace) -> int:
     from converters.companions import companions_from
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
-    from converters.writers.conversion import check_expansion
+    from converters.writers.conversion import carry_out, check_expansion
     from converters.writers.draft import check_output
 
     source, out = place(options.src), place(options.out)
 
-    writer = import_module(WRITERS[options.to])
-    make_plan: Callable[..., Plan] = getattr(writer, f"plan_{options.to}")
-    write: Callable[..., Plan] = getattr(writer, f"write_{options.to}")
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder")
+    sources = [source] if options.merge_into is None else [source, place(options.merge_into)]
     if not options.dry_run:
-        check_output(out, [source], overwrite=options.overwrite)
+        check_output(out, sources, overwrite=options.overwrite)
     checkpoint = open_checkpoint(source, options.tag)
     if options.config_from is not None:
         checkpoint = checkpoint.with_companions(companions_from(options.config_from))
+    checkpoint, plan_adapter = _adapter(checkpoint, options)
     chosen = {
         "dtype": options.dtype,
         "max_shard_size": options.max_shard_size,
         "optimizer": options.optimizer,
     }
+    writer = import_module(WRITERS[options.to])
+    make_plan: Callable[..., Plan] = getattr(writer, f"plan_{options.to}")
+
+    def plan_all() -> Plan:
+        return plan_adapter() if plan_adapter is not None else make_plan(checkpoint, **chosen)
+
     if options.dry_run:
-        plan = make_plan(checkpoint, **chosen)
+        plan = plan_all()
         check_expansion(checkpoint, plan, allowed=options.expand)
         say(_describe(checkpoint, plan, out))
         _note_config(plan, source, options)
         return 0
-    plan = write(
+    plan = carry_out(
         checkpoint,
+        plan_all,
         out,
-        **chosen,
         overwrite=options.overwrite,
         progress=not options.quiet,
         verify=options.verify,
@@ -205,13 +226,70 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _adapter(
+    checkpoint: Checkpoint, options: argparse.Namespace
+) -> tuple[Checkpoint, Callable[[], Plan] | None]:
+    """What to write where SRC holds an adapter: the merged model; or the adapter, and its folder's plan."""
+    from converters.adapters.adapter import find_adapter
+    from converters.adapters.config import given_config
+    from converters.adapters.merging import merge
+    from converters.companions import companions_from
+    from converters.opening import open_checkpoint
+    from converters.storage.path_or_url import place
+    from converters.writers.safetensors_writer import plan_adapter
+
+    asked = {
+        "--merge-into": options.merge_into,
+        "--adapter-config": options.adapter_config,
+        "--adapter-name": options.adapter_name,
+    }
+    given = [name for name, value in asked.items() if value is not None]
+    if options.to != "safetensors" and options.merge_into is None:
+        if given:
+            raise CheckpointError(f"{given[0]}: adapters are written as safetensors only; leave out --to")
+        return checkpoint, None
+    config = None if options.adapter_config is None else given_config(options.adapter_config)
+    adapter = find_adapter(checkpoint, config=config, name=options.adapter_name)
+    if adapter is None:
+        if given:
+            raise CheckpointError(f"{given[0]}: {checkpoint.root} holds no adapter")
+        return checkpoint, None
+    if options.merge_into is None:
+        if adapter.base and not options.quiet:
+            _note(
+                f"{len(adapter.base)} tensors of the base model are left out; --merge-into {options.src} "
+                "writes it merged, if that is all of them"
+            )
+        return adapter.checkpoint, lambda: plan_adapter(
+            adapter, dtype=options.dtype, optimizer=options.optimizer
+        )
+    if options.optimizer:
+        raise CheckpointError("--optimizer: a merged model has no optimizer state; leave it out")
+    where = place(options.merge_into)
+    itself = where.exists() and where.resolve() in (checkpoint.root.resolve(), place(options.src).resolve())
+    base = adapter.own_base() if itself else open_checkpoint(where)
+    if options.config_from is not None:
+        base = base.with_companions(companions_from(options.config_from))
+    merged = merge(adapter, base, dtype=options.dtype)
+    if merged.config.get("tie_word_embeddings") is False and not options.quiet:
+        _note(
+            "the adapter changes only one of the tied embeddings: they become two, tie_word_embeddings: false"
+        )
+    return merged, None
+
+
+def _note(text: str) -> None:
+    print(f"note: {printable(text)}", file=sys.stderr)
+
+
 def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None:
     """Warn that `from_pretrained` cannot load OUT without a config.json."""
-    if options.to == "safetensors" and not options.quiet and "config.json" not in plan.names:
-        print(
-            f"note: {source} holds no config.json, so from_pretrained cannot load {options.out}; "
-            "take it from the base model with --config-from FOLDER_OR_ID",
-            file=sys.stderr,
+    if options.quiet or options.to != "safetensors":
+        return
+    if not plan.names & {"config.json", ADAPTER_CONFIG}:
+        _note(
+            f"{source} holds no config.json, so from_pretrained cannot load {options.out}; "
+            "take it from the base model with --config-from FOLDER_OR_ID"
         )
 
 

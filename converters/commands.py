@@ -23,10 +23,10 @@ _BROKEN_PIPE = BY_SIGNAL + 13
 
 EXIT_CODES = {
     DONE: "done, or train.stop_after reached",
-    FAILED: "failed, and not because of the input: out of memory, no network, a rank died",
-    REFUSED: "refused: one `error:` line names the file or setting and the remedy; nothing was changed",
-    STOPPED: "stopped by a signal after saving a checkpoint; the same command continues",
-    BY_SIGNAL: "plus the signal number: ended by a signal, nothing more was saved (130: Ctrl-C)",
+    FAILED: "failed, not because of the input: out of memory, no network, a rank died",
+    REFUSED: "refused, nothing changed: an `error:` line names the remedy",
+    STOPPED: "stopped by a signal, checkpoint saved; the same command continues",
+    BY_SIGNAL: "plus the signal number: ended by a signal, nothing saved (130: Ctrl-C)",
 }
 """The meaning of each exit code, as `--help` shows it."""
 

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# What was merged into a model: see `converters.adapters.merging`.
+MERGED = "merged_adapters.json"
 _NAMES = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.model|preprocessor_config\.json"
-    r"|processor_config\.json"
+    r"|processor_config\.json|merged_adapters\.json"
 )
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
@@ -42,6 +44,32 @@ def find_companions(root: Place) -> dict[str, Place]:
     run folder where `root` lies in `<run>/checkpoints/`. The nearest file of a name wins. A link that leaves
     the folder it was found in is skipped with a warning.
     """
+    folder, *above = _upwards(root)
+    # From a checkpoint of this project, copy only what was saved with it.
+    manifest = check_manifest(
+        folder, only=lambda name: name == "trainer_state.json" or _NAMES.fullmatch(name)
+    )
+    found = _companions_in([folder, *above])
+    if manifest is None or not any(_NAMES.fullmatch(name) for name in manifest["files"]):
+        return found
+    for name in sorted(found.keys() - manifest["files"].keys()):
+        _log.warning("warning: %s: was not saved with %s; not copied", printable(found[name]), folder)
+        del found[name]
+    return found
+
+
+def find_beside(root: Place, name: str) -> Place | None:
+    """The nearest file `name` where `find_companions` searches; only one that was saved with a checkpoint of
+    this project, where `root` is one."""
+    folder, *above = _upwards(root)
+    manifest = check_manifest(folder, only=lambda file: file == name)
+    if manifest is not None and name not in manifest["files"]:
+        return None
+    return _companions_in([folder, *above], re.compile(re.escape(name))).get(name)
+
+
+def _upwards(root: Place) -> list[Place]:
+    """The folder of a checkpoint, and those above it that may hold its companions."""
     folder = root if root.is_dir() else root.parent
     folder = folder.absolute()
     upwards = [folder, folder.parent]
@@ -49,17 +77,7 @@ def find_companions(root: Place) -> dict[str, Place]:
         upwards.append(folder.parent.parent)
     elif folder.parent.parent.name == _RUN_CHECKPOINTS:
         upwards += [folder.parent.parent, folder.parent.parent.parent]
-    # From a checkpoint of this project, copy only what was saved with it.
-    manifest = check_manifest(
-        folder, only=lambda name: name == "trainer_state.json" or _NAMES.fullmatch(name)
-    )
-    found = _companions_in(upwards)
-    if manifest is None or not any(_NAMES.fullmatch(name) for name in manifest["files"]):
-        return found
-    for name in sorted(found.keys() - manifest["files"].keys()):
-        _log.warning("warning: %s: was not saved with %s; not copied", printable(found[name]), folder)
-        del found[name]
-    return found
+    return upwards
 
 
 def companions_from(named: str) -> dict[str, Place]:
@@ -96,7 +114,7 @@ def _from_hub(name: str) -> Place:
         ) from None
 
 
-def _companions_in(folders: Iterable[Place]) -> dict[str, Place]:
+def _companions_in(folders: Iterable[Place], names: re.Pattern[str] = _NAMES) -> dict[str, Place]:
     found: dict[str, Place] = {}
     for folder in folders:
         for where in (folder, *(folder / name for name in _SUBFOLDERS)):
@@ -105,7 +123,7 @@ def _companions_in(folders: Iterable[Place]) -> dict[str, Place]:
             except (OSError, AccessDeniedError):  # credentials may not cover folders above the checkpoint
                 continue
             for entry in sorted(entries, key=_name):
-                if entry.name in found or not _NAMES.fullmatch(entry.name):
+                if entry.name in found or not names.fullmatch(entry.name):
                     continue
                 try:
                     path = _resolved(entry, folder)

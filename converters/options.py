@@ -17,3 +17,5 @@ DTYPES: dict[str, str | None] = {
 EXPANSION = 8
 # --to -> a module with `plan_<name>` and `write_<name>`.
 WRITERS = {"safetensors": "converters.writers.safetensors_writer", "dcp": "converters.writers.dcp_writer"}
+# The settings of a peft adapter.
+ADAPTER_CONFIG = "adapter_config.json"

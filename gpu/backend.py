@@ -122,9 +122,10 @@ class TorchBackend:
     def devices_per_rank(self) -> int:
         return 1
 
-    def total(self, count: int) -> Tensor:
+    def total(self, count: float) -> Tensor:
         # Filled on the device: a copy from the host would sync.
-        value = torch.full((), count, dtype=torch.int64, device=self.device)
+        kind = torch.int64 if isinstance(count, int) else torch.float64
+        value = torch.full((), count, dtype=kind, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(value)
         return value

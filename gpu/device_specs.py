@@ -10,8 +10,8 @@ from pathlib import Path
 from portable.errors import UserError
 from portable.planner.device_lookup import KEPT_FOR_COLLECTIVES, Device
 
-# Dense tensor-core peaks in TFLOP/s (bf16 or fp16, tf32) from NVIDIA's data sheets; half of a peak given with
-# 2:4 sparsity. Matched as words of the device name, in this order.
+# Dense tensor-core peaks in TFLOP/s (bf16 or fp16 with sums in fp32, tf32) from the makers' data sheets and
+# white papers; half of a peak given with 2:4 sparsity. Matched as words of the device name, in this order.
 PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("GB200", 2500.0, 1250.0),
     ("B200", 2250.0, 1100.0),
@@ -30,6 +30,11 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("L40S", 362.0, 183.0),
     ("L40", 181.0, 90.5),
     ("L4", 121.0, 60.0),
+    ("RTX A6000", 154.8, 77.4),
+    ("RTX 5090", 209.5, 104.8),
+    ("RTX 4090", 165.2, 82.6),
+    ("RTX 3090", 71.0, 35.6),
+    ("MI300X", 1307.4, 653.7),
     ("V100", 125.0, None),  # fp16 only
     ("T4", 65.0, None),  # fp16 only
 )
@@ -57,6 +62,12 @@ _MACHINES: tuple[tuple[str, int, int], ...] = (
     ("l40s", 46_068, 8),
     ("l40", 46_068, 8),
     ("l4", 23_034, 8),
+    ("a6000", 49_140, 4),
+    ("6000-ada", 49_140, 4),
+    ("5090", 32_607, 4),
+    ("4090", 24_564, 4),
+    ("3090", 24_576, 4),
+    ("mi300x", 196_592, 8),
     ("v100-32", 32_768, 8),
     ("v100-16", 16_384, 8),
     ("t4", 15_360, 4),

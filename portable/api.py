@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portable import plugins
 from portable.checkpoint.resume_source import checkpoints_of
+from portable.data.sources.own_records import written_records
 from portable.errors import RunError
-from portable.paths import place_of
+from portable.paths import default_cache_dir, place_of
 from portable.reporting.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -50,18 +54,75 @@ class Result:
         return path.read_text("utf-8") if path.exists() else None
 
 
-def train(config: RunConfig, *, nproc: int | None = None) -> Result:
+def with_objects(
+    config: RunConfig,
+    *,
+    loss: Any = None,
+    metrics: Sequence[Any] = (),
+    callbacks: Sequence[Any] = (),
+    data: Any = None,
+    model: Any = None,
+) -> RunConfig:
+    """``config`` with names in place of objects, and the source text that ranks need to make them.
+
+    Raises:
+        UserError: for an object that ranks could not make.
+    """
+    sources: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for name, key, one in (
+        ("loss", "train.loss", loss),
+        ("data", "data.source", data),
+        ("model", "model.function", model),
+    ):
+        if name == "data" and isinstance(one, Sequence) and not isinstance(one, str):
+            folder = config.data.cache_dir
+            cache = default_cache_dir() if folder is None else Path(folder)
+            values[key] = str(written_records(one, cache / "records"))
+        elif one is not None:
+            values[key] = plugins.name_of(name, one, sources)
+    for key, given in (("metrics", metrics), ("callbacks", callbacks)):
+        if given:
+            names = tuple(plugins.name_of(key, one, sources) for one in given)
+            values[f"train.{key}"] = (*(config.get(f"train.{key}") or ()), *names)
+    if not values:
+        return config
+    return config.with_document(plugins.SOURCES, sources).replaced(values)
+
+
+def train(
+    config: RunConfig,
+    *,
+    nproc: int | None = None,
+    loss: Any = None,
+    metrics: Sequence[Any] = (),
+    callbacks: Sequence[Any] = (),
+    data: Any = None,
+    model: Any = None,
+) -> Result:
     """Train ``config``, or resume its run, as ``portable-train`` does.
+
+    Objects stand for the settings of the same name. They are functions or classes, partials of these with
+    arguments of plain values, or objects of dataclasses with such fields. Ranks that are started make their
+    own: by import, or, for what this script or notebook defines, from its source text with all that it uses.
+    A single rank is this process, and uses the objects themselves.
 
     Args:
         config: from :func:`portable.load_config`.
         nproc: processes to start; by default one a GPU, and on CPU this one alone. XLA runs in this process.
+        loss: in place of ``train.loss``.
+        metrics: besides ``train.metrics``.
+        callbacks: besides ``train.callbacks``.
+        data: in place of ``data.source``: a function or class that gives records, or a list of records.
+        model: in place of ``model.function``.
 
     Raises:
         UserError: for refused input; nothing was done.
         RunError: if the run failed.
     """
     from portable.cli import run
+
+    config = with_objects(config, loss=loss, metrics=metrics, callbacks=callbacks, data=data, model=model)
     from portable.config import Invocation
     from portable.run.train import EXIT_DONE, EXIT_STOPPED
 

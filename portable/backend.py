@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from portable.config import RunConfig
-    from portable.model.loss import Measure
+    from portable.model.loss import Measure, Objective
     from portable.model.tensors import ReadableTensor
     from portable.optim.non_finite import Health
 
@@ -49,6 +49,9 @@ class Engine(Protocol):
     model: nn.Module
     """The transformers model itself, under its plain parameter names."""
 
+    objective: Objective
+    """Its loss."""
+
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill this rank's slices of the parameters and persistent buffers named in ``weights``."""
 
@@ -68,12 +71,13 @@ class Engine(Protocol):
 
         Args:
             batch: from :meth:`Backend.place`.
-            valid: target tokens in the global batch, a device scalar from :meth:`Backend.total`; divides the
-                summed token losses.
+            valid: what the global batch weighs (its target tokens, unless ``train.loss`` says otherwise), a
+                device scalar from :meth:`Backend.total`; divides the summed losses.
             last: whether the optimizer steps next, so gradients must be reduced now.
 
         Returns:
-            this rank's share of the global mean loss, an fp32 device scalar (no host sync).
+            this rank's share of the global mean loss, an fp32 device scalar (no host sync). If the loss has
+            numbers to log, ``[1 + numbers]``: the loss, and its share of each.
         """
 
     def update(
@@ -203,8 +207,8 @@ class Backend(Protocol):
     def place(self, batch: Batch) -> Batch:
         """Copy a micro-batch to the device. No host sync."""
 
-    def total(self, count: int) -> Tensor:
-        """Sum a host number over all ranks into an int64 device scalar. No host sync."""
+    def total(self, count: float) -> Tensor:
+        """Sum a host number over all ranks into a device scalar: int64, or a float if it is. No host sync."""
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum a small device tensor over all ranks. No host sync."""

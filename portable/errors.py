@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 USER_ERROR, RUN_ERROR = 2, 1
 """Exit codes."""
@@ -17,6 +18,14 @@ class UserError(Exception):
     The command line prints it as one ``error: ...`` line and exits with code 2. Other exceptions are bugs and
     keep their traceback.
     """
+
+
+class MistakesError(UserError):
+    """Several mistakes in one input. The text is the first; :attr:`lines` has all that are printed."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__(lines[0])
+        self.lines = tuple(lines)
 
 
 class ReportedElsewhereError(Exception):
@@ -47,6 +56,12 @@ class StoppedError(RunError):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + number
+
+
+def report(error: Exception) -> None:
+    """Print ``error`` to stderr as one ``error: ...`` line, or one for each mistake."""
+    for line in error.lines if isinstance(error, MistakesError) else [error]:
+        print(f"error: {one_line(line)}", file=sys.stderr)
 
 
 def require(condition: bool, message: str) -> None:

@@ -11,11 +11,10 @@ import torch
 
 from portable.errors import RunError
 from portable.evaluation.standing import Standing
-from portable.model.loss import count_valid
 from portable.ranks.stop_signals import stop_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -27,10 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The global mean loss and the gradient norm of an optimizer step, as scalars on the device."""
+    """The global mean loss and the gradient norm of an optimizer step, as scalars on the device.
+
+    ``numbers`` are those that ``train.loss`` logs beside it, ``[numbers]``.
+    """
 
     loss: Tensor
     grad_norm: Tensor
+    numbers: Tensor | None = None
 
 
 @dataclass
@@ -91,14 +94,28 @@ class Events:
     def on_step(self, progress: Progress) -> None:
         """Called after every step. Must not read from the device."""
 
-    def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
-        """Called every ``log_every`` steps, with values read from the device."""
+    def on_log(
+        self,
+        progress: Progress,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        numbers: Mapping[str, float],
+    ) -> None:
+        """Called every ``log_every`` steps, with values read from the device.
+
+        ``numbers`` are those of ``train.loss``.
+        """
 
     def on_save(self, progress: Progress) -> None:
         """Write a checkpoint. Called on all ranks."""
 
     def on_skipped(self, progress: Progress, count: int, message: str) -> None:
         """Called when ``count`` more updates were skipped; ``message`` describes the latest streak."""
+
+    def wants(self) -> tuple[bool, bool]:
+        """Whether to end the run, and to save a checkpoint, after this step; the same on all ranks."""
+        return False, False
 
     def on_pause(self, seconds: float) -> None:
         """Called after each step with the ``seconds`` that its save and evaluation took."""
@@ -126,19 +143,20 @@ def train_step(
     """Take one optimizer step over the global batch that starts at ``first_sample``, without a host sync.
 
     The loss is the mean over all valid tokens of the global batch, however they are spread over micro-batches
-    and ranks. They are counted while the batches are still on the host, and every micro-batch's summed loss
-    is divided by the count.
+    and ranks. They are counted (or weighed, as ``train.loss`` says) while the batches are still on the host,
+    and every micro-batch's summed loss is divided by the count.
     """
     batches = [next(micro_batches) for _ in range(plan.accumulation_steps)]
-    valid = backend.total(sum(count_valid(batch["labels"]) for batch in batches))
+    valid = backend.total(sum(engine.objective.weight(batch) for batch in batches))
     losses = []
     for index, batch in enumerate(batches):
         backend.seed(plan.dropout_seed(first_sample, index))
         last = index == plan.accumulation_steps - 1
         losses.append(engine.accumulate(backend.place(batch), valid, last=last))
-    loss = backend.sum(torch.stack(losses).sum())
+    sums = backend.sum(torch.stack(losses).sum(dim=0))
+    loss, numbers = (sums, None) if sums.dim() == 0 else (sums[0], sums[1:])
     grad_norm = engine.update(learning_rate, max_grad_norm, loss, betas=betas)
-    return StepResult(loss, grad_norm)
+    return StepResult(loss, grad_norm, numbers)
 
 
 def train(
@@ -205,13 +223,19 @@ def train(
             if log_due or save_due or due:
                 _check_skipped(engine, plan, start, progress, events)
             if log_due:
-                loss, grad_norm = backend.read([result.loss, result.grad_norm])
-                events.on_log(progress, loss, grad_norm, learning_rate)
+                extra = [] if result.numbers is None else [result.numbers]
+                loss, grad_norm, *numbers = backend.read([result.loss, result.grad_norm, *extra])
+                named = engine.objective.named(numbers)
+                events.on_log(progress, loss, grad_norm, learning_rate, named)
             paused = time.perf_counter()
             if due:  # before the save, which holds what follows from it
                 verdict = due(progress, counts=regular())
                 progress.ended = verdict.stop
                 save_due = save_due or verdict.save or verdict.stop
+            stop, save = events.wants()
+            if stop or save:
+                _check_skipped(engine, plan, start, progress, events)
+                progress.ended, save_due = progress.ended or stop, True
             if save_due and progress.step > saved:
                 events.on_save(progress)
                 saved = progress.step

@@ -38,6 +38,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "deepspeed",
+    "peft",
     "tests.preloaded",
 )
 """What ranks have imported when they start; what is not installed is left out."""

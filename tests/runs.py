@@ -73,6 +73,26 @@ def write_labelled(folder: Path, texts: int) -> Path:
     return path
 
 
+def write_pretrained(folder: Path, corpus: Path) -> Path:
+    """A model in bf16, except for its norms, whose fp32 values bf16 has not, with a tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from portable.data import build_data
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(**{**TINY_MODEL, "tie_word_embeddings": False, "num_hidden_layers": 3})
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    model.config.dtype = torch.bfloat16
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + torch.rand(parameter.shape) / 3
+    model.save_pretrained(folder)
+    data = build_data(configured(folder, corpus).data, model_vocab_size=config.vocab_size)
+    data.tokenizer.save_pretrained(folder)
+    return folder
+
+
 def tiny(folder: Path | str, corpus: Path, **overrides: Any) -> dict[str, Any]:
     """The settings of a tiny run in ``folder``, by dotted key; ``__`` stands for the dot in ``overrides``."""
     settings: dict[str, Any] = {

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from converters import open_checkpoint
 from portable.evaluation.evaluate import evaluate
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
 from tests.parity import opened
-from tests.runs import configured
+from tests.runs import TINY_MODEL, configured, write_pretrained
 from tests.views import assert_same_bits, assert_same_view, view
 
 if TYPE_CHECKING:
@@ -265,3 +269,101 @@ def test_thirty_steps(
 ) -> None:
     config = configured(tmp_path, corpus, **LONG_RUN, **ENGINES[name].settings)
     assert engines.run(name, 2, long_losses, config) == pytest.approx(long_truth, rel=LOSSES)
+
+
+# -- a part of the model is trained, at several rates ------------------------------------------------------
+
+PART: dict[str, Any] = {
+    "train__frozen": [r"embed_tokens", r"layers\.0\.mlp"],
+    "train__micro_batch_size": 1,
+    "train__global_batch_size": 12,
+    "train__steps": STEPS,
+    "data__packing": False,
+}
+GROUPS: dict[str, Any] = {
+    "model__config": {**TINY_MODEL, "tie_word_embeddings": False, "num_hidden_layers": 3},
+    "train__learning_rate": 1e-3,
+    "train__parameter_groups": [
+        {"pattern": "lm_head|layers.2", "learning_rate": 1e-2},
+        {"pattern": r"mlp|layers\.2", "weight_decay": 3.0},
+        {"pattern": "q_proj", "learning_rate": 2e-4, "weight_decay": 0.0},
+    ],
+}
+
+
+def by_hand(model: Any) -> list[dict[str, Any]]:
+    """The same parameter groups, written down one by one."""
+    model.model.embed_tokens.requires_grad_(False)
+    first, second, last = model.model.layers
+    first.mlp.requires_grad_(False)
+    fast = [p for p in last.parameters() if p.ndim == 2]
+    slow = [first.self_attn.q_proj.weight, second.self_attn.q_proj.weight]
+    decaying = list(second.mlp.parameters())
+    taken = {id(p) for p in (model.lm_head.weight, *last.parameters(), *slow, *decaying)}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+    return [
+        {"params": [p for p in rest if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [model.lm_head.weight, *fast], "factor": 10, "weight_decay": 0.1},
+        {"params": [p for p in last.parameters() if p.ndim == 1], "factor": 10, "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": 3.0},
+        {"params": slow, "factor": 0.2, "weight_decay": 0.0},
+    ]
+
+
+@pytest.fixture(scope="module")
+def in_groups(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    config = configured(tmp_path_factory.mktemp("truth"), corpus, **PART, **GROUPS)
+    return plain_losses(config, prepared=by_hand)
+
+
+@each
+def test_groups_of_parameters(
+    name: str, in_groups: list[tuple[float, float]], engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, corpus, **PART, **GROUPS, **ENGINES[name].settings)
+    seen = engines.run(name, ENGINES[name].sizes[0], stored, config, tmp_path / "saved")
+    tolerance = 1e-6 if name == "no_shard" else LOSSES
+    assert seen == pytest.approx([loss for loss, _ in in_groups], rel=tolerance)
+    state = open_checkpoint(tmp_path / "saved").optimizer
+    assert state is not None
+    last = config.train.learning_rate * 0.5 * (1 + math.cos(math.pi * (STEPS - 1) / STEPS))
+    found = {n: g for g in state.param_groups for n in g["params"]}
+    assert found["lm_head.weight"]["lr"] == pytest.approx(10 * last)
+    assert found["model.layers.1.self_attn.q_proj.weight"]["lr"] == pytest.approx(0.2 * last)
+    assert found["model.norm.weight"]["lr"] == pytest.approx(last)
+    assert {g["weight_decay"] for g in state.param_groups} == {0.0, 0.1, 3.0}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    return write_pretrained(tmp_path_factory.mktemp("pretrained"), corpus)
+
+
+def stored(config: RunConfig, folder: Path) -> list[float]:
+    with opened(config) as trial:
+        results = [trial.step() for _ in range(trial.run.steps)]
+        losses = trial.backend.read([result.loss for result in results])
+        save(trial.engine, folder)
+        return losses
+
+
+@each
+def test_frozen_parameters_stay_bit_for_bit(
+    name: str, pretrained: Path, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    """In 16 bits, too, and where the engine itself has only a rounded copy."""
+    chosen = {"train__frozen": ["embed_tokens", r"layers\.0\."], "precision": "bf16", "model__config": None}
+    settings = {**PART, **ENGINES[name].settings, **chosen}
+    config = configured(tmp_path, corpus, **settings, model__name_or_path=str(pretrained))
+    losses = engines.run(name, ENGINES[name].sizes[0], stored, config, tmp_path / "saved")
+    assert losses[-1] < losses[0] - 0.3
+    ours, theirs = open_checkpoint(tmp_path / "saved"), open_checkpoint(pretrained)
+    frozen = [n for n in theirs.tensors if re.search(r"embed_tokens|layers\.0\.", n)]
+    for one, tensor in theirs.tensors.items():
+        same = np.array_equal(ours.tensors[one].read().astype(np.float32), tensor.read().astype(np.float32))
+        assert same == (one in frozen), one
+        assert ours.tensors[one].dtype == (tensor.dtype if one in frozen else "F32"), one
+    assert ours.optimizer is not None
+    assert set(ours.optimizer.state) == set(theirs.tensors) - set(frozen)
+    assert {n for group in ours.optimizer.param_groups for n in group["params"]} == set(ours.optimizer.state)

@@ -42,7 +42,10 @@ def recompute(layer: nn.Module) -> None:
             returned = others, structure_out
             return tuple(outputs)
 
-        outputs: Any = _Recompute.apply(compute, layer, *tensors)  # type: ignore[no-untyped-call]
+        # Autograd sees the inputs only, and with frozen parameters before the layer none may need a gradient.
+        learns = any(parameter.requires_grad for parameter in layer.parameters())
+        anchor = torch.empty(0, requires_grad=learns)
+        outputs: Any = _Recompute.apply(compute, layer, anchor, *tensors)  # type: ignore[no-untyped-call]
         others, structure_out = returned
         return tree_unflatten(_joined(others, outputs), structure_out)
 
@@ -65,7 +68,7 @@ def _joined(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, compute: Callable[..., tuple[Tensor, ...]], layer: nn.Module, *inputs: Tensor
+        ctx: Any, compute: Callable[..., tuple[Tensor, ...]], layer: nn.Module, _: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.compute, ctx.layer = compute, layer
         ctx.set_materialize_grads(False)
@@ -93,7 +96,7 @@ class _Recompute(torch.autograd.Function):
             if gradient is not None and output.requires_grad
         ]
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        return None, None, *(tensor.grad for tensor in inputs)
+        return None, None, None, *(tensor.grad for tensor in inputs)
 
 
 _DEVICE = "xla:0"

@@ -114,11 +114,11 @@ class XlaBackend:
     def place(self, batch: Batch) -> Batch:
         return {name: self._layout.place_batch(tensor) for name, tensor in batch.items()}
 
-    def total(self, count: int) -> Tensor:
+    def total(self, count: float) -> Tensor:
         if self.world_size > 1:
             summed = torch.tensor(count)
             dist.all_reduce(summed)
-            count = int(summed)
+            count = summed.item()
         return self._layout.whole(torch.tensor(count))
 
     def sum(self, value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require
 from portable.model.layers import transformer_layers
-from portable.model.loss import Objective, added, no_totals
+from portable.model.loss import Objective, added, no_totals, shares
 from portable.model.transformers_patches import no_value_checks
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from tpu.activation_checkpointing import recompute
@@ -80,14 +80,14 @@ class XlaEngine:
                 recompute(layer)
             if config.xla.optimization_barrier_in_backward:
                 layer.register_full_backward_hook(_barrier)
-        self._objective = Objective(model, config.train.global_batch_size)
+        self.objective = Objective.of(model, config)
         require(
-            not (self._objective.of_routers and recomputed(config)),
+            not (self.objective.of_routers and recomputed(config)),
             "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
             "layers; use none, or set output_router_logits: false in the model's config",
         )
         require(
-            not (self._objective.of_routers and segments),
+            not (self.objective.of_routers and segments),
             "xla.scan_layers: the router loss needs what every layer's router returns, which a loop does not "
             "hand out; set it to false, or output_router_logits: false in the model's config",
         )
@@ -157,12 +157,12 @@ class XlaEngine:
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         def passes() -> Tensor:
-            loss = self._objective(self.model, batch, valid)
+            loss, numbers = self.objective(self.model, batch, valid)
             # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
             start = torch.ones_like(loss)
             xla._xla_optimization_barrier_([loss, start])
             loss.backward(start)
-            return loss.detach()
+            return shares(loss, numbers)
 
         with self.graphs.recording():
             loss: Tensor = self._with_compute_copies(passes)
@@ -282,7 +282,7 @@ class XlaEngine:
     def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.model.eval()
         sums: dict[str, Tensor] = self._with_compute_copies(
-            partial(self._objective.evaluated, self.model, batch, measure)
+            partial(self.objective.evaluated, self.model, batch, measure)
         )
         self.model.train()
         # Zeros are buffers like later totals, so the first micro-batch has the graph of all others.
@@ -345,7 +345,7 @@ class XlaEngine:
             for key, staged in self._staged(tensors).items():
                 for one, part in self._apart(name, staged).items():
                     moments[one][key] = part
-        model = self._staged(self._held.state())
+        model = self._staged(self._held.stored())
         state = {
             "model": {one: part for name, s in model.items() for one, part in self._apart(name, s).items()},
             "optim": {"state": moments, "param_groups": self._optimizer.groups(self._rate)},

@@ -104,20 +104,21 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
     rules = ShardingRules(config, group)
     compute = COMPUTE_BYTES.get(config.precision, MASTER)
-    parameters = gradients = moments = cut = copied = 0
+    parameters = gradients = moments = cut = learning = copied = 0
     for weight in model.weights:
         shape = list(weight.shape)
         dim = rules.dim(weight.name, shape)
         if dim is not None:
             cut += weight.elements
+            learning += weight.elements * weight.trained
             shape[dim] //= group
         size = weight.elements // group if dim is not None else weight.elements
-        parameters += MASTER * size
-        copied += compute * size if compute != MASTER else 0
+        parameters += weight.itemsize * size
+        copied += compute * size if compute != weight.itemsize else 0
         if weight.trained:
             gradients += MASTER * size
             moments += moment_bytes(config.train, shape, shape[0] if shape else 1, exact=True)
-    counted = sum(w.trained for w in model.weights)
+    counted = len(model.trained)
     # One replicated vector of step counts, also if the optimizer has none.
     moments += MASTER * counted - (0 if config.train.optimizer == "sgd" else MASTER * counted)
     layers = model.sizes("layer")
@@ -137,8 +138,9 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     if whole_step:
         in_layers += gradients * compute // MASTER
     share, copies = (group - 1) / group, cluster.devices // group
-    per_pass = ((1 if once else 2) + 1) * compute * cut * share
-    summed = 2 * compute * (whole - cut) * (cluster.devices - 1) / cluster.devices
+    per_pass = ((1 if once else 2) * cut + learning) * compute * share
+    apart = sum(w.elements for w in model.trained) - learning
+    summed = 2 * compute * apart * (cluster.devices - 1) / cluster.devices
     between = 2 * gradients * (copies - 1) / copies if config.strategy in HYBRID else 0.0
     if config.strategy == "no_shard" or group == 1:
         gathered, in_layers = 0, in_layers - compute * (sum(layers) if kept else largest)

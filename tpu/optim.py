@@ -14,14 +14,15 @@ import torch
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from portable.optim import adafactor
-from portable.optim.optimizers import decaying, parameter_groups
+from portable.optim.optimizers import groups_of, parameter_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor, nn
 
     from portable.config import TrainConfig
+    from portable.optim.optimizers import Group
     from tpu.layout import Layout, Spec
     from tpu.parameters import Parameters
 
@@ -31,7 +32,8 @@ State = dict[str, torch.Tensor]
 class Rule(Protocol):
     """The update of one parameter, in fp32. ``step`` (from 1) and ``rate`` are scalars on the device.
 
-    Where ``stacked``, it is that of many of one shape, along the first dim, each by itself.
+    Where ``stacked``, it is that of many of one shape, along the first dim, each by itself; ``rate`` and
+    ``decay`` may then be ``[parameters, 1, ...]``.
     """
 
     counts_steps: bool
@@ -48,7 +50,7 @@ class Rule(Protocol):
         state: State,
         step: Tensor,
         rate: Tensor,
-        decay: float,
+        decay: Tensor | float,
         *,
         stacked: bool,
     ) -> tuple[Tensor, State]:
@@ -75,7 +77,7 @@ class AdamW:
         state: State,
         step: Tensor,
         rate: Tensor,
-        decay: float,
+        decay: Tensor | float,
         *,
         stacked: bool,
     ) -> tuple[Tensor, State]:
@@ -113,7 +115,7 @@ class Sgd:
         state: State,
         step: Tensor,
         rate: Tensor,
-        decay: float,
+        decay: Tensor | float,
         *,
         stacked: bool,
     ) -> tuple[Tensor, State]:
@@ -154,7 +156,7 @@ class Adafactor:
         state: State,
         step: Tensor,
         rate: Tensor,
-        decay: float,
+        decay: Tensor | float,
         *,
         stacked: bool,
     ) -> tuple[Tensor, State]:
@@ -210,8 +212,10 @@ class Optimizer:
         self._layout = layout
         self._held = held
         apart = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._groups = _torch_groups(settings, apart, decaying(model))
-        self._decay = {name: group["weight_decay"] for group in self._groups for name in group["params"]}
+        of = groups_of(model, settings)
+        self._groups = _torch_groups(settings, apart, of)
+        self._highest = settings.learning_rate
+        self._factors = {name: self._factor(name, of) for name in trained}
         self._steps = layout.whole(torch.zeros(len(trained)))
         self._state: dict[str, State] = {}
         self._places: dict[str, dict[str, tuple[tuple[int, ...], Spec]]] = {}
@@ -222,6 +226,16 @@ class Optimizer:
             self._state[name] = {
                 key: layout.zeros(shape, torch.float32, place) for key, (shape, place) in places.items()
             }
+
+    def _factor(self, name: str, groups: Mapping[str, Group]) -> tuple[Tensor | float, Tensor | float]:
+        """The share of the learning rate, and the weight decay, of a tensor: numbers, or one a layer."""
+        of = [groups[one] for one in self._held.names(name)]
+        pairs = [(group.learning_rate / self._highest, group.weight_decay) for group in of]
+        if len(set(pairs)) == 1:
+            return pairs[0]
+        shape = (len(of), *[1] * (self._parameters[name].dim() - 1))
+        share, decay = (self._layout.whole(torch.tensor(one).view(shape)) for one in zip(*pairs, strict=True))
+        return share, decay
 
     def step(self, gradients: Mapping[str, Tensor], rate: Tensor, allowed: Tensor) -> None:
         """Update every parameter that has a gradient, if ``allowed``, a bool scalar on the device, is true.
@@ -238,13 +252,14 @@ class Optimizer:
                 if name not in gradients:
                     continue
                 parameter, state = self._parameters[name], self._state[name]
+                share, decay = self._factors[name]
                 moved, new = self._rule.update(
                     parameter,
                     gradients[name].float(),
                     state,
                     counted[index],
-                    rate,
-                    self._decay[name],
+                    rate * share if isinstance(share, torch.Tensor) or share != 1 else rate,
+                    decay,
                     stacked=name in self._held.stacks,
                 )
                 parameter.copy_(torch.where(allowed, moved, parameter))
@@ -269,7 +284,8 @@ class Optimizer:
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
         """Parameter groups with their hyperparameters, in the form of torch's optimizers."""
-        return [{**group, "lr": rate} for group in self._groups]
+        highest = self._highest
+        return [{**g, "lr": rate * (g.get("initial_lr", highest) / highest)} for g in self._groups]
 
     def load(self, stored: Mapping[str, Mapping[str, StoredTensor | float | bool]]) -> None:
         """Restore the state of a checkpoint; parameters that it lacks keep zeros."""
@@ -294,10 +310,10 @@ class Optimizer:
 
 
 def _torch_groups(
-    settings: TrainConfig, trained: Mapping[str, nn.Parameter], decays: Collection[str]
+    settings: TrainConfig, trained: Mapping[str, nn.Parameter], of: Mapping[str, Group]
 ) -> list[dict[str, Any]]:
     names = {id(parameter): name for name, parameter in trained.items()}
-    groups = parameter_groups(trained, settings.weight_decay, decays)
+    groups = parameter_groups(trained, of, settings.learning_rate)
     beta1, beta2 = settings.betas
     rate = settings.learning_rate
     optimizer: torch.optim.Optimizer

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from portable.errors import require
-from portable.model.parameters import replace_tensors, state_tensors
+from portable.model.parameters import replace_tensors, state_tensors, stored_tensors
 from tpu.layout import Shard
 from tpu.runtime import xla
 
@@ -75,9 +75,14 @@ class Parameters:
         return self._layout.parameter(name, shape)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: parameters, stacked or not, and persistent buffers."""
+        """Parameters, stacked or not, and persistent buffers."""
         apart = {n: t for n, t in state_tensors(self._model).items() if n not in self._stacked}
         return {**apart, **{name: self.by_name[name] for name in self.stacks}}
+
+    def stored(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model, likewise."""
+        stored = stored_tensors(self._model).keys()
+        return {name: tensor for name, tensor in self.state().items() if name in stored}
 
     @torch.no_grad()
     def fill(self, name: str, tensor: Tensor, spec: Spec, sources: Mapping[str, ReadableTensor]) -> None:

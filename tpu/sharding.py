@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from portable.errors import UserError
+from portable.patterns import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 # Lookup tables are sharded along the hidden dim, so that a lookup needs no rows of other devices.
 _TABLES = re.compile(
     r"(^|\.)(embed_tokens|embed_positions|embed_in|embeddings|(word|position|token_type)_embeddings"
-    r"|wte|wpe|shared|relative_attention_bias)\.weight$"
+    r"|wte|wpe|shared|relative_attention_bias)(\.base_layer|\.original_module|\.modules_to_save\.default)?\.weight$"
 )
 
 _SHORT = 8
@@ -39,7 +40,9 @@ class ShardingRules:
         self._group = group
         self.sharded = config.strategy != "no_shard"
         self._first_dim = bool(config.xla.shard_param_on_dim_0)
-        self._rules = [(_compiled(p), p, dim) for p, dim in (config.xla.sharding or {}).items()]
+        self._rules = [
+            (compiled("xla.sharding", p), p, dim) for p, dim in (config.xla.sharding or {}).items()
+        ]
         self._unused = {pattern for _, pattern, _ in self._rules}
         self._tables: dict[tuple[int, ...], int] = {}
 
@@ -84,10 +87,3 @@ class ShardingRules:
                 f"xla.sharding: {min(self._unused)!r} matches no parameter, or only those that an earlier "
                 "pattern matches; correct or remove it"
             )
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"xla.sharding: {pattern!r} is not a regular expression ({error})") from error

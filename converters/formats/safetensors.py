@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from converters.storage.bytes import SourceFile
     from converters.storage.path_or_url import Place
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
 OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
 # The reference implementation's limit on the header.
 MAX_HEADER = 100_000_000
@@ -38,7 +39,7 @@ def _names(path: Place) -> list[str]:
     if path.is_file():
         named = path.name.endswith((".safetensors", ".safetensors.index.json"))
         return [path.name] if named else []
-    for name in (_INDEX, _SINGLE):
+    for name in (_INDEX, SINGLE):
         if (path / name).is_file():
             return [name]
     try:
@@ -85,7 +86,7 @@ def _open(source: Source) -> Checkpoint:
     companions = find_companions(source.path)
 
     def optimizer(aliases: Aliases) -> OptimizerState | None:
-        if name not in (_SINGLE, _INDEX):
+        if name not in (SINGLE, _INDEX, ADAPTER):
             return None
         if (folder.path / OPTIMIZER).is_file():
             return _optimizer(folder, plain)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
+# Input embeddings, and the heads that may share their weights.
 # Alias -> possible owners, from transformers' `_tied_weights_keys`; suffixes of dotted names.
-_EMBEDDINGS = (
+EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
     "word_embeddings.weight",
@@ -34,14 +35,15 @@ _EMBEDDINGS = (
 _PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("encoder.embed_tokens.weight", ("shared.weight",)),
     ("decoder.embed_tokens.weight", ("shared.weight",)),
-    ("lm_head.weight", ("shared.weight", *_EMBEDDINGS)),
-    ("embed_out.weight", _EMBEDDINGS),
+    ("lm_head.weight", ("shared.weight", *EMBEDDINGS)),
+    ("embed_out.weight", EMBEDDINGS),
     ("output.weight", ("tok_embeddings.weight",)),
-    ("lm_head.decoder.weight", _EMBEDDINGS),
+    ("lm_head.decoder.weight", EMBEDDINGS),
     ("lm_head.decoder.bias", ("lm_head.bias",)),
-    ("predictions.decoder.weight", _EMBEDDINGS),
+    ("predictions.decoder.weight", EMBEDDINGS),
     ("predictions.decoder.bias", ("predictions.bias",)),
 )
+HEADS = tuple(alias for alias, owners in _PAIRS if set(EMBEDDINGS) <= set(owners) or alias == "output.weight")
 _BLOCK = 1 << 20
 # Models have one such pair, or one per submodel.
 _MAX_PAIRS = 1000

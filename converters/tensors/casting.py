@@ -36,15 +36,16 @@ def cast_dtype(tensor: Tensor, target: str | None) -> str:
 
 def cast_blocks(tensor: Tensor, dtype: str, touched: Touched, nbytes: int = BLOCK_BYTES) -> Iterator[Array]:
     """The flattened elements as `dtype`, in blocks, each valid until the next."""
-    kind = numpy_dtype(dtype)
     for block in tensor.blocks(nbytes, touched):
-        if tensor.dtype == dtype:
-            yield block
-        else:
-            with np.errstate(all="ignore"):  # out of range becomes infinity
-                if tensor.dtype == "F64" and dtype == "BF16":
-                    block = _to_odd_float32(block)
-                yield block.astype(kind)
+        yield block if tensor.dtype == dtype else rounded(block, dtype)
+
+
+def rounded(block: Array, dtype: str) -> Array:
+    """The elements as `dtype`; `block` itself where it has that dtype."""
+    with np.errstate(all="ignore"):  # out of range becomes infinity
+        if block.dtype == np.float64 and dtype == "BF16":
+            block = _to_odd_float32(block)
+        return block.astype(numpy_dtype(dtype), copy=False)
 
 
 def _to_odd_float32(block: Array) -> Array:

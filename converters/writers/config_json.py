@@ -18,9 +18,12 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers before 4.56 reads the sec
 
 
 def with_dtype(
-    companions: Mapping[str, Place], entries: Iterable[Entry]
+    companions: Mapping[str, Place], entries: Iterable[Entry], changes: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
     """The companions, with a `config.json` whose dtype is that of the tensors.
+
+    Args:
+        changes: other settings to write; each also in the part of the config that has it.
 
     `from_pretrained` loads in the dtype that the config names, whatever the weights have. In a config of
     quantized weights the key means something else, so that one is copied unchanged.
@@ -39,9 +42,15 @@ def with_dtype(
             sizes[TO_TORCH[entry.dtype]] = sizes.get(TO_TORCH[entry.dtype], 0) + entry.nbytes
     named = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
     # With several dtypes, the one that the config names already is as good as any.
-    if not sizes or named.removeprefix("torch.") in sizes:
+    fits = not sizes or named.removeprefix("torch.") in sizes
+    if fits and not changes:
         return {}, copied
-    _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
+    if not fits:
+        _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
+    for key, value in (changes or {}).items():
+        parts = [part for part in config.values() if isinstance(part, dict) and key in part]
+        for part in [part for part in (config, *parts) if key in part] or [config]:
+            part[key] = value
     del copied["config.json"]
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     try:

@@ -85,8 +85,8 @@ def plan_dcp(
             parts += made
             at += length
         files.append(PlannedFile(name, tuple(parts)))
-    changed, companions = with_dtype(checkpoint.companions, model)
-    documents = {".metadata": pickle(_metadata(entries, paths, positions)), **changed}
+    changed, companions = with_dtype(checkpoint.companions, model, checkpoint.config)
+    documents = {".metadata": pickle(_metadata(entries, paths, positions)), **changed, **checkpoint.documents}
     return Plan(tuple(files), documents, companions, read_tensors)
 
 

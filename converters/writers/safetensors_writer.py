@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from converters.adapters.adapter import FINGERPRINT
+from converters.adapters.merging import merge
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError
-from converters.formats.safetensors import GROUPS, MAX_HEADER, OPTIMIZER, read_file
+from converters.formats.safetensors import ADAPTER, GROUPS, MAX_HEADER, OPTIMIZER, SINGLE, read_file
 from converters.storage.folder import Folder
 from converters.storage.path_or_url import place
 from converters.tensors.dtypes import itemsize
@@ -25,10 +27,12 @@ from converters.writers.conversion import (
     required_optimizer,
     shards,
 )
+from converters.writers.draft import check_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
@@ -44,9 +48,10 @@ def plan_safetensors(
     """The plan of `write_safetensors`, with the same arguments and errors."""
     entries = model_entries(checkpoint, dtype)
     runs = shards(entries, max_shard_size)
-    documents, companions = with_dtype(checkpoint.companions, entries)
+    changed, companions = with_dtype(checkpoint.companions, entries, checkpoint.config)
+    documents = {**changed, **checkpoint.documents}
     if len(runs) == 1:
-        files = [_file("model.safetensors", runs[0])]
+        files = [_file(SINGLE, runs[0])]
     else:
         names = [f"model-{i:05d}-of-{len(runs):05d}.safetensors" for i in range(1, len(runs) + 1)]
         files = [_file(name, run) for name, run in zip(names, runs, strict=True)]
@@ -54,7 +59,27 @@ def plan_safetensors(
         total = sum(entry.nbytes for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         documents["model.safetensors.index.json"] = _document(index)
-    if optimizer:
+    return _with_optimizer(checkpoint, files, documents, companions, wanted=optimizer)
+
+
+def plan_adapter(adapter: Adapter, *, dtype: str = "keep", optimizer: bool = False) -> Plan:
+    """The plan of `write_adapter`, with the same arguments and errors."""
+    checkpoint = adapter.checkpoint
+    recorded = adapter.base_fingerprint
+    about = {} if recorded is None else {FINGERPRINT: recorded}
+    files = [_file(ADAPTER, model_entries(checkpoint, dtype), about)]
+    return _with_optimizer(checkpoint, files, {}, checkpoint.companions, wanted=optimizer)
+
+
+def _with_optimizer(
+    checkpoint: Checkpoint,
+    files: list[PlannedFile],
+    documents: dict[str, bytes],
+    companions: Mapping[str, Place],
+    *,
+    wanted: bool,
+) -> Plan:
+    if wanted:
         found = required_optimizer(checkpoint)
         files.append(_file(OPTIMIZER, [entry for *_, entry in optimizer_entries(found, checkpoint.root)]))
         groups = plain(found.param_groups, limit=10_000_000)
@@ -120,10 +145,69 @@ def write_safetensors(
     )
 
 
-def _file(name: str, entries: Iterable[Entry]) -> PlannedFile:
+def write_adapter(
+    adapter: Adapter,
+    out: str | Place,
+    *,
+    dtype: str = "keep",
+    optimizer: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+    verify: bool = False,
+    facts: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Write an adapter as peft saves it: `adapter_model.safetensors`, `adapter_config.json`, the tokenizer.
+
+    The arguments, and what is raised, are those of `write_safetensors`.
+    """
+    return carry_out(
+        adapter.checkpoint,
+        lambda: plan_adapter(adapter, dtype=dtype, optimizer=optimizer),
+        place(out),
+        overwrite=overwrite,
+        progress=progress,
+        verify=verify,
+        expand=True,
+        facts=facts,
+    )
+
+
+def write_merged(
+    adapter: Adapter,
+    base: Checkpoint,
+    out: str | Place,
+    *,
+    dtype: str = "keep",
+    max_shard_size: int = 5_000_000_000,
+    overwrite: bool = False,
+    progress: bool = True,
+    verify: bool = False,
+    facts: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Write the base model with the adapter merged into it, in memory that does not grow with the model.
+
+    The arguments are those of `write_safetensors`; with `dtype="keep"`, each tensor has the base's dtype.
+
+    Raises:
+        CheckpointError: as `write_safetensors`; or the adapter cannot be merged into this base.
+    """
+    check_output(place(out), [adapter.root], overwrite=overwrite)
+    return write_safetensors(
+        merge(adapter, base, dtype=dtype),
+        out,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        progress=progress,
+        verify=verify,
+        facts=facts,
+    )
+
+
+def _file(name: str, entries: Iterable[Entry], about: Mapping[str, str] | None = None) -> PlannedFile:
     # Wide dtypes first: readers view the bytes as elements, so tensors must be aligned to their width.
     ordered = sorted(entries, key=lambda entry: -itemsize(entry.dtype))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(about or {})}}
     at = 0
     for entry in ordered:
         if entry.name in header:

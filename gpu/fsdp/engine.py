@@ -22,12 +22,12 @@ from gpu.fsdp.sharding import shard
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import unsupported
 from portable.model.chunked_loss import chunked_head
-from portable.model.loss import Objective, added
-from portable.model.parameters import embeddings, state_tensors
+from portable.model.loss import Objective, added, shares
+from portable.model.parameters import embeddings, state_tensors, stored_tensors
 from portable.model.tensors import fill
 from portable.model.transformers_patches import no_value_checks
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
-from portable.optim.optimizers import build_optimizer, decaying, set_rates
+from portable.optim.optimizers import build_optimizer, groups_of, set_rates
 from portable.optim.sharded import local
 
 if TYPE_CHECKING:
@@ -93,8 +93,9 @@ class TorchEngine:
         self, sharded: ShardedModel, head: ChunkedHead | None, config: RunConfig, device: torch.device
     ) -> None:
         self.model: nn.Module = sharded.model
+        self._settings = config.train
         self._head = head
-        self._objective = Objective(self.model, config.train.global_batch_size, head)
+        self.objective = Objective.of(self.model, config, head)
         self._sharded = sharded
         self._device = device
         parameters = dict(self.model.named_parameters())
@@ -107,7 +108,7 @@ class TorchEngine:
         self._optimizer: Optimizer = build_optimizer(
             config.train,
             self._trained,
-            decaying(self.model),
+            groups_of(self.model, config.train),
             embeddings={p for name, p in self._trained.items() if parameters[name] in tables},
         )
         original = {} if self._host is None else self._host.original()
@@ -128,11 +129,11 @@ class TorchEngine:
         self._captured.begin_pass()
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast(), no_value_checks():
-                loss = self._objective(self._sharded.forward, batch, valid)
+                loss, numbers = self.objective(self._sharded.forward, batch, valid)
             scaled = loss * self._sharded.loss_scale
             (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
         self._captured.keep_gradients(self._parameters, last=last)
-        return loss.detach()
+        return shares(loss, numbers)
 
     def update(
         self,
@@ -156,7 +157,7 @@ class TorchEngine:
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         bad = ~finite if self._scaler is None else self._scaler.update(~finite)
         self._account, left_out = count_update(self._account, bad=bad, loss=loss, limit=self._limit)
-        set_rates(self._optimizer, learning_rate, betas)
+        set_rates(self._optimizer, learning_rate, betas, self._settings)
         # If found_inf is 1 the fused optimizers change nothing. They read it on the parameters' device, so
         # that only offloading syncs, which it does for the gradients anyway.
         place = next(iter(self._trained.values())).device
@@ -188,7 +189,7 @@ class TorchEngine:
         self.model.eval()
         self._captured.begin_pass()
         with self._sharded.autocast(), no_value_checks():
-            sums = self._objective.evaluated(self._sharded.forward, batch, measure)
+            sums = self.objective.evaluated(self._sharded.forward, batch, measure)
         self.model.train()
         return added(totals, sums)
 
@@ -203,19 +204,19 @@ class TorchEngine:
 
     # -- weights and checkpoints -------------------------------------------------------------------------
 
-    def _state_tensors(self) -> Mapping[str, Tensor]:
-        """This rank's shards of parameters and buffers.
+    def _reshard(self) -> None:
+        """Make the model's parameters this rank's shards again.
 
-        Reshards first: a forward without a backward leaves parameters unsharded, and their shards without
-        storage, under ``shard_grad_op`` and in the root module.
+        A forward without a backward leaves parameters unsharded, and their shards without storage, under
+        ``shard_grad_op`` and in the root module.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return state_tensors(self.model)
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        for name, tensor in self._state_tensors().items():
+        self._reshard()
+        for name, tensor in state_tensors(self.model).items():
             if name in weights:
                 _fill(tensor, weights[name])
         if self._host is not None:
@@ -233,7 +234,8 @@ class TorchEngine:
         self._scaling.load(checkpoint.root)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        state = {"model": self._state_tensors(), "optim": self._optimizer_state()}
+        self._reshard()
+        state = {"model": stored_tensors(self.model), "optim": self._optimizer_state()}
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._scaling.save(folder)
         return self._saver.save(state, folder, background=background)

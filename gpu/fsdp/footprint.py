@@ -29,7 +29,7 @@ KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
 
 def replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic under ``no_shard``, or on one device."""
-    gradients = MASTER * elements(w for w in model.weights if w.trained)
+    gradients = MASTER * elements(model.trained)
     moments = model.moment_bytes(config.train)
     on_host = config.memory.offload_optimizer == "cpu"
     share = (cluster.devices - 1) / cluster.devices
@@ -40,7 +40,7 @@ def replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footpri
     return Footprint(
         gathered=beside,
         in_layers=beside,
-        parameters=MASTER * model.elements,
+        parameters=sum(w.itemsize * w.elements for w in model.weights),
         gradients=gradients,
         optimizer=0 if on_host else moments,
         compute="autocast",
@@ -60,12 +60,11 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
     for weight in model.weights:
         shape = weight.shape
         rows = -(-shape[0] // group) if shape else 1  # rank 0's shard along dim 0, padding included
-        size = MASTER * rows * (weight.elements // max(1, shape[0]) if shape else 1)
-        parameters += size
+        size = rows * (weight.elements // max(1, shape[0]) if shape else 1)
+        parameters += weight.itemsize * size
         if weight.trained:
-            gradients += size
+            gradients += MASTER * size
             moments += moment_bytes(config.train, shape, rows, exact=weight.table)
-    whole = model.elements
     before, layers, end = _gathered(model, config, group, compute)
     offload_params = config.memory.offload_params == "cpu"
     offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
@@ -78,7 +77,7 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
     gathers = 1 if config.strategy in KEPT_AFTER_FORWARD else 2
     share = (group - 1) / group
     copies = cluster.devices // group
-    per_pass = (gathers * compute + MASTER) * whole * share
+    per_pass = (gathers * compute * model.elements + MASTER * elements(model.trained)) * share
     reduced = 2 * gradients * (copies - 1) / copies  # of a shard, across the replicas
     network = reduced if config.strategy in HYBRID else across_nodes(per_pass, cluster)
     return Footprint(
@@ -106,11 +105,13 @@ def _gathered(model: Inventory, config: RunConfig, group: int, compute: int) -> 
     if model.no_units is not None:
         raise UserError(model.no_units)
     largest = max(model.sizes("unit"), default=0)
+    learning = max(model.sizes("unit", trained=True), default=0)
     outside = elements(w for w in model.weights if w.unit is None)
-    waiting = elements(w for w in model.weights if w.head and w.unit is None)
+    trained = elements(w for w in model.trained if w.unit is None)
+    waiting = elements(w for w in model.trained if w.head and w.unit is None)
     reduced = MASTER + MASTER / group
     in_units = model.elements - outside if config.strategy in KEPT_AFTER_FORWARD else 2 * largest
     there = compute * (outside + in_units)
-    layers = there + compute * (waiting + largest) + reduced * largest
-    end = 2 * compute * outside + reduced * outside
+    layers = there + compute * (waiting + learning) + reduced * learning
+    end = compute * (outside + trained) + reduced * trained
     return int(there), int(layers), int(end)

@@ -29,8 +29,9 @@ from portable.batch_plan import plan_batches
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.loss import Objective, added
-from portable.model.parameters import materialize, replace_tensors, state_tensors
+from portable.model.freezing import frozen_names
+from portable.model.loss import Objective, added, shares
+from portable.model.parameters import adapted, materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.optimizers import set_rates
@@ -39,7 +40,7 @@ from portable.planner.meta_model import inspect
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -69,6 +70,10 @@ def check(config: RunConfig, device_type: str) -> None:
                 "layers; use zero2 or full_shard",
             ),
         ]
+    )
+    require(
+        not config.train.freezes or config.memory.offload_params != "nvme",
+        "memory.offload_params: DeepSpeed does not save frozen parameters from nvme; use cpu, or train all",
     )
     deepspeed = zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read(config)
@@ -108,6 +113,10 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
     checkpoint_activations(model, config.memory.activation_checkpointing, inputs_on_host=on_host)
     compile_layers(model, config)
+    compute = COMPUTE_DTYPES[config.precision]
+    parameters = dict(model.named_parameters())
+    frozen = [] if adapted(model) else frozen_names(model)  # which checkpoints of an adapter leave out
+    rounded = [name for name in frozen if parameters[name].itemsize > compute.itemsize]
     experts = routed(model)
     require(
         stage != 2 or not experts or machine.world_size == 1,
@@ -121,7 +130,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
             *called_by_choice(model),
         ]:  # gathered as one, so missing gradients become zeros
             deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in leaves}))
-        _partition(deepspeed, model, settings, machine.device, COMPUTE_DTYPES[config.precision])
+        _partition(deepspeed, model, settings, machine.device, compute)
     else:
         zero_missing_gradients(model)
         materialize(model, machine.device)
@@ -133,7 +142,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     at_stop.callback(_destroy, engine)
     if config.memory.offload_params == "nvme":
         nvme.release_buffers_after_forward(engine)
-    return ZeroEngine(engine, stage, config, machine)
+    return ZeroEngine(engine, stage, config, machine, rounded)
 
 
 def _destroy(engine: Any) -> None:
@@ -146,7 +155,7 @@ def _make_swap_folder(model: nn.Module, config: RunConfig, machine: Machine, at_
     """Create an empty folder for this run's swap files, and remove it at the end."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        per_rank = footprint(inspect(model), config, Cluster(machine.world_size, local)).disk
+        per_rank = footprint(inspect(model, config.train), config, Cluster(machine.world_size, local)).disk
         nvme.check_room(config, per_rank * local)
         folder = nvme.run_folder(config)
         shutil.rmtree(folder, ignore_errors=True)
@@ -177,10 +186,13 @@ def _partition(
 class ZeroEngine:
     """Implements :class:`portable.backend.Engine`; see there for the contracts."""
 
-    def __init__(self, engine: Any, stage: int, config: RunConfig, machine: Machine) -> None:
+    def __init__(
+        self, engine: Any, stage: int, config: RunConfig, machine: Machine, rounded: Collection[str] = ()
+    ) -> None:
         self.model: nn.Module = engine.module
         self._engine = engine
-        self._objective = Objective(self.model, config.train.global_batch_size)
+        self.objective = Objective.of(self.model, config)
+        self._settings = config.train
         self._sharded = stage == 3
         self._device = machine.device
         # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
@@ -194,7 +206,12 @@ class ZeroEngine:
         scaler = private_api.dynamic_loss_scaler(engine.optimizer)
         self._scaler = None if scaler is None else DeepSpeedScaler(scaler)
         self._scaling = LossScale(self._scaler)
-        self._saver = ZeroSaver(engine)
+        # DeepSpeed casts frozen parameters to the compute type. What that rounds is kept in host memory, so
+        # that checkpoints have it as it was: this rank's shards, or where rank 0 saves for all, whole.
+        here = self._sharded or machine.rank == 0
+        self._exact: dict[str, Tensor] = {}
+        self._rounded = set(rounded) if here else set[str]()
+        self._saver = ZeroSaver(engine, self._exact)
         # With dynamic loss scaling an overflow is no failure.
         self._limit = allowed_streak(config.train.on_non_finite)
         self._account = torch.tensor(NEW_COUNTERS)  # on the host: DeepSpeed syncs every step for the norm
@@ -202,11 +219,11 @@ class ZeroEngine:
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         self._partitions.refresh()
         self._engine.set_gradient_accumulation_boundary(last)
-        loss = self._objective(self._engine, batch, valid)
+        loss, numbers = self.objective(self._engine, batch, valid)
         # DeepSpeed checks gradients only, and an infinite loss can have finite ones: make them NaN.
         finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
         self._engine.backward(loss * (finite * self._loss_scale), scale_wrt_gas=False)
-        return loss.detach()
+        return shares(loss, numbers)
 
     def update(
         self,
@@ -220,7 +237,7 @@ class ZeroEngine:
         if self.health().halted:
             optimizer.zero_grad(set_to_none=True)
             return torch.full((), torch.nan, device=self._device)
-        set_rates(optimizer, learning_rate, betas)
+        set_rates(optimizer, learning_rate, betas, self._settings)
         private_api.set_max_norm(optimizer, max_norm)
         try:
             self._engine.step()
@@ -258,7 +275,7 @@ class ZeroEngine:
     def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._partitions.refresh()
         self._engine.eval()
-        sums = self._objective.evaluated(self.model, batch, measure)
+        sums = self.objective.evaluated(self.model, batch, measure)
         self._engine.train()
         return added(totals, sums)
 
@@ -286,9 +303,13 @@ class ZeroEngine:
             # sharded.
             if name in weights and not tensor.requires_grad:
                 if isinstance(self._partitions, ShardedPartitions) and private_api.is_partitioned(tensor):
-                    self._partitions.load_frozen(tensor, weights[name])
+                    exact = self._partitions.load_frozen(tensor, weights[name], exact=name in self._rounded)
+                    self._exact.update({} if exact is None else {name: exact})
                 else:
                     fill(tensor, weights[name])
+                    if name in self._rounded:
+                        exact = torch.empty(tensor.shape, dtype=torch.float32)
+                        fill(self._exact.setdefault(name, exact), weights[name])
 
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)

@@ -34,9 +34,11 @@ class _Zero:
         self._stage = int(config.strategy[-1])
         self._compute = COMPUTE_BYTES[config.precision]
         self._weights = model.weights
-        self._trained = [w for w in self._weights if w.trained]
+        self._trained = model.trained
         self._whole = model.elements
+        self._learning = elements(self._trained)
         self._largest = max(w.elements for w in self._weights)
+        self._largest_gradient = max(w.elements for w in self._trained)
         self._hidden = model.hidden_size
         self._optimizer_on_host = config.memory.offload_optimizer != "none"
         self._parameters_on_host = config.memory.offload_params != "none"
@@ -44,21 +46,21 @@ class _Zero:
         self._parameters_on_disk = config.memory.offload_params == "nvme"
 
     def footprint(self) -> Footprint:
-        whole, compute, share = self._whole, self._compute, self._shard
+        whole, learning, compute, share = self._whole, self._learning, self._compute, self._shard
         master = MASTER * share
         moments = self._moments()
         gradients = self._gradients()
         on_host = self._optimizer_on_host
         resident = compute * (self._shard_of(self._weights) if self._stage == 3 else self._flat_row)
         links = (self._ranks - 1) / self._ranks
-        summed = MASTER * whole * links
+        summed = MASTER * learning * links
         if self._stage == 3:
             gathers = 1 if whole <= self._size("stage3_max_live_parameters") else 2
             traffic = Traffic(per_pass=summed + gathers * compute * whole * links)
         elif self._stage == 2:
-            traffic = Traffic(per_pass=summed, per_step=compute * whole * links)
+            traffic = Traffic(per_pass=summed, per_step=compute * learning * links)
         else:
-            traffic = Traffic(per_step=summed + compute * whole * links)
+            traffic = Traffic(per_step=summed + compute * learning * links)
         passes, layers, at_end = self._in_passes()
         network = Traffic(
             across_nodes(traffic.per_pass, self._cluster), across_nodes(traffic.per_step, self._cluster)
@@ -73,7 +75,7 @@ class _Zero:
             at_end=at_end,
             in_update=self._in_update(),
             # Stages 1 and 2 also save the compute copy.
-            also_saved=compute * whole if self._stage < 3 else 0,
+            also_saved=compute * learning if self._stage < 3 else 0,
             host=self._host(resident),
             disk=self._disk(),
             links=traffic,
@@ -85,23 +87,24 @@ class _Zero:
     @cached_property
     def _groups(self) -> list[list[Weight]]:
         """The optimizer's groups of parameters; see :func:`portable.optim.optimizers.parameter_groups`."""
-        decaying = [w for w in self._trained if w.decays]
-        others = [w for w in self._trained if not w.decays]
-        return [group for group in (decaying, others) if group]
+        found: dict[Any, list[Weight]] = {}
+        for weight in self._trained:
+            found.setdefault(weight.group, []).append(weight)
+        return [found[group] for group in sorted(found)]
 
     @cached_property
     def _flat_row(self) -> int:
         """All parameters under stages 1 and 2: groups are concatenated and padded to equal shares."""
         alignment = 2 * self._ranks
         row = sum(-(-elements(group) // alignment) * alignment for group in self._groups)
-        return row + self._whole - elements(self._trained)
+        return row + self._whole - self._learning
 
     @cached_property
     def _shard(self) -> int:
         """Elements that a rank updates."""
         if self._stage == 3:
             return self._shard_of(self._trained)
-        frozen = self._whole - elements(self._trained)
+        frozen = self._whole - self._learning
         return (self._flat_row - frozen) // self._ranks
 
     def _shard_of(self, weights: Iterable[Weight]) -> int:
@@ -140,9 +143,8 @@ class _Zero:
 
     def _gradients(self) -> int:
         """Bytes: unsharded in the compute type under stage 1, otherwise this rank's shard in fp32."""
-        trained = elements(self._trained)
         if self._stage == 1:
-            return self._compute * trained
+            return self._compute * self._learning
         if self._optimizer_on_host and self._stage == 3:
             return 0
         if self._stage == 2 and self._compute == MASTER:
@@ -162,7 +164,7 @@ class _Zero:
 
     def _host(self, resident: int) -> int:
         """Bytes in host memory, buffers for gradients and parameters included."""
-        host = 0
+        host = MASTER * self._exact
         if self._parameters_on_host:
             host += self._host_of_swapped_parameters() if self._parameters_on_disk else resident
         if not self._optimizer_on_host:
@@ -177,7 +179,18 @@ class _Zero:
         ) * MASTER * in_memory + self._step_counts  # with their gradients
         if self._stage == 3:
             return host + MASTER * self._shard
-        return host + self._compute * (self._shard + self._largest)
+        return host + self._compute * (self._shard + self._largest_gradient)
+
+    @property
+    def _exact(self) -> int:
+        """Elements of the frozen weights that a rank keeps in fp32 too, which the compute type would round.
+
+        Under stages 1 and 2 rank 0 has all of them: this is a rank's share of its node's memory.
+        """
+        rounded = [w for w in self._weights if not w.trained and w.itemsize > self._compute]
+        if self._stage == 3:
+            return self._shard_of(rounded)
+        return -(-elements(rounded) // min(self._cluster.per_node, self._ranks))
 
     # -- on disk -------------------------------------------------------------------------------------------
 
@@ -233,15 +246,15 @@ class _Zero:
         bucket = self._size("reduce_bucket_size")
         compute = self._compute
         cast = 0 if compute == MASTER else MASTER
-        layer = max(w.elements for w in self._weights if not w.table)
+        layer = max((w.elements for w in self._trained if not w.table), default=0)
         if self._stage < 3:
             buffer = compute * bucket
             if self._optimizer_on_host:
-                buffer += compute * self._largest
+                buffer += compute * self._largest_gradient
             # A gradient larger than the bucket is reduced alone, in an fp32 copy.
-            layers = buffer + cast * min(bucket, self._whole) + (compute + cast) * self._alone(layer)
+            layers = buffer + cast * min(bucket, self._learning) + (compute + cast) * self._alone(layer)
             own = compute * self._shard  # a copy of this rank's share after the reduction
-            return buffer, layers, buffer + own + (compute + cast) * self._alone(self._largest)
+            return buffer, layers, buffer + own + (compute + cast) * self._alone(self._largest_gradient)
         threshold = self._size("stage3_param_persistence_threshold")
         persistent = sum(w.elements for w in self._weights if w.elements <= threshold)
         coming = self._whole - persistent
@@ -254,7 +267,7 @@ class _Zero:
         layers = there + (compute + 2 * MASTER) * self._alone(layer)
         if coming > live:  # gathering continues during the pass
             there, layers = there + compute * row, layers + compute * row
-        end = (compute + 2 * MASTER) * self._alone(self._largest)
+        end = (compute + 2 * MASTER) * self._alone(self._largest_gradient)
         return there, layers, MASTER * bucket + compute * (persistent + live) + max(compute * row, end)
 
     def _alone(self, elements: int) -> int:
@@ -268,7 +281,7 @@ class _Zero:
         if self._stage == 1:
             return (MASTER + 2 * self._compute) * self._shard - self._gradients()
         if self._stage == 2 and self._compute != MASTER:
-            return 2 * MASTER * self._largest
+            return 2 * MASTER * self._largest_gradient
         if self._stage == 3:
             return MASTER * max(self._shard_of(group) for group in self._sub_groups)
         return MASTER * self._shard

@@ -8,7 +8,7 @@ import torch
 
 from gpu.zero import private_api
 from portable.errors import UserError, one_line, require
-from portable.optim.optimizers import build_optimizer, decaying, parameter_groups
+from portable.optim.optimizers import build_optimizer, groups_of, parameter_groups
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ def build(config: RunConfig, document: Document | None, model: nn.Module) -> Any
     """The optimizer of ``model``, whose parameters may be partitioned already."""
     parameters = dict(model.named_parameters())
     if not _forced(config, document):
-        return build_optimizer(config.train, parameters, decaying(model))
+        return build_optimizer(config.train, parameters, groups_of(model, config.train))
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     train = config.train
-    groups = parameter_groups(parameters, train.weight_decay, decaying(model))
+    groups = parameter_groups(parameters, groups_of(model, train), train.learning_rate)
     return DeepSpeedCPUAdam(groups, lr=train.learning_rate, betas=train.betas, eps=train.eps)
 
 

@@ -143,12 +143,21 @@ class ShardedPartitions:
         """A no-op: every rank has updated its own compute copies."""
 
     @torch.no_grad()
-    def load_frozen(self, parameter: Any, source: ReadableTensor) -> None:
-        """Fill this rank's shard of a frozen parameter, which has no master copy."""
+    def load_frozen(self, parameter: Any, source: ReadableTensor, *, exact: bool) -> Tensor | None:
+        """Fill this rank's shard of a frozen parameter, which has no master copy.
+
+        Returns:
+            the shard in fp32 on the host, padding included, if ``exact``.
+        """
         start, stop = self._slice(parameter)
+        held = torch.zeros(private_api.shard_size(parameter)) if exact else None
         if stop > start:
-            fill_slice(private_api.shard(parameter).data[: stop - start], source, start, stop)
+            with private_api.shard(parameter) as shard:
+                fill_slice(shard[: stop - start], source, start, stop)
+            if held is not None:
+                fill_slice(held[: stop - start], source, start, stop)
         private_api.drop_secondary_shard(parameter)
+        return held
 
     def _slice(self, parameter: Any) -> tuple[int, int]:
         """The elements of ``parameter`` that this rank holds."""

@@ -7,7 +7,7 @@ copies it to host memory, then serialises and writes the copy with the same ``to
 from __future__ import annotations
 
 import os
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +17,32 @@ import torch.distributed as dist
 from gpu.common.staging import WriteHandle, staged
 from gpu.zero import private_api
 from portable.checkpoint.background import in_background
+from portable.model.parameters import adapted, stored_tensors
 from portable.ranks.collectives import background_group
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch import Tensor
+
     from portable.backend import SaveHandle
 
 
 class ZeroSaver:
-    """Saves a DeepSpeed engine's checkpoints, through host memory if in the background."""
+    """Saves a DeepSpeed engine's checkpoints, through host memory if in the background.
 
-    def __init__(self, engine: Any) -> None:
+    Args:
+        engine: DeepSpeed's.
+        exact: frozen parameters to save in place of their compute copies, by name.
+    """
+
+    def __init__(self, engine: Any, exact: Mapping[str, Tensor]) -> None:
         self._engine = engine
-        self._staged: _StagingEngine = private_api.replace_checkpoint_engine(engine, _StagingEngine)
+        self._adapted = adapted(engine.module)
+        kept = set(stored_tensors(engine.module)) if self._adapted else None
+        make = partial(_StagingEngine, exact=exact, kept=kept)
+        self._staged: _StagingEngine = private_api.replace_checkpoint_engine(engine, make)
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -44,7 +57,7 @@ class ZeroSaver:
         self._staged.hold = background
         try:
             with native_stdout_closed():
-                self._engine.save_checkpoint(str(folder))
+                self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=self._adapted)
         finally:
             files = self._staged.take()
         rank = self._engine.global_rank
@@ -103,8 +116,12 @@ class _StagingEngine:
 
     name = "portable"
 
-    def __init__(self, zipfile_serialization: bool) -> None:
+    def __init__(
+        self, zipfile_serialization: bool, exact: Mapping[str, Tensor], kept: Collection[str] | None
+    ) -> None:
         self._zipfile = zipfile_serialization
+        self._exact = exact
+        self._kept = kept
         self._files: list[_File] = []
         self.hold = False
 
@@ -114,6 +131,14 @@ class _StagingEngine:
         return files
 
     def save(self, state_dict: Any, path: str) -> None:
+        if self._kept is not None and "module" in state_dict:  # with other names of tied, frozen ones
+            whole = state_dict["module"]
+            state_dict["module"] = {name: whole[name] for name in whole if name in self._kept}
+        module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
+        fragments.update({name: tensor for name, tensor in self._exact.items() if name in fragments})
+        for name, tensor in {**fragments, **self._exact}.items():
+            if name in module and module[name].shape == tensor.shape:  # stage 3 has placeholders there
+                module[name] = tensor  # which is stored once then
         content = staged(state_dict) if self.hold else state_dict
         file = _File(Path(path), content, self._zipfile)
         if self.hold:

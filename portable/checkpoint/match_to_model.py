@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters import CheckpointError
-from portable.model.parameters import state_tensors, tied_names
+from portable.model.parameters import stored_tensors, tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,7 @@ class StoredState:
     """The training state of a model, read lazily.
 
     Attributes:
-        weights: every parameter (tied ones once) and persistent buffer of the model, by name.
+        weights: every tensor that checkpoints store of the model, by name; tied parameters once.
         optimizer: the optimizer state of each trained parameter, by parameter name and state name
             (``exp_avg``, ``step``, ...). Parameters that have had no gradient are missing.
     """
@@ -43,7 +43,7 @@ def stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
         alias = next((other for other in others if other in weights), None)
         if name not in weights and alias is not None:
             weights[name] = weights[alias]
-    wanted = state_tensors(model)
+    wanted = stored_tensors(model)
     missing = wanted.keys() - weights.keys()
     if missing:
         raise CheckpointError(f"{checkpoint.root}: has no {min(missing)}; it belongs to another model")

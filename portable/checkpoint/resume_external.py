@@ -19,7 +19,7 @@ from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
 from portable.config.problems import shown
 from portable.errors import DamagedError, UserError
 from portable.model.parameters import embeddings, state_tensors, tied_names
-from portable.optim.optimizers import build_optimizer, decaying
+from portable.optim.optimizers import build_optimizer, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -242,7 +242,7 @@ class _Matching:
         ours = build_optimizer(
             self.config.train,
             self.trained,
-            decaying(self.model),
+            groups_of(self.model, self.config.train),
             embeddings={parameter for parameter in self.trained.values() if parameter in tables},
         )
         owners = {alias: name for name, others in tied_names(self.model).items() for alias in others}
@@ -338,8 +338,7 @@ class _Matching:
         if len(decay["matrices"]) == 1:
             yield "train.weight_decay", next(iter(decay["matrices"]))
         elif decay["matrices"]:
-            values = " and ".join(f"{value:g}" for value in sorted(decay["matrices"]))
-            self.notes.append(f"train.weight_decay: {values} there, per matrix; one value here")
+            self._compare_groups("weight_decay", "train.weight_decay")
         if any(decay["vectors"]):
             value = max(decay["vectors"])
             self.notes.append(f"weight decay of biases and norms: {value:g} there, none here")
@@ -360,6 +359,26 @@ class _Matching:
             peaks = {float(v) for v in bases if _is_number(v)} if isinstance(bases, list) else set()
         if len(peaks) == 1 and (peak := next(iter(peaks))) > 0:
             yield "train.learning_rate", peak
+        elif peaks:
+            self._compare_groups("initial_lr", "train.learning_rate")
+
+    def _compare_groups(self, key: str, setting: str) -> None:
+        """Add a note if a value that differs between the groups there is another here."""
+        ours = groups_of(self.model, self.config.train)
+        theirs = {
+            name: group[key]
+            for group in self.optimizer.param_groups
+            for name in group["params"]
+            if name in ours and _is_number(group.get(key))
+        }
+        field = "learning_rate" if key == "initial_lr" else key
+        others = [name for name, value in theirs.items() if not _same(value, getattr(ours[name], field))]
+        if others:
+            values = " and ".join(f"{value:g}" for value in sorted(set(theirs.values())))
+            self.notes.append(
+                f"{setting}: {values} there, by group; another here for {len(others)} of {len(theirs)} "
+                "parameters (train.parameter_groups)"
+            )
 
     def _rates(self, step: int, rate: Callable[[int], float]) -> str:
         train = self.config.train

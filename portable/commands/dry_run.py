@@ -1,12 +1,14 @@
-"""``--dry-run``: the resolved config, and what the run would do."""
+"""``--dry-run``: what the run would do, and the resolved config."""
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.console import say
+from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.checkpoint.external import open_external
 from portable.checkpoint.resume_external import adopt_checkpoint
@@ -17,7 +19,8 @@ from portable.data import inspect_data
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_bytes, human_count, table
 from portable.model import build as models
-from portable.model.flops import parameter_count
+from portable.model.flops import parameter_count, parameters_in_words, trained_count
+from portable.model.freezing import tie_notes
 from portable.model.labels import problem_of
 from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
@@ -29,6 +32,7 @@ from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on, tokenizer_hints
 from portable.run.settle import first_plan, on_device
+from portable.terminal import columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +48,7 @@ _LABELLED = ("sequence-classification",)
 
 
 def dry_run(settled: Settled) -> int:
-    """Print the resolved config and what the run would do; write nothing."""
+    """Print what the run would do, and the resolved config; write nothing."""
     backend = create_backend(settled.config.backend)
     settled = on_device(settled)
     config = settled.config
@@ -53,26 +57,30 @@ def dry_run(settled: Settled) -> int:
     problem_of(model_config, config.model)  # refuses what a run refuses
     data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
     if config.model.task not in _LABELLED:  # whose metrics depend on the labels
-        measures = measures_of(config.train.metrics, Setting(config.model.task))
+        measures = measures_of(
+            config.train.metrics, Setting(config.model.task, own_loss=config.train.loss is not None)
+        )
         judge_of(config, evaluation_names(config.data), measures)
     special_tokens = SpecialTokens(model_config, config.model)
-    model = models.build_model(model_config, config.model)
+    model = models.training_model(model_config, config)
     if data.vocab_size is not None:
         models.check_vocabulary(model, data.vocab_size)
     plan = first_plan(config, settled.world)
+    base = copy.deepcopy(model)
+    adapt(model, model_config, config)
     planner = planner_here(config, model, backend, settled.world.ranks)
     rows = _plan_rows(settled, model, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
-    for line in _notes(settled, backend, model, special_tokens, data, plan):
+    for line in _notes(settled, backend, base, special_tokens, data, plan):
         print(line, file=sys.stderr)
-    say(dump_yaml(config))
-    if config.came_from:
-        say("# Where it was set; all else is a default, or follows from these")
-        say(table(list(config.came_from.items())))
-        say("")
     say("# What this run will do")
-    say(table(rows))
+    say(table(rows, columns()))
+    if config.came_from:
+        say("\n# Where it was set; all else is a default, or follows from these")
+        say(table(list(config.came_from.items())))
+    say("\n# The config with every setting")
+    say(dump_yaml(config))
     return 0
 
 
@@ -100,7 +108,8 @@ def _notes(
         multiple=backend.shape_multiple(config.precision),
         precision=config.precision,
     )
-    return [*notes_on(settled, model.config, aligned, data), *weights, *hints]
+    ties = [f"note: {note}" for note in tie_notes(model, config.train)]
+    return [*notes_on(settled, model.config, aligned, data), *ties, *weights, *hints]
 
 
 def _plan_rows(
@@ -114,7 +123,10 @@ def _plan_rows(
     source = resume_source(config, checkpoints_of(settled.place))
     begun = [] if source is None else _foreign_rows(config, model, source, steps)
     return [
-        ("model", f"{type(model).__name__}, {parameter_count(model):,} parameters"),
+        (
+            "model",
+            f"{type(model).__name__}, " + parameters_in_words(parameter_count(model), trained_count(model)),
+        ),
         ("data", str(data)),
         ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
         (
@@ -124,7 +136,8 @@ def _plan_rows(
             + (
                 f"{plan.sequences_per_rank}, as many at a time as fit"
                 if config.train.micro_batch_size == "auto"
-                else f"{human_count(plan.accumulation_steps, 'accumulation step')} x {plan.micro_batch_size}"
+                else f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
+                + human_count(plan.micro_batch_size, "sequence")
             ),
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),

@@ -8,6 +8,7 @@ from portable.config.load import load_config
 from portable.config.run_config import RunConfig
 from portable.config.same_run import difference
 from portable.config.sections import (
+    AdapterConfig,
     CheckpointConfig,
     DataConfig,
     DeepSpeedConfig,
@@ -21,6 +22,7 @@ from portable.config.sections import (
 )
 
 __all__ = [
+    "AdapterConfig",
     "CheckpointConfig",
     "DataConfig",
     "DeepSpeedConfig",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.commands import exit_codes, version_line
+from converters.commands import version_line
 from converters.console import say
 from portable.config import flags, help_text
 from portable.config.accelerate_yaml import read_environment
@@ -20,17 +20,18 @@ from portable.config.run_config import RunConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-USAGE = f"""\
-usage: portable-train [--config FILE.yaml] [--backend auto|cpu|cuda|xla] [--nproc N] [--SECTION.KEY VALUE ...]
+USAGE = """\
+usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
+       portable-train init [FILE.yaml] [--task TASK]
 
-Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file, and resume on any of them.
+Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file,
+and resume on any of them.
 
 examples:
-  portable-train                                        the quickstart: a small Llama, no download
-  portable-train --config run.yaml --train.steps 1000   a file, with one setting changed
-  portable-train --config run.yaml --backend xla        the same run on a TPU VM
-
-{exit_codes()}
+  portable-train                                    the quickstart, no download
+  portable-train init --task chat                   write a run.yaml to edit
+  portable-train --config run.yaml --train.steps 9  a file, one setting changed
+  portable-train --config run.yaml --backend xla    the same run on a TPU VM
 """
 
 CONFIG_OPTIONS = (
@@ -50,34 +51,42 @@ TRAIN_OPTIONS = (
     Option(
         "accelerate-config",
         "path",
-        "An Accelerate config file (from accelerate config) with settings and the number of ranks. It must "
+        "A file of accelerate config. Its settings and number of ranks are used; they must "
         "agree with --config; flags override both.",
         "FILE",
     ),
     Option(
         "nproc",
         "count",
-        "Ranks to start on this machine; by default one per GPU, and one on the CPU. Under torchrun, "
+        "Ranks to start on this machine. By default one per GPU, and one on the CPU. Under torchrun, "
         "accelerate launch, deepspeed or srun, this process joins their ranks.",
         "N",
     ),
-    Option("dry-run", "switch", "Check everything, print the resolved config and the plan, and stop."),
+    Option("dry-run", "switch", "Check everything and say what the run would do. Then stop."),
     Option(
         "show-data",
         "count",
-        "Print the first N samples of the run, with the tokens that are trained, and stop.",
+        "Print the first N samples and the tokens that are trained. Then stop.",
         "N",
     ),
-    Option("eval-only", "switch", "Evaluate the newest checkpoint, or the model as it is, and stop."),
+    Option("eval-only", "switch", "Evaluate the newest checkpoint, or the untrained model. Then stop."),
     Option(
         "replay",
         "count",
-        "Repeat step N of the run from the last checkpoint before it, and locate the first non-finite loss "
-        "or gradient: micro-batch, sample, module, parameters. Writes nothing.",
+        "Repeat step N to locate a non-finite loss or gradient. Starts from the last checkpoint before it "
+        "and names micro-batch, sample, module and parameters. Writes nothing.",
         "N",
     ),
+    Option(
+        "check-waits",
+        "switch",
+        "Take a few steps and report where a loss or callback of your own makes the host wait for the "
+        "device. Writes nothing.",
+    ),
     Option("resume-info", "path", "Describe a checkpoint and a run that resumes from it.", "PATH"),
-    Option("profile", "switch", "Write a trace of a few steps into output_dir/profile, for Perfetto."),
+    Option(
+        "profile", "switch", "Write a trace of a few steps, for Perfetto. It goes into output_dir/profile."
+    ),
     CONFIG_OPTIONS[1],
 )
 
@@ -100,6 +109,7 @@ class Invocation:
     replay: int | None = None
     """A step to repeat, to find a non-finite value."""
     profile: bool = False
+    check_waits: bool = False
     gpu_ids: str | None = None
     """The GPUs of an Accelerate config file."""
     notes: tuple[str, ...] = ()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from converters.commands import exit_codes
 from portable.config import keys
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pydantic import BaseModel
 
@@ -19,10 +21,19 @@ if TYPE_CHECKING:
 
 _NARROWEST, _WIDEST = 60, 110
 _INDENT = " " * 6
+_COLUMN = 28
+EVERYTHING = "all"
+"""The topic of ``--help`` that prints every setting."""
+_NOTE = (
+    "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a boolean "
+    "needs no value (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is null; "
+    "keys inside a mapping follow another dot (--model.config.hidden_size 512); paths expand ~ and "
+    "${VAR} as a shell does. Marked *: must not change between launches of a run."
+)
 
 
 def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage: str, columns: int) -> str:
-    """Render the help on ``topic``, a section or key; if it is empty, on everything, after ``usage``."""
+    """Render the help on ``topic``: a section, a key, "all", or empty for a page on the command."""
     width = min(max(columns, _NARROWEST), _WIDEST)
     topic = topic.lstrip("-").replace("-", "_").rstrip(".")
     table, about = keys.settings(model), keys.sections(model)
@@ -30,46 +41,74 @@ def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage:
         return _setting(table[topic], width)
     if topic in about:
         return _section(topic, about[topic], table, width)
-    if topic:
+    if topic and topic != EVERYTHING:
         raise UserError(f"--help: no setting named {topic!r}" + did_you_mean(topic, [*table, *about]))
-    parts = [usage, "options:", *(_option(option, width) for option in options)]
-    parts += [_option_text("--help [SECTION or KEY]", "Print this, or the part on one topic.", width)]
-    note = (
-        "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a boolean "
-        "needs no value (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is null; "
-        "keys inside a mapping follow another dot (--model.config.hidden_size 512); paths expand ~ and "
-        "${VAR} as a shell does. Marked *: must not change between launches of a run."
-    )
-    parts += ["", *textwrap.wrap(note, width), ""]
+    if not topic:
+        return _overview(about, table, options, usage, width)
+    parts = [
+        usage,
+        exit_codes(),
+        "",
+        "options:",
+        *(_option_text(_left(option), option.help, width) for option in options),
+    ]
+    parts += ["", *_wrapped(_NOTE, width), ""]
     parts += [_section(name, about.get(name, ""), table, width) for name in ["", *about]]
     return "\n".join(parts).rstrip()
 
 
-def _option(option: Option, width: int) -> str:
-    return _option_text(f"--{option.name} {option.metavar}".rstrip(), option.help, width)
+def _overview(
+    about: Mapping[str, str],
+    table: Mapping[str, keys.Setting],
+    options: Sequence[Option],
+    usage: str,
+    width: int,
+) -> str:
+    """What fits a screen: usage, a line for each option, a line for each section of settings."""
+    lines = [usage, "options:", *(_line(_left(option), option.help, width) for option in options)]
+    lines += ["", "settings, each a flag (--train.steps 20) and a key of the YAML file:"]
+    top = [setting.name for setting in table.values() if not setting.section]
+    lines.append(_line("(top level)", ", ".join(top), width))
+    lines += [_line(name, text, width) for name, text in about.items()]
+    lines += ["", "--help SECTION or KEY explains those settings, --help all everything."]
+    return "\n".join(lines)
+
+
+def _line(left: str, text: str, width: int) -> str:
+    """``left`` and the first sentence of ``text``."""
+    first = re.split("(?<=[^ ])[.] ", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
+    return _option_text(left, first, width)
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _left(option: Option) -> str:
+    return f"--{option.name} {option.metavar}".rstrip()
 
 
 def _option_text(left: str, text: str, width: int) -> str:
-    lines = textwrap.wrap(text, width - 28)
-    if len(left) > 24:
-        return "\n".join([f"  {left}", *(" " * 28 + line for line in lines)])
-    return "\n".join([f"  {left:<26}{lines[0]}", *(" " * 28 + line for line in lines[1:])])
+    lines = _wrapped(text, width - _COLUMN)
+    indented = [" " * _COLUMN + line for line in lines]
+    if len(left) > _COLUMN - 4:
+        return "\n".join([f"  {left}", *indented])
+    return "\n".join([f"  {left:<{_COLUMN - 2}}{lines[0]}", *indented[1:]])
 
 
 def _section(name: str, about: str, table: dict[str, keys.Setting], width: int) -> str:
     heading = f"{name}: {' '.join(about.split())}" if name else "top level:"
     settings = [setting for setting in table.values() if setting.section == name]
-    return "\n".join(
-        [*textwrap.wrap(heading, width), *(_setting(setting, width) for setting in settings), ""]
-    )
+    return "\n".join([*_wrapped(heading, width), *(_setting(setting, width) for setting in settings), ""])
 
 
 def _setting(setting: keys.Setting, width: int) -> str:
     head = f"  --{setting.key}{'*' if setting.identity else ''}  [{default_text(setting.default)}]"
     body = f"{setting.description} ({setting.allowed})"
-    lines = textwrap.wrap(body, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
-    heads = textwrap.wrap(head, width, initial_indent="", subsequent_indent=_INDENT)
-    return "\n".join([*("  " * (i == 0) + line for i, line in enumerate(heads)), *lines])
+    first, *more = textwrap.wrap(
+        head.strip(), width - 2, subsequent_indent=_INDENT[2:], break_on_hyphens=False
+    )
+    return "\n".join([f"  {first}", *(f"  {line}" for line in more), *_wrapped(body, width, _INDENT)])
 
 
 def default_text(value: Any) -> str:

@@ -153,7 +153,9 @@ def _locate(config: BaseModel, key: str) -> tuple[BaseModel, Setting]:
 
 
 def plain(value: Any) -> Any:
-    """Convert tuples in ``value`` to lists, as in YAML and JSON."""
+    """Convert tuples in ``value`` to lists, and groups of settings to what was set, as in YAML and JSON."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_none=True)
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -216,7 +218,7 @@ def _alternative(kind: Any, metadata: tuple[Any, ...]) -> str:
         return f"{_NUMBER_WORDS[len(arguments)]} of: {_words(arguments[0], ())}"
     if origin is tuple:
         return f"list of: {_words(arguments[0], ())}"
-    if kind is dict or origin is dict:
+    if kind is dict or origin is dict or issubclass(kind, BaseModel):
         return "mapping"
     bounds = " and ".join(_bounds(metadata))
     return f"{_PLAIN_WORDS[kind]} {bounds}".rstrip()

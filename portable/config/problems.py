@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from portable.config import keys
 from portable.config.rules import ConflictError
-from portable.config.suggest import did_you_mean, did_you_mean_word, what_to_do
-from portable.errors import UserError, one_line
+from portable.config.suggest import did_you_mean, did_you_mean_word, program_of, what_to_do
+from portable.errors import MistakesError, UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +20,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Path = tuple[str, ...]
 
 _SHOWN = 60
+_MOST = 10
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,30 @@ def build(
 ) -> Model:
     """Validate ``values`` (nested, as in the YAML file) into ``model``.
 
-    Raises ``UserError`` with the first problem in the order of the origins.
+    Raises ``UserError``, or ``MistakesError`` with the problems in the order of their origins, one a key.
     """
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        problems = [_problem(model, values, origins or {}, detail) for detail in error.errors()]
-    first = min(problems, key=lambda problem: (problem.order, not problem.specific))
-    raise UserError(one_line(first.line))
+        details = error.errors()
+    problems = [(_setting_of(detail), _problem(model, values, origins or {}, detail)) for detail in details]
+    problems.sort(key=lambda one: (one[1].order, not one[1].specific))
+    by_setting: dict[object, str] = {}  # the alternatives of a union each report the same value
+    for setting, problem in problems:
+        by_setting.setdefault(setting, one_line(problem.line))
+    lines = list(dict.fromkeys(by_setting.values()))
+    if (program := program_of(values)) is not None:
+        written = problems[0][1].origin
+        file = "" if written is None else written.text.rpartition(":")[0] + ": "
+        lines.insert(0, f"{file}this is a file of {program}; docs/migrate.md says what its keys are here")
+    if len(lines) > _MOST:
+        lines[_MOST:] = [f"and {len(lines) - _MOST} more mistakes"]
+    raise MistakesError(lines) if len(lines) > 1 else UserError(lines[0])
+
+
+def _setting_of(detail: Any) -> object:
+    path = tuple(map(str, detail["loc"]))
+    return path[:2] or str(detail["msg"])
 
 
 def shown(value: object) -> str:

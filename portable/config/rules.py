@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
 from converters.storage.store_errors import redact
-from portable.config.evaluation_sources import EvaluationSourceError, evaluation_sources
+from portable.config.evaluation_sources import SourceError, evaluation_sources
 from portable.config.suggest import did_you_mean
+from portable.config.training_sources import training_sources, weight_schedule
 from portable.optim.schedule import SCHEDULES, build_schedule, own_params, warmup_steps
 from portable.registry import BACKENDS, backend_package
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+TAKEN = ("labels", "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids")
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 
@@ -45,7 +47,7 @@ def derived(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if model.name_or_path is not None:
         found["model.config"] = None
-    if model.task in PADDED_TASKS:
+    if model.task in PADDED_TASKS or config.data.format == "preference":
         found["data.packing"] = False
     elif config.data.format not in ("auto", "text") and model.task == "causal-lm":
         found["data.packing"] = "documents"
@@ -76,7 +78,19 @@ def derived(config: RunConfig) -> dict[str, Any]:
 
 def check(config: RunConfig) -> None:
     """Raise the first ``ConflictError`` among the settings."""
-    for rules in (_model, _data, _train, _machine, _memory, _deepspeed, _fsdp, _checkpoint, _evaluation):
+    for rules in (
+        _model,
+        _adapter,
+        _data,
+        _train,
+        _loss,
+        _machine,
+        _memory,
+        _deepspeed,
+        _fsdp,
+        _checkpoint,
+        _evaluation,
+    ):
         for conflict in rules(config):
             raise conflict
 
@@ -103,6 +117,70 @@ def _model(config: RunConfig) -> Iterator[ConflictError]:
         yield ConflictError(
             ("model.config",),
             "model.config.model_type must name a transformers model type, such as llama or bert",
+        )
+
+
+def _adapter(config: RunConfig) -> Iterator[ConflictError]:
+    adapter, fields = config.adapter, type(config.adapter).model_fields
+    given = [name for name, field in fields.items() if getattr(adapter, name) != field.default]
+    from_file = adapter.name_or_path is not None or adapter.config is not None
+    if adapter.name_or_path is not None and adapter.config is not None:
+        yield ConflictError(
+            ("adapter.config", "adapter.name_or_path"),
+            "adapter.config and adapter.name_or_path are both set, and an adapter has a config of its own; "
+            "remove adapter.config",
+        )
+    if adapter.type is None and not from_file and config.checkpoint.export == "merged":
+        yield ConflictError(
+            ("checkpoint.export", "adapter.type"),
+            "checkpoint.export merged has no effect without adapter.type; set it to true",
+        )
+    if adapter.type is not None and config.checkpoint.export == "merged" and config.model.from_scratch:
+        yield ConflictError(
+            ("checkpoint.export", "model.name_or_path"),
+            "checkpoint.export merged needs a base model with files, model.name_or_path; set it to true",
+        )
+    if not given:
+        return
+    if adapter.type is None and not from_file:
+        yield ConflictError(
+            (f"adapter.{given[0]}", "adapter.type"),
+            f"adapter.{given[0]} has no effect without adapter.type; set adapter.type to lora",
+        )
+    if adapter.type == "ia3":
+        taken = ("type", "target_modules", "modules_to_save", "base", "name_or_path", "config")
+        for name in given:
+            if name not in taken:
+                yield ConflictError(
+                    (f"adapter.{name}", "adapter.type"),
+                    f"adapter.{name} is for lora, not for adapter.type ia3; remove it",
+                )
+    if config.train.freezes:
+        yield ConflictError(
+            ("train.trainable", "adapter.type"),
+            "train.trainable and train.frozen do not go with an adapter, beside which all is frozen; use "
+            "adapter.modules_to_save and adapter.layers",
+        )
+    if adapter.base in ("nf4", "int8"):
+        if config.strategy in ZERO:
+            yield ConflictError(
+                ("adapter.base", "strategy"),
+                f"adapter.base {adapter.base} does not work with DeepSpeed's strategy {config.strategy}, "
+                "which casts weights; use full_shard",
+            )
+        for name in ("use_dora", "compile"):
+            if getattr(adapter if name == "use_dora" else config, name):
+                key = f"adapter.{name}" if name == "use_dora" else name
+                yield ConflictError(
+                    (key, "adapter.base"),
+                    f"{key} does not work with adapter.base {adapter.base}; set it to false, or "
+                    "adapter.base to auto",
+                )
+    if config.strategy in ZERO and adapter.base == "fp32" and config.precision in ("bf16", "fp16"):
+        yield ConflictError(
+            ("adapter.base", "strategy"),
+            f"adapter.base fp32 does not work with strategy {config.strategy}, which keeps frozen weights in "
+            "the compute type; use full_shard",
         )
 
 
@@ -153,13 +231,32 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
             f"data.truncation {data.truncation} has no effect with data.packing true, which cuts nothing; "
             "remove one of the two",
         )
+    if data.format == "preference":
+        yield from _preference(config)
+    if data.columns:
+        for key, wrong in (("packing", packing), ("split_turns", data.split_turns)):
+            if wrong:
+                yield ConflictError(
+                    ("data.columns", f"data.{key}"),
+                    f"data.columns has numbers of records, but data.{key} {wrong} makes other samples of "
+                    f"them; set data.{key} to false",
+                )
+        if taken := [name for name in data.columns if name in TAKEN]:
+            yield ConflictError(
+                ("data.columns",), f"data.columns: {taken[0]} is an input of models; rename the column"
+            )
+        if config.train.loss is None:
+            yield ConflictError(
+                ("data.columns", "train.loss"),
+                "data.columns is for a loss of your own; set train.loss, or remove it",
+            )
     if data.train_on == "completion" and (data.split_turns or data.format in ("messages", "sharegpt")):
         other = "data.split_turns" if data.split_turns else f"data.format {data.format}"
         yield ConflictError(
             ("data.train_on", "data.split_turns" if data.split_turns else "data.format"),
             f"data.train_on completion does not work with {other}; set data.train_on to assistant",
         )
-    if data.source is None and task in PADDED_TASKS:
+    if data.source is None and not data.sources and task in PADDED_TASKS:
         yield ConflictError(
             ("data.source", "model.task"),
             f"data.source must be set for model.task {task}: the default source has only text",
@@ -167,8 +264,33 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
 
     try:
         evaluation_sources(data)
-    except EvaluationSourceError as error:
+    except SourceError as error:
         yield ConflictError((error.key, *_inside("data.eval", data.eval)), str(error))
+    try:
+        training_sources(data)
+        weight_schedule(data)
+    except SourceError as error:
+        yield ConflictError((error.key, "data.sources"), str(error))
+
+
+def _preference(config: RunConfig) -> Iterator[ConflictError]:
+    data = config.data
+    if config.train.loss is None:
+        yield ConflictError(
+            ("train.loss", "data.format"),
+            "data.format preference needs a loss of pairs; set train.loss to dpo, ipo, simpo, orpo or one of "
+            "your own",
+        )
+    for name, used in (
+        ("packing", data.packing),
+        ("split_turns", data.split_turns),
+        ("train_on", data.train_on not in (None, "completion")),
+    ):
+        if used:
+            yield ConflictError(
+                (f"data.{name}", "data.format"),
+                f"data.{name} {getattr(data, name)} does not work with data.format preference; remove it",
+            )
 
 
 def _inside(key: str, value: Any) -> tuple[str, ...]:
@@ -236,6 +358,17 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             f"train.optimizer adafactor needs parameters with their shapes, but strategy {config.strategy} "
             "flattens them; use adamw, or strategy full_shard",
         )
+
+
+def _loss(config: RunConfig) -> Iterator[ConflictError]:
+    train = config.train
+    for name in ("label_smoothing", "z_loss"):
+        if getattr(train, name) and train.loss is not None:
+            yield ConflictError(
+                (f"train.{name}", "train.loss"),
+                f"train.{name} {getattr(train, name):g} changes the cross-entropy, which train.loss "
+                "replaces; remove one of the two",
+            )
 
 
 def _schedule(train: TrainConfig) -> Iterator[ConflictError]:

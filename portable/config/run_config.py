@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from portable.config import keys, rules
 from portable.config.problems import build
 from portable.config.sections import (
+    AdapterConfig,
     CheckpointConfig,
     DataConfig,
     DeepSpeedConfig,
@@ -101,6 +102,7 @@ class RunConfig(Section):
         "fastest kernels and captures graphs, too. Capturing needs no_shard, or one rank.",
     )
     model: ModelConfig = Field(default_factory=ModelConfig, description=str(ModelConfig.__doc__))
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig, description=str(AdapterConfig.__doc__))
     data: DataConfig = Field(default_factory=DataConfig, description=str(DataConfig.__doc__))
     train: TrainConfig = Field(default_factory=TrainConfig, description=str(TrainConfig.__doc__))
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description=str(MemoryConfig.__doc__))

@@ -16,15 +16,18 @@ from portable.config.types import (
     AnyCase,
     Flag,
     Names,
+    NamesOrPattern,
     OneOrMany,
     OpenMapping,
     PathText,
+    PlugIn,
     Section,
 )
 from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
+Format = Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"]
 XlaDtype = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -73,6 +76,12 @@ class ModelConfig(Section):
         "always built from scratch.",
         json_schema_extra=IDENTITY,
     )
+    function: PlugIn | None = Field(
+        default=None,
+        description="A function of your own, package.module:name, that gets the model on the meta device and "
+        "changes it or returns another. Importing its module may register model types.",
+        json_schema_extra=IDENTITY,
+    )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         default="sdpa",
         description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for "
@@ -95,8 +104,105 @@ class ModelConfig(Section):
         return self.name_or_path is None or self.init == "scratch"
 
 
+class AdapterConfig(Section):
+    """Train an adapter, with peft's names, instead of the model's own weights, which stay frozen."""
+
+    type: Literal["lora", "ia3"] | None = Field(
+        default=None,
+        description="Kind of adapter: low-rank matrices beside linear layers (lora), or a factor for each of "
+        "their outputs (ia3). Null: no adapter; all weights are trained.",
+        json_schema_extra=IDENTITY,
+    )
+    r: int = Field(
+        default=16,
+        ge=1,
+        description="Rank of the matrices: more can learn more, and need more memory.",
+        json_schema_extra=IDENTITY,
+    )
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        default=32,
+        description="Scale of what the adapter adds: it is multiplied by alpha / r (with use_rslora by "
+        "alpha / sqrt(r)).",
+        json_schema_extra=IDENTITY,
+    )
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of an adapter's inputs that are zeroed in training.",
+        json_schema_extra=IDENTITY,
+    )
+    target_modules: Annotated[
+        str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)], NamesOrPattern
+    ] = Field(
+        default="all-linear",
+        min_length=1,
+        description="Modules that get an adapter: all-linear (all linear layers except the head), a list of "
+        "names such as [q_proj, v_proj], or a regular expression that matches whole module names.",
+        json_schema_extra=IDENTITY,
+    )
+    target_parameters: Names | None = Field(
+        default=None,
+        description="Parameters that get an adapter although they are no module of their own, such as the "
+        "stacked experts of a mixture: [mlp.experts.gate_up_proj]. For lora.",
+        json_schema_extra=IDENTITY,
+    )
+    modules_to_save: Names | None = Field(
+        default=None,
+        description="Modules that are trained and saved in full beside the adapter, such as [lm_head]. A "
+        "classifier's head always is.",
+        json_schema_extra=IDENTITY,
+    )
+    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = (
+        Field(
+            default=None,
+            description="Numbers of the layers that get an adapter, from 0. Null: all.",
+            json_schema_extra=IDENTITY,
+        )
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        default="none",
+        description="Biases that are trained as well: all, or those of the modules with an adapter "
+        "(lora_only). For lora.",
+        json_schema_extra=IDENTITY,
+    )
+    init: Flag | Literal["gaussian", "orthogonal"] = Field(
+        default=True,
+        description="Initial values of lora: true as in the paper (uniform and zeros, so that training "
+        "starts at the base model), gaussian or orthogonal as peft has them; false: both matrices random.",
+        json_schema_extra=IDENTITY,
+    )
+    use_dora: Flag = Field(
+        default=False,
+        description="DoRA: train the length of each row of a weight apart from its direction. Slower.",
+        json_schema_extra=IDENTITY,
+    )
+    use_rslora: Flag = Field(
+        default=False,
+        description="rsLoRA: scale by alpha / sqrt(r), so that high ranks learn as fast as low ones.",
+        json_schema_extra=IDENTITY,
+    )
+    base: Literal["auto", "bf16", "fp16", "fp32", "nf4", "int8"] = Field(
+        default="auto",
+        description="Dtype of the frozen weights. auto: the compute dtype (precision). fp32 keeps them exact "
+        "and doubles their memory. nf4 (QLoRA: 4 bits, with double quantization) and int8 are for linear "
+        "layers, all except the head; they need the package bitsandbytes and FSDP or no_shard.",
+        json_schema_extra=IDENTITY,
+    )
+    name_or_path: PathText | None = Field(
+        default=None,
+        description="Folder or hub id of an adapter in peft's format to go on from. Its adapter_config.json "
+        "decides on all of the above except base and dropout.",
+        json_schema_extra=IDENTITY,
+    )
+    config: PathText | None = Field(
+        default=None,
+        description="An adapter_config.json whose settings are used, in place of those above.",
+    )
+
+
 class DataConfig(Section):
-    """The data."""
+    """What is trained on: source, format, template, tokens, packing."""
 
     # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
     # digest of the tokens, which must match.
@@ -104,8 +210,21 @@ class DataConfig(Section):
     source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
         description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), "
-        "local or by URL. Null: the source code of Python's standard library, without a download.",
+        "local or by URL, or package.module:name, code of your own that gives records. Null: the source "
+        "code of Python's standard library, without a download.",
         json_schema_extra=OF_SOURCE,
+    )
+    sources: Annotated[tuple[OpenMapping, ...], Field(strict=False)] = Field(
+        default=(),
+        description="A mixture, in place of data.source: a list such as [{name: web, source: web/*.jsonl, "
+        "weight: 3}, {name: code, source: code.jsonl, weight: 1}]. Each may set whatever describes a source "
+        "(marked ‡). weight is its share of the samples, kept in every few hundred of them; or give every "
+        "source epochs, its passes in one pass over the mixture (default: 1 each).",
+    )
+    weight_schedule: Annotated[tuple[OpenMapping, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
+        "for the last part of a run: from that step on they replace all weights before.",
     )
     config_name: str | None = Field(
         default=None,
@@ -125,11 +244,12 @@ class DataConfig(Section):
         "config on a large dataset.",
         json_schema_extra=OF_SOURCE,
     )
-    format: Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca"] = Field(
+    format: Format = Field(
         default="auto",
         description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
         "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
-        "messages); alpaca (instruction, input, output). auto: recognized by the first record's columns.",
+        "messages); alpaca (instruction, input, output); preference (prompt, chosen, rejected, for a loss of "
+        "pairs). auto: recognized by the first record's columns.",
         json_schema_extra=OF_SOURCE,
     )
     chat_template: PathText | None = Field(
@@ -193,6 +313,12 @@ class DataConfig(Section):
         min_length=1,
         description="Field with the label (sequence-classification): a class (an integer or a string), a "
         "list of classes, or for a regression numbers with a fraction.",
+        json_schema_extra=OF_SOURCE,
+    )
+    columns: Names = Field(
+        default=(),
+        description="Further columns of numbers, one for each record, that reach train.loss in the batch "
+        "(without packing): a weight, a score, a group.",
         json_schema_extra=OF_SOURCE,
     )
     text_split: Literal["file", "paragraph", "line"] = Field(
@@ -276,12 +402,13 @@ class DataConfig(Section):
         """Tokens of the longest sequence, including targets."""
         return max(self.seq_len, self.target_seq_len or 0)
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """``source`` as a tuple, empty if it is null."""
-        if self.source is None:
-            return ()
-        return (self.source,) if isinstance(self.source, str) else self.source
+
+class ParameterGroup(Section):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    pattern: str = Field(min_length=1)
+    learning_rate: float | None = Field(default=None, gt=0)
+    weight_decay: float | None = Field(default=None, ge=0)
 
 
 class TrainConfig(Section):
@@ -319,6 +446,35 @@ class TrainConfig(Section):
         "and reused while the settings stay the same; on a CPU without a memory limit (ulimit -v) up to 4; "
         "not on XLA. The default is lowered to a divisor of the global batch.",
     )
+    loss: PlugIn | None = Field(
+        default=None,
+        description="dpo, ipo, simpo or orpo (data.format preference), or a loss of your own: "
+        "package.module:name; arguments as in dpo(beta=0.2). Null: cross-entropy, or the loss of a "
+        "classifier's problem_type.",
+        json_schema_extra=IDENTITY,
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each target that is spread evenly over all tokens or classes. The loss of an "
+        "evaluation stays the plain one.",
+        json_schema_extra=IDENTITY,
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the squared logarithm of the softmax's normalizer, which keeps logits from "
+        "drifting; 1e-4 is common for pretraining. Not part of the loss of an evaluation.",
+        json_schema_extra=IDENTITY,
+    )
+    neftune_noise_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        description="Size of the noise that is added to embeddings in training (NEFTune); 5 is common for "
+        "fine-tuning on conversations.",
+        json_schema_extra=IDENTITY,
+    )
     optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
         default="adamw",
         description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "
@@ -344,6 +500,19 @@ class TrainConfig(Section):
         default=1e-8,
         gt=0,
         description="Added to the root of the second moment to avoid division by zero.",
+        json_schema_extra=IDENTITY,
+    )
+    trainable: Names | None = Field(
+        default=None,
+        description="Train only the parameters that one of these regular expressions, searched in their "
+        "names, matches: lm_head, or layers\\.(30|31)\\. for two layers. All others are frozen: they have no "
+        "gradient and no optimizer state, and stay bit for bit as they are. Null: all.",
+        json_schema_extra=IDENTITY,
+    )
+    frozen: Names = Field(
+        default=(),
+        description="Freeze the parameters that one of these regular expressions, searched in their names, "
+        "matches, such as embed_tokens; also those of train.trainable.",
         json_schema_extra=IDENTITY,
     )
     learning_rate: float = Field(
@@ -394,6 +563,14 @@ class TrainConfig(Section):
         "for adamw, added to the gradient for sgd.",
         json_schema_extra=IDENTITY,
     )
+    parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Parameters with values of their own, as in [{pattern: lora_B, learning_rate: 5.0e-3}, "
+        "{pattern: embed_tokens, weight_decay: 0}]. pattern is a regular expression, searched in names; the "
+        "first match counts. learning_rate follows the schedule as train.learning_rate does, in proportion. "
+        "weight_decay spares biases and norms as well.",
+        json_schema_extra=IDENTITY,
+    )
     max_grad_norm: float | None = Field(
         default=1.0,
         gt=0,
@@ -432,6 +609,11 @@ class TrainConfig(Section):
         "package.module:name, a function or class of your own. Null: all of the task that generate nothing; "
         "[]: the loss alone.",
     )
+    callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = Field(
+        default=(),
+        description="Callbacks of your own, as package.module:name or package.module:name(argument=value). "
+        "They are called at the start, after steps, logs, evaluations and saves, and at the end.",
+    )
     early_stopping_patience: int | None = Field(
         default=None,
         ge=1,
@@ -443,6 +625,11 @@ class TrainConfig(Section):
         ge=0,
         description="An improvement is larger than this, measured from the last improvement.",
     )
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameters are frozen by pattern."""
+        return self.trainable is not None or bool(self.frozen)
 
 
 class MemoryConfig(Section):
@@ -693,9 +880,10 @@ class CheckpointConfig(Section):
         description="If output_dir is a URL: a local folder for shards before their upload, with space for "
         "this machine's share of one checkpoint. Null: a folder in the system's temporary folder.",
     )
-    export: Flag = Field(
+    export: Flag | Literal["merged"] = Field(
         default=True,
-        description="At the end, write safetensors into <output_dir>/final for from_pretrained.",
+        description="At the end, write safetensors into <output_dir>/final for from_pretrained: the model, "
+        "or the adapter alone, in peft's format. merged: the model with the adapter merged into it.",
     )
 
     @property

@@ -6,14 +6,15 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 _NEAR = 0.72
 _LONGEST = 120
 _A_SETTING = "train.steps"  # if it is a candidate, all settings are
 
-_NO_ADAPTER = "adapters are not supported yet, all weights are trained; leave it out"
-_NO_REWARDS = "training on preferences or rewards is not supported yet; leave it out"
+_ADAPTER = "set adapter.type to lora; r, alpha, dropout and target_modules are in the section adapter"
+_NO_QUANTISED = "quantised base models are not supported yet; leave it out"
+_NO_REWARDS = "training on rewards of generated answers is not supported; leave it out"
 _HUB = "nothing is uploaded; leave it out, and upload <output_dir>/final yourself"
 _BEST = "set checkpoint.best_mode: max where greater is better, min where not"
 _BY_ITSELF = "that is automatic; leave it out"
@@ -28,6 +29,17 @@ _VALIDATION = "set data.eval, such as {source: test.jsonl}, or data.eval_fractio
 _DATA_WORK = "texts are tokenized once, on all cores, and cached in data.cache_dir; leave it out"
 _FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
 _LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
+
+_PROGRAMS: tuple[tuple[str, set[str], set[str]], ...] = (
+    ("axolotl", {"base_model"}, {"datasets", "sequence_len", "micro_batch_size", "adapter", "num_epochs"}),
+    ("LLaMA-Factory", {"model_name_or_path"}, {"stage", "finetuning_type", "cutoff_len", "dataset_dir"}),
+    (
+        "the Trainer or TRL",
+        set(),
+        {"per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps", "logging_steps"},
+    ),
+)
+"""What tells a config file of another program: keys that it has, and keys of which it has one or more."""
 
 ELSEWHERE = {
     # The Trainer's, and those of transformers' example scripts.
@@ -73,7 +85,7 @@ ELSEWHERE = {
     "greater_is_better": _BEST,
     "group_by_length": "sequences have one length; set data.packing so that none is padding",
     "ignore_data_skip": "checkpoint.resume_samples",
-    "label_smoothing_factor": "label smoothing is not supported; leave it out",
+    "label_smoothing_factor": "train.label_smoothing",
     "load_best_model_at_end": "checkpoint.export_best",
     "local_rank": "the launcher sets each process's rank; leave it out",
     "log_level": _BY_ITSELF,
@@ -99,7 +111,7 @@ ELSEWHERE = {
     "model_name": "model.name_or_path",
     "model_name_or_path": "model.name_or_path",
     "model_revision": "the newest revision is taken; name a local folder in model.name_or_path for another",
-    "neftune_noise_alpha": "NEFTune noise is not supported; leave it out",
+    "neftune_noise_alpha": "train.neftune_noise_alpha",
     "no_cuda": "set backend to cpu",
     "num_epochs": "train.epochs",
     "num_train_epochs": "train.epochs",
@@ -143,7 +155,7 @@ ELSEWHERE = {
     "chat_template_path": "data.chat_template",
     "truncation_mode": "data.truncation",
     "assistant_only_loss": "set data.train_on to assistant, the default for conversations",
-    "beta": _NO_REWARDS,
+    "beta": "an argument of the loss: train.loss: dpo(beta=0.1)",
     "packing_strategy": "set data.packing to documents, as bfd does, or to true, as wrapped does",
     "padding_free": "set data.packing to documents, which leaves hardly any padding",
     "completion_only_loss": "set data.train_on to completion, the default for records with a prompt",
@@ -157,18 +169,26 @@ ELSEWHERE = {
     "dataset_train_split": "data.split",
     "eos_token": "that of the tokenizer is used; change it in the folder of data.tokenizer",
     "eval_packing": "data.packing",
-    "loss_type": _NO_REWARDS,
+    "loss_type": "set train.loss to dpo, ipo, simpo or orpo",
     "max_completion_length": _NO_REWARDS,
-    "max_prompt_length": _NO_REWARDS,
+    "max_prompt_length": "data.seq_len and data.truncation",
     "missing_eos_penalty": _NO_REWARDS,
     "num_generations": _NO_REWARDS,
-    "ref_model": _NO_REWARDS,
+    "ref_model": "an argument of the loss: train.loss: dpo(reference='folder')",
     "reward_funcs": _NO_REWARDS,
     "reward_model_path": _NO_REWARDS,
     "temperature": _NO_REWARDS,
     # axolotl's.
-    "adapter": _NO_ADAPTER,
     "base_model": "model.name_or_path",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_model_dir": "adapter.name_or_path",
+    "lora_modules_to_save": "adapter.modules_to_save",
+    "lora_r": "adapter.r",
+    "lora_rank": "adapter.r",
+    "lora_target": "adapter.target_modules",
+    "lora_target_linear": "set adapter.target_modules to all-linear",
+    "lora_target_modules": "adapter.target_modules",
     "chat_template": "data.chat_template",
     "dataset_prepared_path": "data.cache_dir",
     "datasets": "data.source",
@@ -178,8 +198,8 @@ ELSEWHERE = {
     "eval_sample_packing": "set data.packing to documents",
     "evals_per_epoch": "set train.eval_every_epochs to one divided by it",
     "flash_attention": "set model.attention to flash_attention_2",
-    "load_in_4bit": _NO_ADAPTER,
-    "load_in_8bit": _NO_ADAPTER,
+    "load_in_4bit": _NO_QUANTISED,
+    "load_in_8bit": _NO_QUANTISED,
     "lr_scheduler": "train.schedule",
     "model_type": "the model's config defines its class; leave it out, or set model.config for a new model",
     "pad_to_sequence_len": "set data.packing; if it is false, sequences are padded to data.seq_len",
@@ -198,25 +218,25 @@ ELSEWHERE = {
     "val_set_size": "data.eval_fraction",
     "xformers_attention": "set model.attention to sdpa",
     # LLaMA-Factory's.
-    "adapter_name_or_path": _NO_ADAPTER,
+    "adapter_name_or_path": "adapter.name_or_path",
     "cutoff_len": "data.seq_len",
     "dataset_dir": "data.source",
     "disable_gradient_checkpointing": "memory.activation_checkpointing",
     "eval_dataset": _VALIDATION,
-    "finetuning_type": _NO_ADAPTER,
+    "finetuning_type": _ADAPTER,
     "flash_attn": "model.attention",
     "default_system": "put a system message into each record",
     "mask_history": "set data.train_on to last_assistant",
     "neat_packing": "set data.packing to documents",
-    "peft_config": _NO_ADAPTER,
+    "peft_config": "set adapter.config to a file, or the section adapter",
     "plot_loss": "loss.svg is always drawn; leave it out",
-    "quantization_bit": _NO_ADAPTER,
+    "quantization_bit": _NO_QUANTISED,
     "stage": "set model.task",
     "template": "data.chat_template",
     "tokenized_path": "data.cache_dir",
     "train_dataset": "data.source",
     "train_on_prompt": "set data.train_on to all",
-    "use_peft": _NO_ADAPTER,
+    "use_peft": _ADAPTER,
     "val_size": "data.eval_fraction",
     "video_max_pixels": "only text models are supported; leave it out",
     "image_max_pixels": "only text models are supported; leave it out",
@@ -226,7 +246,7 @@ ELSEWHERE = {
 FAMILIES = {
     "hub_": _HUB,
     "liger_": _LIGER,
-    "lora_": _NO_ADAPTER,
+    "lora_": _ADAPTER,
     "push_to_hub": _HUB,
     "use_liger_": _LIGER,
     "vllm_": _NO_REWARDS,
@@ -322,3 +342,11 @@ def _elsewhere(leaf: str) -> str | None:
 
 def _ratio(a: str, b: str) -> float:
     return SequenceMatcher(None, a, b).ratio()
+
+
+def program_of(values: Mapping[str, object]) -> str | None:
+    """The program whose config file has the top-level keys ``values``, or None."""
+    for program, all_of, one_of in _PROGRAMS:
+        if all_of <= values.keys() and one_of & values.keys():
+            return program
+    return None

@@ -6,35 +6,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from portable.data.classes import Classes, KnownClasses
-    from portable.data.dataset import TASKS, Data, DataSizes, build_data, inspect_data, recognise_format
-    from portable.data.loader import BatchIterator, EvalLoader, TrainLoader
-    from portable.data.order import Permutation, locate, permutation
-    from portable.data.samples import IGNORED, Batch, Samples
-    from portable.data.tasks import LAST_LABEL
-    from portable.data.tokenize import Frame
+    from portable.data.dataset import Data, build_data, inspect_data
+    from portable.data.samples.base import IGNORED, Batch, Samples
+    from portable.data.samples.classes import Classes, KnownClasses
+    from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
+    from portable.data.samples.order import Permutation, locate, permutation
+    from portable.data.samples.tasks import LAST_LABEL
+    from portable.data.settings import TASKS, recognise_format
+    from portable.data.sizes import DataSizes
+    from portable.data.tokens.tokenize import Frame
 
 # Imported at the first use (PEP 562): the processes that tokenize need neither data sets nor torch.
 _HOMES = {
-    "Batch": "portable.data.samples",
-    "BatchIterator": "portable.data.loader",
-    "Classes": "portable.data.classes",
+    "Batch": "portable.data.samples.base",
+    "BatchIterator": "portable.data.samples.loader",
+    "Classes": "portable.data.samples.classes",
     "Data": "portable.data.dataset",
-    "DataSizes": "portable.data.dataset",
-    "EvalLoader": "portable.data.loader",
-    "Frame": "portable.data.tokenize",
-    "IGNORED": "portable.data.samples",
-    "KnownClasses": "portable.data.classes",
-    "LAST_LABEL": "portable.data.tasks",
-    "Permutation": "portable.data.order",
-    "Samples": "portable.data.samples",
-    "TASKS": "portable.data.dataset",
-    "TrainLoader": "portable.data.loader",
+    "DataSizes": "portable.data.sizes",
+    "EvalLoader": "portable.data.samples.loader",
+    "Frame": "portable.data.tokens.tokenize",
+    "IGNORED": "portable.data.samples.base",
+    "KnownClasses": "portable.data.samples.classes",
+    "LAST_LABEL": "portable.data.samples.tasks",
+    "Permutation": "portable.data.samples.order",
+    "Samples": "portable.data.samples.base",
+    "TASKS": "portable.data.settings",
+    "TrainLoader": "portable.data.samples.loader",
     "build_data": "portable.data.dataset",
     "inspect_data": "portable.data.dataset",
-    "locate": "portable.data.order",
-    "permutation": "portable.data.order",
-    "recognise_format": "portable.data.dataset",
+    "locate": "portable.data.samples.order",
+    "permutation": "portable.data.samples.order",
+    "recognise_format": "portable.data.settings",
 }
 __all__ = [
     "IGNORED",

@@ -2,143 +2,49 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import contextmanager, suppress
+import hashlib
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from portable.config.evaluation_sources import ALONE, HELD_OUT, evaluation_sources, key_of, of_source
-from portable.config.sections import DataConfig
-from portable.data.cache import CacheDamagedError, TokenCache
-from portable.data.chat_template import ChatTemplate, chat_template
-from portable.data.classes import Classes, KnownClasses, Problem, classes_as, classes_of
-from portable.data.packing import PackedDocuments, packed_sizes, planned
-from portable.data.samples import (
-    PackedCausal,
-    PaddedCausal,
-    Part,
-    Samples,
-    packed_samples,
-    split_blocks,
-    split_documents,
+from portable.config.evaluation_sources import ALONE, evaluation_sources, held_out_name, key_of
+from portable.config.training_sources import training_key, training_sources, weight_schedule
+from portable.data.reading import Opened, Reading, check_ends, parts, target_frame_of, vocabulary_of
+from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
+from portable.data.samples.mixture import Mixture, Share
+from portable.data.settings import (
+    CAUSAL,
+    CLASSIFICATION,
+    MASKED,
+    cache_dir,
+    converses,
+    errors_under,
+    languages_of,
+    recognised,
+    source_of,
 )
-from portable.data.sources import Fields, Source, open_source
-from portable.data.tasks import Classification, LabelShift, MaskedLM, Seq2Seq
-from portable.data.tokenize import Frame, frame, token_cache_folder, tokenize
-from portable.data.tokenizer import (
-    PairFrame,
-    Vocabulary,
-    check_languages,
+from portable.data.sizes import DataSizes, combined, sample_counts, sizes_of
+from portable.data.sources.joined import Joined
+from portable.data.tokens.tokenizer import (
     is_trained,
     load_tokenizer,
     train_tokenizer,
     trained_tokenizer_folder,
     trained_vocab_size,
 )
-from portable.data.truncation import Truncated, answered_blocks, keeps_an_end, truncated
 from portable.errors import UserError
-from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
-    from portable.data.conversations import Format
-
-CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
-    "causal-lm",
-    "masked-lm",
-    "seq2seq-lm",
-    "sequence-classification",
-)
-
-
-MAX_CUT = 0.05  # a larger share of truncated tokens causes a warning
-
-
-@dataclass(frozen=True)
-class DataSizes:
-    """The size of the data; ``None`` for values that are unknown until it is tokenized."""
-
-    source: str
-    tokenizer: str
-    vocab_size: int | None
-    """One more than the tokenizer's largest id."""
-    seq_len: int
-    packing: bool | Literal["documents"]
-    documents: int | None = None
-    tokens: int | None = None
-    train_samples: int | None = None
-    eval_samples: int | None = None
-    cut: float = 0.0
-    """The share of truncated tokens in documents longer than ``seq_len``."""
-    waste: float | None = None
-    """With packed documents, the share of positions to train on that are padding."""
-    truncated: Truncated | None = None
-    """What truncation does to conversations, or to texts where it does not only cut their ends."""
-    trained: float | None = None
-    """The share of a conversation's tokens that is trained."""
-    prompt_left: str = ""
-    """What a generation prompt of the template has that no answer in the data begins with."""
-    cached: Path | None = None
-    """The token cache, if it exists."""
-    evals: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
-    """Source and samples of each of ``data.eval``, by name."""
-    trained_on: tuple[str, ...] = ()
-    """The names of those that have files of the training data."""
-    opened: Any = field(default=None, compare=False, repr=False)
-    """The tokenizer, if it is available locally."""
-    target_frame: Frame | None = field(default=None, compare=False, repr=False)
-    """The special tokens around a target text, if the tokenizer is available."""
-
-    def __str__(self) -> str:
-        vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
-        packed = "whole documents packed" if self.packing == "documents" else "packed"
-        made = f"samples of {self.seq_len} tokens, {packed if self.packing else 'padded'}"
-        how = f"{self.tokenizer}{vocabulary}; {made}"
-        own = "".join(
-            f"; evaluation{f' {name}' if name else ''}: {source}"
-            + ("" if samples is None else f", {samples:,} samples")
-            for name, (source, samples) in self.evals.items()
-        )
-        if self.cached is None:
-            return f"{self.source}: sizes are known after tokenizing by {how}{own}"
-        held_out = f", {self.eval_samples:,} to evaluate" if self.eval_samples or not self.evals else ""
-        text = (
-            f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
-            f"{self.train_samples:,} to train{held_out}{own}"
-        )
-        text += "" if self.trained is None else f"; {self.trained:.1%} of the tokens are trained"
-        if self.waste is not None:
-            text += f"; {self.waste:.2%} of the positions are padding"
-        return text if self.cut <= MAX_CUT else f"{text}; {self.cut:.0%} of the tokens are cut off"
-
-    @property
-    def warnings(self) -> list[str]:
-        """What may surprise the user about the data, a line each."""
-        found = []
-        if self.truncated is not None and (lost := str(self.truncated)):
-            found.append(f"data.truncation: of the samples, {lost}")
-        elif self.cut > MAX_CUT:
-            found.append(self._cut_warning)
-        found += [f"{key_of(name)}: the run is trained on files of it, too" for name in self.trained_on]
-        if self.prompt_left:
-            found.append(
-                f"data.chat_template: its generation prompt ends in {self.prompt_left!r}, which it does not "
-                "write before the answers of the data: the model is trained without it"
-            )
-        return found
-
-    @property
-    def _cut_warning(self) -> str:
-        return (
-            f"data.seq_len: {self.cut:.0%} of the tokens are cut off, because documents are truncated to "
-            f"{self.seq_len} tokens; raise it, set data.packing to true (language models), or for .txt files "
-            "set data.text_split to paragraph or line"
-        )
+    from portable.config.sections import DataConfig
+    from portable.data.samples.base import Samples
+    from portable.data.samples.tasks import LabelShift
+    from portable.data.samples.truncation import Truncated
+    from portable.data.sources.opening import Source
+    from portable.data.tokens.cache import TokenCache
+    from portable.data.tokens.tokenize import Frame
 
 
 @dataclass(frozen=True)
@@ -158,12 +64,17 @@ class Data:
     """For classification, the outputs of the model."""
     target_frame: Frame | None = None
     """For seq2seq, the special tokens around each target."""
-    tokens: TokenCache | None = None
-    """All tokens of the source of ``train``."""
+    opened: Mapping[str, Opened] = field(default_factory=dict)
+    """The sources of ``train`` as tokens, by name; the only one has the empty name."""
     end_of_turn: int | None = None
     """For conversations, the token after which the assistant has said everything."""
     eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
     """The same for each source of ``data.eval``. It may change between the launches of a run."""
+
+    @property
+    def tokens(self) -> TokenCache:
+        """All tokens of the first source of ``train``."""
+        return next(iter(self.opened.values())).tokens
 
     @property
     def eval(self) -> Samples | None:
@@ -198,6 +109,7 @@ def build_data(
     problem: Problem | None = None,
     pad_left: bool = False,
     trust_remote_code: bool = False,
+    global_batch_size: int = 1,
     progress: bool = False,
 ) -> Data:
     """Open the data. Tokenizes it first if it is not cached.
@@ -219,76 +131,152 @@ def build_data(
         problem: ``problem_type`` of the model's config.
         pad_left: pad a classifier's texts on the left.
         trust_remote_code: run Python code of the tokenizer.
+        global_batch_size: samples of a step, for ``data.weight_schedule``.
         progress: show progress on stderr if it takes more than a second.
 
     Raises:
         UserError: if the settings or the data cannot be used.
     """
-    cache = _cache_dir(settings)
-    settings, source = _recognised(settings, task, _source(settings, task, cache))
-    eval_sources = _eval_sources(settings, task, source)
+    sources = _training_sources(settings, task)
+    training = _as_one(sources)
+    eval_sources = _eval_sources(settings, task, sources)
     name = settings.tokenizer or model_tokenizer
     if name is not None:
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **_languages(settings, task))
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
     else:
         size = settings.vocab_size or model_vocab_size
-        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": _converses(settings)}
-        tokenizer = train_tokenizer(source, size, cache, **kind)
+        chat = any(converses(own) for own, _ in sources.values())
+        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
+        tokenizer = train_tokenizer(training, size, cache_dir(settings), **kind)
     reading = Reading(
         task,
         tokenizer,
-        _vocabulary(tokenizer, task, ends_texts=ends_texts),
+        vocabulary_of(tokenizer, task, ends_texts=ends_texts),
         seed=seed,
         decoder_start_token_id=decoder_start_token_id,
         label_shift=label_shift,
         pad_left=pad_left,
     )
-    opened = reading.open(settings, source, progress=progress)
-    _check_ends(opened, tokenizer)
+    opened = {}
+    for key, (own, source) in sources.items():
+        with errors_under(training_key(key)):
+            opened[key] = reading.open(own, source, progress=progress)
+            check_ends(opened[key], tokenizer)
+    first = next(iter(opened.values()))
     classes: Classes | None = None
     if task == CLASSIFICATION:
-        classes = classes_of(opened.tokens, source.class_names, known_classes, problem)
-    train, held_out = _parts(settings, task, opened.tokens, opened.truncated)
+        classes = classes_of(first.tokens, first.source.class_names, known_classes, problem)
+    train: dict[str, Samples] = {}
+    held_out: dict[str, Samples] = {}
+    for key, one in opened.items():
+        with errors_under(training_key(key)):
+            own_classes = classes if one is first else _classes_as(classes, first, one)
+            to_train, held = parts(one.settings, task, one.tokens, one.truncated)
+            train[key] = reading.samples(one, to_train, own_classes)
+            if held.num_samples:
+                held_out[key or held_out_name(settings)] = reading.samples(one, held, own_classes)
     evals = {}
-    for key, (own, own_source) in eval_sources.items():
+    for key, (own, source) in eval_sources.items():
         with errors_under(key_of(key)):
-            evals[key] = reading.open(own, own_source, progress=progress)
-    samples = {name: _all_samples(name, reading, one, opened, classes) for name, one in evals.items()}
-    if held_out.num_samples:
-        samples[HELD_OUT if evals else ALONE] = reading.samples(opened, held_out, classes)
-    sizes = _sizes(settings, task, source, name, reading.vocabulary.size, opened.tokens, opened.truncated)
+            evals[key] = reading.open(own, source, progress=progress)
+    samples = {
+        name: _all_samples(name, reading, one, first, classes) for name, one in evals.items()
+    } | held_out
+    sizes = combined(
+        {
+            key: sizes_of(
+                one.settings, task, one.source, name, reading.vocabulary.size, one.tokens, one.truncated
+            )
+            for key, one in opened.items()
+        }
+    )
+    fingerprints = {key: one.tokens.fingerprint for key, one in opened.items()}
     return Data(
         tokenizer=tokenizer,
-        train=reading.samples(opened, train, classes),
+        train=train[ALONE] if ALONE in train else _mixture(settings, train, global_batch_size, task),
         evals=samples,
         sizes=replace(
             sizes,
             evals={key: (evals[key].source.name, len(samples[key])) for key in evals},
-            trained_on=_trained_on(source, eval_sources),
+            trained_on=_trained_on(training, eval_sources),
         ),
-        fingerprint=opened.tokens.fingerprint,
+        fingerprint=fingerprints[ALONE] if ALONE in train else _fingerprint(settings, fingerprints),
         vocab_size=reading.vocabulary.size,
         classes=classes,
-        target_frame=_target_frame(opened.framed, task),
-        tokens=opened.tokens,
-        end_of_turn=opened.tokens.meta.get("end_of_turn"),
+        target_frame=target_frame_of(first.framed, task),
+        opened=opened,
+        end_of_turn=next(
+            (end for one in opened.values() if (end := one.tokens.meta.get("end_of_turn")) is not None), None
+        ),
         eval_fingerprints={key: one.tokens.fingerprint for key, one in evals.items()},
     )
 
 
+def _training_sources(
+    settings: DataConfig, task: str, *, remember: bool = True
+) -> dict[str, tuple[DataConfig, Source]]:
+    """The sources of ``data.sources`` with their settings, by name, or the only one."""
+    found: dict[str, tuple[DataConfig, Source]] = {}
+    keys: dict[str, str] = {}
+    for name, one in training_sources(settings).items():
+        with errors_under(training_key(name)):
+            own, source = one.settings, source_of(one.settings, task, cache_dir(settings), remember=remember)
+            if remember or not source.downloads:
+                own, source = recognised(own, task, source, remember=remember)
+            if name or not remember:
+                source.check()
+            if name and not source.remote and (twin := keys.setdefault(source.key, name)) != name:
+                raise UserError(
+                    f"{training_key(name)}: has the same data as {training_key(twin)}; to repeat it, raise "
+                    "the weight or epochs of one of them"
+                )
+        found[name] = own, source
+    return found
+
+
+def _as_one(sources: Mapping[str, tuple[DataConfig, Source]]) -> Source:
+    all_of_them = [source for _, source in sources.values()]
+    return all_of_them[0] if len(all_of_them) == 1 and ALONE in sources else Joined(all_of_them)
+
+
+def _mixture(settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str) -> Mixture:
+    shares = {name: Share(one.weight, one.epochs) for name, one in training_sources(settings).items()}
+    phases = [(step * step_samples, weights) for step, weights in weight_schedule(settings)]
+    return Mixture(train, shares, phases, marked=task != CLASSIFICATION)
+
+
+def _fingerprint(settings: DataConfig, of_tokens: Mapping[str, str]) -> str:
+    """A digest of the tokens of a mixture and of the order in which they come."""
+    shares = [(name, one.weight, one.epochs) for name, one in training_sources(settings).items()]
+    content = repr((shares, list(of_tokens.items()), weight_schedule(settings)))
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _classes_as(classes: Classes | None, training: Opened, opened: Opened) -> Classes | None:
+    if classes is None:
+        return None
+    declared = training.source.class_names
+    return classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
+
+
 def _eval_sources(
-    settings: DataConfig, task: str, training: Source, *, remember: bool = True
+    settings: DataConfig,
+    task: str,
+    training: Mapping[str, tuple[DataConfig, Source]],
+    *,
+    remember: bool = True,
 ) -> dict[str, tuple[DataConfig, Source]]:
     """The sources of ``data.eval`` with their settings, by name."""
     found = {}
     for name, own in evaluation_sources(settings).items():
         with errors_under(key_of(name)):
-            source = _source(own, task, _cache_dir(own), remember=remember)
+            source = source_of(own, task, cache_dir(own), remember=remember)
             if remember or not source.downloads:
-                own, source = _recognised(own, task, source, remember=remember)
+                own, source = recognised(own, task, source, remember=remember)
             source.check()
         found[name] = own, source
-        if (remember or not source.remote) and source.key == training.key:
+        trained = [one for _, one in training.values() if remember or not one.remote]
+        if (remember or not source.remote) and source.key in {one.key for one in trained}:
             raise UserError(f"{key_of(name)}: is the training data itself; name other files or another split")
     return found
 
@@ -303,152 +291,9 @@ def _all_samples(
 ) -> Samples:
     """All samples of an evaluation source."""
     with errors_under(key_of(name)):
-        if classes is not None:
-            declared = training.source.class_names
-            classes = classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
-        part, _ = _parts(opened.settings, reading.task, opened.tokens, opened.truncated)
+        classes = _classes_as(classes, training, opened)
+        part, _ = parts(opened.settings, reading.task, opened.tokens, opened.truncated)
         return reading.samples(opened, part, classes)
-
-
-@contextmanager
-def errors_under(key: str) -> Iterator[None]:
-    """Within this context, errors about a setting of ``data`` name the same setting of ``key``."""
-    try:
-        yield
-    except UserError as error:
-        own = "|".join(of_source(DataConfig))
-        said = re.sub(rf"\bdata\.(?=({own})\b)", f"{key}.", str(error))
-        raise UserError(said if key in said else f"{key}: {said}") from error
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A source as tokens, with the settings that it was opened with."""
-
-    settings: DataConfig
-    source: Source
-    framed: Frame
-    tokens: TokenCache
-    truncated: Truncated | None = None
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How the sources of a run become tokens and samples: equal for all of them.
-
-    What may differ between sources (files, fields, lengths) stands in the ``settings`` of each.
-
-    Attributes:
-        task: one of ``TASKS``.
-        seed, decoder_start_token_id, label_shift, pad_left: as in :func:`build_data`.
-    """
-
-    task: str
-    tokenizer: Any
-    vocabulary: Vocabulary
-    seed: int = 0
-    decoder_start_token_id: int | Callable[[Any], int] | None = None
-    label_shift: Callable[[Any], LabelShift | None] | None = None
-    pad_left: bool = False
-
-    def framed(self, settings: DataConfig) -> Frame:
-        """The special tokens around each text."""
-        return _frame(settings, self.task, self.tokenizer, self.vocabulary)
-
-    def open(self, settings: DataConfig, source: Source, *, progress: bool = False) -> Opened:
-        """Tokenize ``source``, if it is not cached."""
-        framed, fields = self.framed(settings), _fields(settings, self.task)
-        cache = _cache_dir(settings)
-        tokens = tokenize(
-            source,
-            self.tokenizer,
-            self.vocabulary,
-            fields,
-            framed,
-            cache,
-            chat=self.chat(settings),
-            progress=progress,
-        )
-        return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
-
-    def chat(self, settings: DataConfig) -> ChatTemplate | None:
-        """What tokenizes conversations; None for plain text. Saves a chosen template with the tokenizer."""
-        if not _converses(settings):
-            return None
-        given = settings.chat_template
-        has_one = given is not None or getattr(self.tokenizer, "chat_template", None)
-        # Prompts and completions may be strings, which need none.
-        needs_one = settings.format != "prompt_completion" or has_one
-        templates = chat_template(self.tokenizer, given) if needs_one else None
-        if given is not None:
-            self.tokenizer.chat_template = templates
-        return ChatTemplate(
-            self.tokenizer,
-            templates,
-            self.framed(settings),
-            train_on=settings.train_on,
-            split_turns=settings.split_turns,
-            kwargs=settings.chat_template_kwargs,
-        )
-
-    def cached(self, settings: DataConfig, source: Source) -> Opened | None:
-        """``source``, if its tokens are cached."""
-        if source.remote:
-            return None
-        framed = self.framed(settings)
-        folder = token_cache_folder(source, self.tokenizer, framed, _cache_dir(settings), self.chat(settings))
-        with suppress(CacheDamagedError):
-            tokens = TokenCache.open(folder)
-            return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
-        return None
-
-    def samples(self, opened: Opened, part: Part, classes: Classes | None = None) -> Samples:
-        """The samples of a part of ``opened``."""
-        settings, framed, tokens = opened.settings, opened.framed, opened.tokens
-        length, vocabulary = settings.seq_len, self.vocabulary
-        if self.task == MASKED:
-            return MaskedLM(
-                tokens,
-                part,
-                length,
-                vocabulary,
-                mask=_mask_token(vocabulary),
-                suffix=framed.suffix,
-                seed=self.seed,
-                packed=bool(settings.packing),
-                shift=None if self.label_shift is None else self.label_shift(self.tokenizer),
-            )
-        if self.task == SEQ2SEQ:
-            start = self.decoder_start_token_id
-            start = start(self.tokenizer) if callable(start) else start
-            return Seq2Seq(
-                tokens,
-                part,
-                length,
-                vocabulary,
-                suffix=framed.suffix,
-                decoder_start_token_id=vocabulary.pad if start is None else start,
-                target_suffix=(framed.target or framed).suffix,
-                target_seq_len=settings.target_seq_len,
-            )
-        if classes is not None:
-            paired = _fields(settings, self.task).pair is not None
-            return Classification(
-                tokens,
-                part,
-                length,
-                vocabulary,
-                suffix=framed.suffix,
-                classes=classes,
-                left=self.pad_left,
-                pair=_pair_frame(settings, self.tokenizer) if paired else None,
-            )
-        if settings.packing == "documents":
-            plan = planned(tokens, part, length)
-            return PackedDocuments(tokens, plan, length, vocabulary.pad, settings.truncation)
-        if settings.packing:
-            return PackedCausal(tokens, part, length)
-        return PaddedCausal(tokens, part, length, vocabulary.pad, settings.truncation)
 
 
 def inspect_data(
@@ -465,280 +310,60 @@ def inspect_data(
     Raises:
         UserError: for the errors of ``build_data`` that the first document reveals.
     """
-    cache = _cache_dir(settings)
-    source = _source(settings, task, cache, remember=False)
-    if not source.downloads:
-        settings, source = _recognised(settings, task, source, remember=False)
-    source.check()
-    evals = _eval_sources(settings, task, source, remember=False)
+    sources = _training_sources(settings, task, remember=False)
+    training = _as_one(sources)
+    evals = _eval_sources(settings, task, sources, remember=False)
     name = settings.tokenizer or model_tokenizer
     size: int | None = None
     folder: str | None = name
     opened: dict[str, Any] = {}
     if name is None:
         size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
-        if not source.remote:
-            kind = {"mask": task == MASKED, "ends": ends_texts, "chat": _converses(settings)}
-            trained = trained_tokenizer_folder(source, size, cache, **kind)
+        if not training.remote:
+            chat = any(converses(own) for own, _ in sources.values())
+            kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
+            trained = trained_tokenizer_folder(training, size, cache_dir(settings), **kind)
             folder = str(trained) if is_trained(trained) else None
-    tokens = cut = None
+    cached: dict[str, Opened] = {}
     counted: dict[str, int] = {}
     if folder is not None:
         try:
             tokenizer = load_tokenizer(
-                folder, offline=True, trust_remote_code=trust_remote_code, **_languages(settings, task)
+                folder, offline=True, trust_remote_code=trust_remote_code, **languages_of(settings, task)
             )
         except UserError:
             if name is not None and Path(name).exists():
                 raise
         else:
-            reading = Reading(task, tokenizer, _vocabulary(tokenizer, task, ends_texts=ends_texts))
+            reading = Reading(task, tokenizer, vocabulary_of(tokenizer, task, ends_texts=ends_texts))
             size = reading.vocabulary.size
-            target_frame = _target_frame(reading.framed(settings), task)
+            target_frame = target_frame_of(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}
-            if (cached := reading.cached(settings, source)) is not None:
-                _check_ends(cached, tokenizer)
-                tokens, cut = cached.tokens, cached.truncated
-            elif not source.downloads and (chat := reading.chat(settings)) is not None:
-                chat.encode(list(islice(source.documents(), 1)))  # raises what the first record reveals
-            for key, (own, own_source) in evals.items():
-                if (found := reading.cached(own, own_source)) is not None:
+            for key, (own, source) in sources.items():
+                with errors_under(training_key(key)):
+                    if (found := reading.cached(own, source)) is not None:
+                        check_ends(found, tokenizer)
+                        cached[key] = found
+                    elif not source.downloads and (chat_template := reading.chat(own)) is not None:
+                        # raises what the first record reveals
+                        chat_template.encode(list(islice(source.documents(), 1)))
+            for key, (own, source) in evals.items():
+                if (found := reading.cached(own, source)) is not None:
                     with errors_under(key_of(key)):
-                        counted[key] = _sample_counts(found.settings, task, found.tokens, found.truncated)[0]
-    sizes = _sizes(settings, task, source, name, size, tokens, cut)
+                        counted[key] = sample_counts(found.settings, task, found.tokens, found.truncated)[0]
+    sizes = combined(
+        {
+            key: sizes_of(own, task, source, name, size, *_tokens_of(cached.get(key)))
+            for key, (own, source) in sources.items()
+        }
+    )
     return replace(
         sizes,
         evals={key: (one.name, counted.get(key)) for key, (_, one) in evals.items()},
-        trained_on=_trained_on(source, evals),
+        trained_on=_trained_on(training, evals),
         **opened,
     )
 
 
-def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True) -> str:
-    """The format of the records that ``data.format`` auto means; auto if that needs a download.
-
-    Args:
-        settings: the ``data`` section.
-        task: one of ``TASKS``.
-        downloads: whether a source may be downloaded.
-
-    Raises:
-        UserError: no format fits the first record, or several do.
-    """
-    if settings.format != "auto" or settings.source is None or task != CAUSAL:
-        return "text" if task != CAUSAL or settings.source is None else settings.format
-    source = _source(settings, task, _cache_dir(settings), remember=False)
-    return "auto" if source.downloads and not downloads else source.recognised(_fields(settings, task))
-
-
-def _recognised(
-    settings: DataConfig, task: str, source: Source, *, remember: bool = True
-) -> tuple[DataConfig, Source]:
-    """The settings with the format of ``source``, and the source as one of that format."""
-    kind = source.recognised(_fields(settings, task))
-    if kind == settings.format:
-        return settings, source
-    settings = settings.model_copy(update={"format": kind})
-    return settings, _source(settings, task, _cache_dir(settings), remember=remember)
-
-
-def _converses(settings: DataConfig) -> bool:
-    """Whether the records are conversations, or prompts with completions; asked once the format is known."""
-    return settings.format not in ("auto", "text")
-
-
-def _truncated(settings: DataConfig, task: str, tokens: TokenCache) -> Truncated | None:
-    """What truncation does; None where it only cuts the ends of plain texts, or joins them."""
-    if task != CAUSAL:
-        return None
-    if tokens.trained_bits is None and (settings.packing is True or settings.truncation == "end"):
-        return None
-    if settings.packing is True:
-        return answered_blocks(tokens, settings.seq_len, _blocks(settings, task, tokens))
-    return truncated(tokens, settings.truncation, settings.seq_len)
-
-
-def _check_ends(opened: Opened, tokenizer: Any) -> None:
-    """Raise UserError if truncation takes the end of every answer: the model would never stop."""
-    end = opened.tokens.meta.get("end_of_turn")
-    if end is None or opened.truncated is None or keeps_an_end(opened.tokens, opened.truncated, end):
-        return
-    raise UserError(
-        f"data.truncation: all samples are cut before {tokenizer.decode([end])!r}, which ends an answer, so "
-        f"the model would never stop; raise data.seq_len, which is {opened.settings.seq_len}, or set "
-        "data.truncation to start or drop"
-    )
-
-
-def _cache_dir(settings: DataConfig) -> Path:
-    return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir)
-
-
-def _languages(settings: DataConfig, task: str) -> dict[str, Any]:
-    if task != SEQ2SEQ:
-        return {}
-    return {"source_language": settings.source_language, "target_language": settings.target_language}
-
-
-def _frame(settings: DataConfig, task: str, tokenizer: Any, vocabulary: Vocabulary) -> Frame:
-    if _fields(settings, task).pair is not None:
-        _pair_frame(settings, tokenizer)  # raises before anything is tokenized
-        return Frame((), ())  # special tokens are added after truncation
-    if task != SEQ2SEQ:
-        return frame(task, vocabulary)
-    check_languages(tokenizer, source=settings.source_language, target=settings.target_language)
-    return frame(task, vocabulary, Vocabulary.of(tokenizer, targets=True))
-
-
-def _target_frame(framed: Frame, task: str) -> Frame | None:
-    return (framed.target or framed) if task == SEQ2SEQ else None
-
-
-def _pair_frame(settings: DataConfig, tokenizer: Any) -> PairFrame:
-    found = PairFrame.of(tokenizer)
-    if settings.seq_len < found.length + 2:
-        raise UserError(
-            f"data.seq_len: {settings.seq_len} tokens are too few for a pair of texts with "
-            f"{found.length} special tokens; raise it"
-        )
-    return found
-
-
-def _fields(settings: DataConfig, task: str) -> Fields:
-    return Fields(
-        text=settings.text_field,
-        target=settings.target_field if task == SEQ2SEQ else None,
-        label=settings.label_field if task == CLASSIFICATION else None,
-        text_split=settings.text_split,
-        pair=settings.text_pair_field if task == CLASSIFICATION else None,
-        prefix=settings.source_prefix if task == SEQ2SEQ else "",
-        format=None if settings.format == "auto" and task == CAUSAL else _format(settings, task),
-    )
-
-
-def _format(settings: DataConfig, task: str) -> Format:
-    kind = settings.format
-    return "text" if kind == "auto" or task != CAUSAL else kind
-
-
-def _source(settings: DataConfig, task: str, cache: Path, *, remember: bool = True) -> Source:
-    if task not in TASKS:
-        raise UserError(f"model.task: {task!r} is not one of {', '.join(TASKS)}")
-    if settings.seq_len < 1:
-        raise UserError(f"data.seq_len: {settings.seq_len} is less than 1; give a positive number")
-    if not 0 <= settings.eval_fraction < 1:
-        raise UserError(f"data.eval_fraction: {settings.eval_fraction} is not in [0, 1); lower it")
-    return open_source(
-        settings.source,
-        fields=_fields(settings, task),
-        config_name=settings.config_name,
-        split=settings.split,
-        max_samples=settings.max_samples,
-        digests=cache / "digests",
-        downloads=cache / "downloads",
-        remember=remember,
-    )
-
-
-def _vocabulary(tokenizer: Any, task: str, *, ends_texts: bool = False) -> Vocabulary:
-    vocabulary = Vocabulary.of(tokenizer)
-    if task == MASKED:
-        _mask_token(vocabulary)
-    around = (*vocabulary.prefix, *vocabulary.suffix)
-    if ends_texts and (tokenizer.eos_token_id is None or tokenizer.eos_token_id not in around):
-        raise UserError(
-            "data.tokenizer: it adds no eos_token to a text, but this model classifies there; use the "
-            "model's own tokenizer, or null to train one that adds it"
-        )
-    return vocabulary
-
-
-def _mask_token(vocabulary: Vocabulary) -> int:
-    if vocabulary.mask is None:
-        raise UserError(
-            "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
-            "tokenizer_config.json, use another tokenizer, or null to train one"
-        )
-    return vocabulary.mask
-
-
-def _packs(settings: DataConfig, task: str) -> bool | Literal["documents"]:
-    return settings.packing if task in (CAUSAL, MASKED) else False
-
-
-def _parts(
-    settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None = None
-) -> tuple[Part, Part]:
-    left_out = None if cut is None else cut.left_out
-    if settings.packing == "documents" or not _packs(settings, task):
-        return split_documents(tokens.documents, settings.eval_fraction, left_out)
-    return split_blocks(_blocks(settings, task, tokens), settings.eval_fraction, left_out)
-
-
-def _blocks(settings: DataConfig, task: str, tokens: TokenCache) -> int:
-    return packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
-
-
-def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
-    """The share of tokens beyond the first ``longest`` of their document or pair of texts."""
-    cut = 0
-    count = tokens.documents
-    together = [["text", "pair"]] if "pair" in tokens.offsets else [[name] for name in tokens.offsets]
-    for names in together:
-        most = longest_target if names == ["target"] else longest
-        for start in range(0, count, 1 << 20):
-            stop = min(count, start + (1 << 20)) + 1
-            lengths = sum(np.diff(tokens.offsets[name][start:stop].astype(np.int64)) for name in names)
-            cut += int(np.maximum(lengths - most, 0).sum())
-    return cut / max(1, tokens.total_tokens)
-
-
-def _sample_counts(
-    settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None
-) -> tuple[int, int, float | None]:
-    """Samples to train and to evaluate on, and with packed documents the share of padding in the first."""
-    train, held_out = _parts(settings, task, tokens, cut)
-    if _packs(settings, task) != "documents":
-        return train.num_samples, held_out.num_samples, None
-    packed, held = (packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out))
-    return packed.samples, held.samples, packed.waste
-
-
-def _sizes(
-    settings: DataConfig,
-    task: str,
-    source: Source,
-    tokenizer: str | None,
-    vocab_size: int | None,
-    tokens: TokenCache | None,
-    cut: Truncated | None = None,
-) -> DataSizes:
-    known: dict[str, Any] = {}
-    packing = _packs(settings, task)
-    if tokens is not None:
-        *counts, waste = _sample_counts(settings, task, tokens, cut)
-        trained = tokens.meta.get("trained_tokens")
-        known = {
-            "truncated": cut,
-            "waste": waste,
-            "trained": None if trained is None else trained / max(1, tokens.total_tokens),
-            "prompt_left": tokens.meta.get("prompt_left", ""),
-            "documents": tokens.documents,
-            "tokens": tokens.total_tokens,
-            "train_samples": counts[0],
-            "eval_samples": counts[1],
-            "cut": 0.0
-            if packing is True
-            else _cut_share(
-                tokens, settings.seq_len + (task == CAUSAL), settings.target_seq_len or settings.seq_len
-            ),
-            "cached": tokens.folder,
-        }
-    return DataSizes(
-        source=source.name,
-        tokenizer=tokenizer or "a byte-pair encoding trained on it",
-        vocab_size=vocab_size,
-        seq_len=settings.seq_len,
-        packing=packing,
-        **known,
-    )
+def _tokens_of(opened: Opened | None) -> tuple[TokenCache | None, Truncated | None]:
+    return (None, None) if opened is None else (opened.tokens, opened.truncated)

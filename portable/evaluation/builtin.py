@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.data.classes import MULTI, REGRESSION, SINGLE
+from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.generation import TEXT_METRICS, TextMetrics
 from portable.evaluation.metrics import LABELS, LOSS, Measures, divided, finite_exp, own_metric
@@ -37,6 +37,8 @@ class Setting:
     task: str
     classes: tuple[str, ...] = ()
     tokenizer: Any = None
+    own_loss: bool = False
+    """Whether ``train.loss`` replaces the cross-entropy."""
 
 
 class Perplexity:
@@ -227,8 +229,9 @@ class R2(_Errors):
         return {"r2": float((1 - divided(totals["squared"], variance)).mean())}
 
 
+_PERPLEXITY: Callable[[Setting], Metric] = lambda _: Perplexity()  # noqa: E731
 _LANGUAGE: dict[str, Callable[[Setting], Metric]] = {
-    "perplexity": lambda _: Perplexity(),
+    "perplexity": _PERPLEXITY,
     "accuracy": lambda _: Accuracy(),
 }
 KNOWN: dict[str, dict[str, Callable[[Setting], Metric]]] = {
@@ -252,7 +255,11 @@ def measures_of(names: Sequence[str] | None, setting: Setting) -> Measures:
     Raises:
         UserError: for a name that the task does not have, or a path without a metric.
     """
-    known = KNOWN[setting.task]
+    known = {
+        name: make
+        for name, make in KNOWN[setting.task].items()
+        if not (setting.own_loss and make is _PERPLEXITY)
+    }
     generated = TEXT_METRICS if setting.task == "seq2seq-lm" else {}
     metrics, texts = {}, []
     for name in known if names is None else names:

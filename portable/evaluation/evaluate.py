@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.evaluation.metrics import LABELS, NOTHING
+from portable.evaluation.metrics import LABELS, NOTHING, WEIGHTS
 from portable.model.loss import count_valid
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ def evaluate(
     """
     totals: dict[str, Tensor] = {}
     texts: dict[str, float] = {}
-    valid = 0
+    valid, weight = 0, 0.0
     for batch in batches:
         valid += count_valid(batch["labels"])
+        weight += engine.objective.weight(batch)
         placed = backend.place(batch)
         totals = engine.evaluate(placed, measures, totals)
         if measures.texts is not None:
@@ -38,7 +39,9 @@ def evaluate(
     totals |= {
         name: torch.tensor(value, dtype=torch.float64, device=backend.device) for name, value in texts.items()
     }
-    on_device = {LABELS: backend.total(valid)} | {name: backend.sum(total) for name, total in totals.items()}
+    on_device = {LABELS: backend.total(valid), WEIGHTS: backend.total(weight)} | {
+        name: backend.sum(total) for name, total in totals.items()
+    }
     flat = torch.tensor(backend.read(list(on_device.values())), dtype=torch.float64)
     parts = flat.split([total.numel() for total in on_device.values()])
     return measures.values(

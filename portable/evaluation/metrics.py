@@ -6,21 +6,17 @@ on the device, so an evaluation reads from it once. They do not depend on ranks,
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import math
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from portable.errors import UserError, one_line
+from portable import plugins
+from portable.errors import UserError
+from portable.model.loss import OF_LOSS, WEIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +27,9 @@ if TYPE_CHECKING:
 
 Totals = Mapping[str, "Tensor"]
 """Sums over the evaluation set, on the host: float64 with the shape that the sums of a micro-batch have."""
-LABELS, LOSS = "labels", "loss"
-"""Totals that every metric gets: the number of valid labels, and their summed loss."""
+LABELS, LOSS, WEIGHTS = "labels", "loss", "weights"
+"""Totals that every metric gets: the number of valid labels, and the summed loss. What the loss is divided by
+may be another number than that of the labels with ``train.loss``."""
 
 
 @runtime_checkable
@@ -104,7 +101,12 @@ class Measures:
     def values(self, totals: Totals) -> dict[str, Any]:
         """The values of all metrics, the mean loss first."""
         common = {LABELS: totals[LABELS], LOSS: totals[LOSS]}
-        found: dict[str, Any] = {"loss": float(totals[LOSS]) / max(float(totals[LABELS]), 1)}
+        totals = {WEIGHTS: totals[LABELS], **totals}
+        weight = float(totals[WEIGHTS]) or 1.0
+        found: dict[str, Any] = {"loss": float(totals[LOSS]) / weight}
+        for name, total in totals.items():  # what train.loss logs
+            if name.startswith(OF_LOSS) and name != f"{OF_LOSS}{WEIGHT}":
+                found[name.removeprefix(OF_LOSS)] = float(total) / weight
         for name, metric in self._metrics.items():
             own = {
                 key.partition("/")[2]: total for key, total in totals.items() if key.startswith(f"{name}/")
@@ -148,25 +150,8 @@ def own_metric(path: str) -> Metric:
     Raises:
         UserError: if there is none.
     """
-    module_name, _, name = path.partition(":")
     key = f"train.metrics: {path}"
-    here = str(Path.cwd())
-    if here not in sys.path:  # as if the program were a script beside it
-        sys.path.append(here)
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # whatever importing it raises
-        raise UserError(
-            f"{key}: cannot be imported ({type(error).__name__}: {one_line(error)}); give "
-            "package.module:name of a module in this folder or on PYTHONPATH"
-        ) from error
-    if inspect.isclass(found):
-        try:
-            found = found()
-        except TypeError as error:
-            raise UserError(f"{key}: cannot be made without arguments ({one_line(error)})") from error
+    found: Any = plugins.load("train.metrics", path)
     if not isinstance(found, Metric) and not callable(found):
         raise UserError(f"{key}: is neither a function nor a class with the methods sums and values")
     own = _Own(key, found if isinstance(found, Metric) else Ratios(found))
@@ -187,28 +172,16 @@ class _Own:
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         device = batch["labels"].device
-        with self._told():
+        with plugins.told_as(self._key):
             sums = self._metric.sums(outputs, batch)
             return {name: torch.as_tensor(total, device=device) for name, total in sums.items()}
 
     def values(self, totals: Totals) -> dict[str, Any]:
-        with self._told():
+        with plugins.told_as(self._key):
             found = self._metric.values(totals).items()
             values = {name: value.item() if hasattr(value, "item") else value for name, value in found}
             json.dumps(values)  # as the log has to
             return values
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # foreign code
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(frame.filename).name}, line {frame.lineno}"
-            said = f"{type(error).__name__}: {one_line(error)}"
-            raise UserError(f"{self._key}: fails ({said}; {where}); correct it") from error
 
 
 def finite_exp(exponent: float) -> float:

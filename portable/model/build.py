@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from portable import plugins
 from portable.errors import UserError, one_line
+from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import one_layer_per_kind, trial_forward
 from portable.model.parameters import token_embedding
 
@@ -41,6 +43,8 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
+    if settings.function is not None:  # importing it may register a model type
+        plugins.load("model.function", settings.function)
     if settings.name_or_path is None:
         given = dict(settings.config or {})
         model_type = given.pop("model_type", None)
@@ -155,6 +159,20 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
     return model
 
 
+def training_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
+    """Build the model of ``run`` as :func:`build_model` does, with frozen what the run does not train.
+
+    Raises:
+        UserError: as :func:`build_model`, and for patterns of parameters that do not fit the model.
+    """
+    model = build_model(config, run.model)
+    compute = COMPUTE.get(run.precision, torch.float32)
+    # Loading corrects it where the files differ from what the config says.
+    stored = torch.float32 if run.model.from_scratch else getattr(config, "dtype", None)
+    freeze_by_pattern(model, run.train, compute if stored == compute else torch.float32)
+    return model
+
+
 def _prepare_for_training(model: PreTrainedModel) -> None:
     from transformers import PreTrainedModel
 
@@ -189,6 +207,8 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
             dtype=torch.float32,
             trust_remote_code=settings.trust_remote_code,
         )
+        if settings.function is not None:
+            model = changed(model, settings.function)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:  # created as a parameter, so it has no value
@@ -196,8 +216,31 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     return model
 
 
+def changed(model: PreTrainedModel, function: str) -> PreTrainedModel:
+    """``model`` as ``model.function`` changes it, or the model that it returns.
+
+    Raises:
+        UserError: if it fails or returns something else.
+    """
+    from transformers import PreTrainedModel
+
+    told = f"model.function: {function}"
+    before = model.config.to_dict()
+    with plugins.told_as(told):
+        found = plugins.load("model.function", function)(model)
+    found = model if found is None else found
+    if not isinstance(found, PreTrainedModel):
+        raise UserError(f"{told}: returns a {type(found).__name__}, not a transformers model or None")
+    after = found.config.to_dict()
+    found.__dict__["changed_config"] = {key: after[key] for key in after if after[key] != before.get(key)}
+    found.__dict__["changed_by"] = function  # so that it can be made again, for its initial weights
+    return found
+
+
 def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
     """Explain why building the model raised ``error``."""
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, ImportError):
         return f"model: {one_line(error)}"
     if isinstance(error, KeyError) and error.args:

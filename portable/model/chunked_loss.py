@@ -1,8 +1,9 @@
 """Token losses of a language model without its logits, by far the largest tensor of a step.
 
-The output head returns each token's loss in place of its logits. It computes a chunk of tokens at a time, and
-recomputes it in the backward pass to get the gradients. The results equal those of the head followed by the
-cross-entropy, except for the summation order of the head's gradient, which is accumulated in fp32.
+The output head returns each token's loss, or other statistics, in place of its logits. It computes a chunk of
+tokens at a time, and recomputes it in the backward pass to get the gradients. The results equal those of the
+head followed by the cross-entropy, except for the summation order of the head's gradient, which is
+accumulated in fp32.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch.nn import functional
 from portable.errors import require
 from portable.model.layers import trial_forward
 from portable.model.loss import IGNORED, ModelTerms
+from portable.model.parameters import adapted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -44,6 +46,7 @@ class ChunkedHead(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
         self._labels: Tensor | None = None
+        self._wanted: Sequence[str] = ("losses",)
         self._predicted: list[Tensor] | None = None
         self.most_parts: int | None = None
         """Compute at most this many chunks, to measure memory; None for all."""
@@ -53,9 +56,13 @@ class ChunkedHead(nn.Linear):
         return labels.numel() > self._tokens
 
     @contextmanager
-    def giving_losses(self, labels: Tensor) -> Iterator[None]:
-        """Within this context, return losses of ``labels``, fp32 ``[batch, tokens, 1]``, not logits."""
-        self._labels = labels
+    def giving(self, labels: Tensor, wanted: Sequence[str] = ("losses",)) -> Iterator[None]:
+        """Within this context, return what is ``wanted``, fp32 ``[batch, tokens, wanted]``, not logits.
+
+        ``losses`` are the cross-entropies of ``labels``, 0 where there is none; ``log_z`` the log-sum-exp of
+        the logits, ``mean_logits`` their mean.
+        """
+        self._labels, self._wanted = labels, tuple(wanted)
         try:
             yield
         finally:
@@ -75,7 +82,7 @@ class ChunkedHead(nn.Linear):
             self._predicted = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Losses, fp32 ``[batch, tokens, 1]``, while labels are set; otherwise logits."""
+        """What is wanted, fp32 ``[batch, tokens, wanted]``, while labels are set; otherwise logits."""
         if self._labels is None:
             return super().forward(hidden)
         losses: Tensor
@@ -85,7 +92,7 @@ class ChunkedHead(nn.Linear):
             rows, labels = hidden.reshape(-1, hidden.shape[-1]), self._labels.reshape(-1)
             parts = _parts(len(labels), self._tokens)
             predicted = torch.empty_like(labels)
-            losses = _losses(rows, self.weight, self.bias, labels, parts, dtype, predicted)
+            losses = _forward(rows, self.weight, self.bias, labels, parts, dtype, ("losses",), predicted)
             self._predicted.append(predicted.view_as(self._labels))
             return losses.view(*self._labels.shape, 1)
         losses = _TokenLosses.apply(  # type: ignore[no-untyped-call]
@@ -96,8 +103,9 @@ class ChunkedHead(nn.Linear):
             self._tokens,
             self.most_parts,
             dtype,
+            self._wanted,
         )
-        return losses.view(*self._labels.shape, 1)
+        return losses.view(*self._labels.shape, len(self._wanted))
 
 
 def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead | None:
@@ -116,6 +124,8 @@ def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead
     if wanted == 0:
         return None
     head: Any = cast("Any", model).get_output_embeddings()
+    if adapted(model) and hasattr(head, "modules_to_save"):  # a copy is trained in place of the head
+        head = head.modules_to_save[head.active_adapters[0]]
     fits = type(head) is nn.Linear and _returns_what_its_head_gives(model)
     require(
         fits or wanted == "auto",
@@ -191,12 +201,13 @@ class _TokenLosses(torch.autograd.Function):
         tokens: int,
         most_parts: int | None,
         dtype: torch.dtype,
+        wanted: Sequence[str],
     ) -> Tensor:
-        """Cross-entropy of each row of ``hidden``, fp32 ``[tokens]``; 0 where there is no label."""
+        """What is wanted of each row of ``hidden``, fp32 ``[tokens, wanted]``."""
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.parts = list(islice(_parts(len(labels), tokens), most_parts))
-        ctx.dtype = dtype
-        return _losses(hidden, weight, bias, labels, ctx.parts, dtype)
+        ctx.dtype, ctx.wanted = dtype, wanted
+        return _forward(hidden, weight, bias, labels, ctx.parts, dtype, wanted)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -208,11 +219,9 @@ class _TokenLosses(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             head, offset = _cast(weight, bias, ctx.dtype)
             for part in ctx.parts:
-                target = labels[part].unsqueeze(1)
                 share = _logits(hidden[part], head, offset).softmax(dim=-1)
-                share.scatter_add_(1, target.clamp(min=0), share.new_full(target.shape, -1.0))
-                share.mul_(gradients[0][part].unsqueeze(1) * (target != IGNORED))
-                to_logits = share.to(ctx.dtype)
+                to = dict(zip(ctx.wanted, gradients[0][part].split(1, dim=1), strict=True))
+                to_logits = _to_logits(share, labels[part].unsqueeze(1), to).to(ctx.dtype)
                 if to_hidden is not None:
                     to_hidden[part] = to_logits @ head
                 if to_weight is not None:
@@ -227,30 +236,56 @@ class _TokenLosses(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-def _losses(
+def _to_logits(share: Tensor, target: Tensor, to: dict[str, Tensor]) -> Tensor:
+    """The gradient of the logits; overwrites ``share``, their softmax.
+
+    Args:
+        target: labels, ``[tokens, 1]``. to: the gradient of what is wanted, each ``[tokens, 1]``.
+    """
+    more = share * to["log_z"] if "log_z" in to else None
+    if "losses" in to:
+        share.scatter_add_(1, target.clamp(min=0), share.new_full(target.shape, -1.0))
+        share.mul_(to["losses"] * (target != IGNORED))
+    else:
+        share.zero_()
+    if more is not None:
+        share.add_(more)
+    if "mean_logits" in to:
+        share.add_(to["mean_logits"] / share.shape[1])
+    return share
+
+
+def _forward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
     parts: Iterable[slice],
     dtype: torch.dtype,
+    wanted: Sequence[str],
     predicted: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of each row of ``hidden``, fp32; fills ``predicted`` with the most likely tokens."""
-    losses = hidden.new_empty(len(labels), dtype=torch.float32)
+    """What is wanted of each row of ``hidden``, fp32; fills ``predicted`` with the most likely tokens."""
+    found = hidden.new_empty(len(labels), len(wanted), dtype=torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
         head, offset = _cast(weight, bias, dtype)
         for part in parts:
             logits = _logits(hidden[part], head, offset)
-            losses[part] = functional.cross_entropy(
-                logits, labels[part], ignore_index=IGNORED, reduction="none"
-            )
+            for column, name in enumerate(wanted):
+                found[part, column] = (
+                    functional.cross_entropy(logits, labels[part], ignore_index=IGNORED, reduction="none")
+                    if name == "losses"
+                    else logits.logsumexp(dim=-1)
+                    if name == "log_z"
+                    else logits.mean(dim=-1)
+                )
             if predicted is not None:
                 predicted[part] = logits.argmax(dim=-1)
-    return losses
+    return found
 
 
 def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -1,8 +1,8 @@
 """Attention that stays within the documents of a packed sample.
 
 The data marks documents by ``position_ids`` that begin at 0 in each, and gives their lengths
-(:class:`portable.data.packing.PackedDocuments`). Every layer then attends as if each document were a sequence
-of its own:
+(:class:`portable.data.samples.packing.PackedDocuments`). Every layer then attends as if each document were a
+sequence of its own:
 
 * Masks: transformers makes the mask of each kind of layer (causal, sliding window, chunked) from a function
   of two positions. Here, that function gets positions within documents, and a mask has a fixed shape. No

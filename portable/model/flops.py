@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.model.layers import transformer_layers
 from portable.model.parameters import token_embedding
+from portable.model.quantized import elements
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,7 +15,19 @@ if TYPE_CHECKING:
 
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters. Tied parameters count once."""
-    return sum(p.numel() for p in model.parameters())
+    stands_for = elements(model)
+    return sum(stands_for.get(id(p), p.numel()) for p in model.parameters())
+
+
+def parameters_in_words(parameters: int, trained: int) -> str:
+    """Both counts, for the user."""
+    part = "" if trained == parameters else f", of which {trained:,} are trained"
+    return f"{parameters:,} parameters{part}"
+
+
+def trained_count(model: nn.Module) -> int:
+    """Number of parameters that are trained. Tied parameters count once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:
@@ -23,30 +36,46 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: f
     Follows the PaLM paper (appendix B): 6 for each weight in a matrix product, plus
     12 x layers x hidden size x sequence length for the attention scores. Embedding lookups do not count, a
     tied output head does. Of a mixture of experts, only the active experts count. Recomputation does not
-    count.
+    count. A frozen weight has no gradient of its own; where nothing before it is trained, no backward pass
+    goes through it at all.
     """
     text = config.get_text_config()
     embedding = token_embedding(model)
     head: Any = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    looked_up = 0 if embedding is None or tied else embedding.numel()
-    layers = len(transformer_layers(model))
+    layers = [{id(p) for p in layer.parameters()} for _, layer in transformer_layers(model)]
     hidden: int = getattr(text, "hidden_size", 0 if embedding is None else embedding.shape[1])
-    weights = parameter_count(model) - looked_up - _idle_experts(model, text)
-    return 6.0 * weights + 12.0 * layers * hidden * seq_len
+    share = 1.0 - _idle_share(text)
+    passes, flops, reached, stands_for = 1, 0.0, set[int](), elements(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            passes = 2
+        if passes == 2:
+            reached.add(id(parameter))
+        if parameter is not embedding or tied:
+            used = share if _is_expert(name, parameter, text) else 1.0
+            flops += (
+                2.0
+                * (passes + parameter.requires_grad)
+                * used
+                * stands_for.get(id(parameter), parameter.numel())
+            )
+    through = sum(bool(layer & reached) for layer in layers)
+    return flops + 4.0 * (len(layers) + 2 * through) * hidden * seq_len
 
 
-def _idle_experts(model: nn.Module, text: PretrainedConfig) -> float:
-    """Parameters of the experts that a token does not use, averaged over the layers."""
-    chosen = getattr(text, "num_experts_per_tok", None)
+def _experts(text: PretrainedConfig) -> int:
+    """The experts of a layer; 0 if it has none."""
     counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
-    experts = next((count for count in counts if count), None)
-    if not chosen or not experts:
-        return 0.0
-    # transformers stacks the experts of a layer along the first dim.
-    stacked = [
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if ".experts." in name and parameter.dim() > 1 and parameter.shape[0] == experts
-    ]
-    return sum(stacked) * (1.0 - float(chosen / experts))
+    return next((int(count) for count in counts if count), 0)
+
+
+def _idle_share(text: PretrainedConfig) -> float:
+    """The share of a layer's experts that a token does not use."""
+    chosen, experts = getattr(text, "num_experts_per_tok", None), _experts(text)
+    return 1.0 - chosen / experts if chosen and experts else 0.0
+
+
+def _is_expert(name: str, parameter: nn.Parameter, text: PretrainedConfig) -> bool:
+    """Whether it holds experts: transformers stacks those of a layer along the first dim."""
+    return ".experts." in name and parameter.dim() > 1 and parameter.shape[0] == _experts(text)

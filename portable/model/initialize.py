@@ -18,6 +18,7 @@ import torch
 import torch.utils.deterministic
 from torch import nn
 
+from portable.model.build import changed
 from portable.model.layers import transformer_layers
 from portable.model.parameters import state_tensors
 from portable.model.tensors import InMemoryTensor, ReadableTensor
@@ -61,7 +62,7 @@ class Blueprint:
         for number, part in enumerate(parts):
             real = {layer for layer, unit in enumerate(made_for) if unit in part}
             with _made_in_part(units.classes, real, _REST in part):
-                model = self._built(seed if number == 0 else _derived(seed, part[0]))
+                model = self._built(seed if number == 0 else derived_seed(seed, part[0]))
             buffers = dict(model.named_buffers())
             chosen = {
                 name: tensor
@@ -79,6 +80,8 @@ class Blueprint:
         with torch.random.fork_rng(devices=[]), _nothing_left_to_chance():
             torch.default_generator.manual_seed(seed)
             model: PreTrainedModel = kind._from_config(copy.deepcopy(self.model.config), dtype=torch.float32)
+            if (function := self.model.__dict__.get("changed_by")) is not None:
+                model = changed(model, function)
         for parameter in model.parameters():
             if not parameter.is_meta:
                 parameter.detach().nan_to_num_(nan=0.0)  # values that the architecture does not initialize
@@ -205,7 +208,8 @@ def _nothing_left_to_chance() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-def _derived(seed: int, name: str) -> int:
+def derived_seed(seed: int, name: str) -> int:
+    """A seed that depends on ``seed`` and ``name`` only."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 

@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from portable.data import KnownClasses
-from portable.data.classes import PROBLEMS, SINGLE
+from portable.data.samples.classes import PROBLEMS, SINGLE
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from portable.config import ModelConfig
     from portable.data import Classes
-    from portable.data.classes import Problem
+    from portable.data.samples.classes import Problem
 
 
 def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClasses | None:

@@ -101,7 +101,8 @@ def _members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 LayerKinds = dict[tuple[Any, ...], list[str]]
-"""Layer names by kind. Layers of one kind have the same parent, class, shapes and plain attributes."""
+"""Layer names by kind. Layers of one kind have the same parent, class, shapes, plain attributes and frozen
+parameters."""
 
 
 def layer_kinds(model: nn.Module) -> LayerKinds:
@@ -109,7 +110,7 @@ def layer_kinds(model: nn.Module) -> LayerKinds:
     kinds: LayerKinds = defaultdict(list)
     for name, layer in transformer_layers(model):
         parent, _, _ = name.rpartition(".")
-        shapes = tuple((key, tuple(p.shape)) for key, p in layer.named_parameters())
+        shapes = tuple((key, tuple(p.shape), p.requires_grad) for key, p in layer.named_parameters())
         plain = [
             (key, value)
             for module in layer.modules()

@@ -1,18 +1,18 @@
 """The loss of every task: a sum over the labels, plus the model's own auxiliary terms.
 
-A step minimizes the mean loss over all labels of the global batch: cross-entropy, or the loss of a
-classifier's ``problem_type``. The model's own ``forward(labels=...)`` may add terms, such as the
-load-balancing loss of a mixture of experts or a z-loss. transformers defines these for one forward pass. Over
-a global batch they are averaged over the sequences: each micro-batch is weighted by its share. The result
-equals transformers' loss if the global batch is one micro-batch, and does not grow with the number of
-micro-batches or ranks.
+A step minimizes the mean loss over all labels of the global batch: cross-entropy, the loss of a classifier's
+``problem_type``, or the loss that ``train.loss`` names. The model's own ``forward(labels=...)`` may add
+terms, such as the load-balancing loss of a mixture of experts or a z-loss. transformers defines these for one
+forward pass. Over a global batch they are averaged over the sequences: each micro-batch is weighted by its
+share. The result equals transformers' loss if the global batch is one micro-batch, and does not grow with the
+number of micro-batches or ranks.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,31 +20,244 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from portable import plugins
+from portable.config.training_sources import training_names
+from portable.errors import UserError
 from portable.model.document_attention import DocumentAttention
+from portable.model.loss_by_source import LossBySource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch import Tensor, nn
 
     from portable.backend import Batch
+    from portable.config import RunConfig
     from portable.model.chunked_loss import ChunkedHead
 
 IGNORED = -100
 
 
+Statistic = Literal["log_probs", "log_z", "mean_logits"]
+STATISTICS: tuple[Statistic, ...] = ("log_probs", "log_z", "mean_logits")
+LOGITS = "logits"
+WEIGHT = "weight"
+"""The first number beside a loss of the user's: the weights that it returned, over those that it declares."""
+
+
 @dataclass(frozen=True)
 class Outputs:
-    """What a model gives for a micro-batch of an evaluation, on the device.
+    """What a model gives for a micro-batch, on the device.
 
     Attributes:
         predictions: the most likely class of each position, with the labels' shape; None if not asked for, or
-            if the labels are numbers.
+            if the labels are numbers. In evaluations only.
         logits: as the model returns them; None if not asked for and never held at once.
+        log_probs: the log-probability of each label, fp32 with the labels' shape; 0 where there is no label.
+            None if not asked for, like those that follow.
+        log_z: the logarithm of the sum of the exponentials of each position's logits, likewise.
+        mean_logits: the mean of each position's logits, likewise.
+        model: all that the model returns, such as the output of a further head.
     """
 
-    predictions: Tensor | None
-    logits: Tensor | None
+    predictions: Tensor | None = None
+    logits: Tensor | None = None
+    log_probs: Tensor | None = None
+    log_z: Tensor | None = None
+    mean_logits: Tensor | None = None
+    model: Any = None
+
+
+LossValue = tuple["Tensor", "Tensor | float"] | tuple["Tensor", "Tensor | float", Mapping[str, "Tensor"]]
+
+
+class Loss(Protocol):
+    """A loss, such as ``my_package.my_module:focal`` in ``train.loss``: a function, or a class.
+
+    May also have these:
+
+    - ``needs``: ``"logits"`` (the default), or a tuple of some of ``log_probs``, ``log_z`` and
+      ``mean_logits``, which are computed a chunk of tokens at a time where ``memory.loss_chunk_tokens``
+      applies. A loss with logits makes a language model keep all of a micro-batch's.
+    - ``weight(batch)``: what a micro-batch weighs in the mean, a number computed on the host from its CPU
+      tensors. By default its number of labels.
+    - ``before(forward, batch)``: called without gradients or dropout ahead of the forward pass. ``forward()``
+      runs the model in training on the batch, ``forward(adapter=False)`` without its adapter, and
+      ``forward(other)`` another model; they return :class:`Outputs`. The
+      tensors that it returns, by name, are added to the batch that the loss gets.
+    - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
+      starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
+    """
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
+        """The summed loss of a micro-batch, what it is divided by, and more sums to log, by name.
+
+        Runs on the device, under autocast where the precision is 16 bits, and must not read from the device.
+        The sums are scalars, additive over the rows of the batch, with one gradient path through ``outputs``.
+        ``labels`` are aligned with the logits; -100 (NaN if they are floats) marks what must not count. The
+        batch has the further columns of ``data.columns``.
+        """
+
+
+class TrainingLoss:
+    """A loss of the user's or a built-in variant, checked and with its defaults filled in.
+
+    Args:
+        key: what to call it in messages.
+        loss: the function or object.
+        in_evaluation: whether ``eval_loss`` is its mean, too, or remains the plain one.
+    """
+
+    def __init__(self, key: str, loss: Any, *, in_evaluation: bool = True) -> None:
+        self.key = key
+        self.in_evaluation = in_evaluation
+        self._loss = loss
+        needs = getattr(loss, "needs", LOGITS)
+        self.needs: frozenset[str] = frozenset((needs,) if isinstance(needs, str) else needs)
+        unknown = self.needs - {LOGITS, *STATISTICS}
+        if unknown or not callable(loss):
+            what = f"needs is {needs!r}" if callable(loss) else "is no function"
+            raise UserError(f"{key}: {what}; it is 'logits', or a tuple of {', '.join(STATISTICS)}")
+        self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
+        self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
+        self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
+        self._names: tuple[str, ...] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the numbers beside the loss: ``weight`` first. Known after the first call."""
+        return self._names or ()
+
+    def weight(self, batch: Batch) -> float:
+        """What a micro-batch weighs, on the host."""
+        if self._weight is None:
+            return count_valid(batch["labels"])
+        with plugins.told_as(self.key):
+            return float(self._weight(batch))
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The summed loss, and the numbers beside it, as scalars."""
+        device = batch["labels"].device
+        with plugins.told_as(self.key):
+            value: Any = self._loss(outputs, batch)
+            if not isinstance(value, tuple) or len(value) not in (2, 3):
+                what = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+                raise UserError(
+                    f"{self.key}: returns {what}; return the sum and the weight, as in "
+                    "return losses.sum(), counted.sum()"
+                )
+            total, weight, more = value if len(value) == 3 else (*value, {})
+            numbers = {WEIGHT: weight, **more}
+            for name, one in {"the sum": total, **numbers}.items():
+                if (shape := tuple(getattr(one, "shape", ()))) != ():
+                    raise UserError(
+                        f"{self.key}: {name} has shape {list(shape)}, but is one number a micro-batch; "
+                        "add it up with .sum()"
+                    )
+            if not isinstance(total, torch.Tensor):
+                raise UserError(f"{self.key}: the sum is a {type(total).__name__}, not a tensor")
+            if self._names is not None and tuple(numbers) != self._names:
+                raise UserError(f"{self.key}: logs {list(numbers)[1:]}, and before {list(self._names)[1:]}")
+            self._names = tuple(numbers)
+            found = {
+                name: (one.detach() if isinstance(one, torch.Tensor) else torch.full((), one, device=device))
+                for name, one in numbers.items()
+            }
+            return total.float(), {name: one.float() for name, one in found.items()}
+
+    def named(self, numbers: dict[str, float]) -> dict[str, float]:
+        """The means of a step, as the loss wants them logged."""
+        named = getattr(self._loss, "named", None)
+        return numbers if named is None else named(numbers)
+
+    def unequal(self, share: float) -> str:
+        """What to say if the weights that it returned are ``share`` times those that it declared."""
+        said = "the number of labels that are not -100" if self._weight is None else "what its weight() says"
+        remedy = (
+            "give it weight(batch), computed from the batch alone" if self._weight is None else "correct it"
+        )
+        return f"{self.key}: the weights that it returns are {share:.6g} times {said}; {remedy}"
+
+    def check(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
+        """Raise UserError if the loss of a micro-batch is not the sum of that of its halves.
+
+        A host sync: called once, for the first micro-batch of a launch.
+        """
+        rows = batch["labels"].shape[0]
+        if rows < 2 or total.device.type == "meta":
+            return
+        with torch.no_grad():
+            halves = [
+                self(_rows(outputs, part, rows), {name: value[part] for name, value in batch.items()})[0]
+                for part in (slice(0, rows // 2), slice(rows // 2, rows))
+            ]
+        whole, parts = float(total.detach()), float(sum(halves))
+        if abs(whole - parts) > 1e-2 * max(abs(whole), abs(parts), 1e-6):
+            raise UserError(
+                f"{self.key}: is {whole:.6g} for a micro-batch and {parts:.6g} for its halves together: "
+                "it is no sum over the rows; return the sum, not a mean"
+            )
+
+
+def _rows(outputs: Outputs, part: slice, rows: int) -> Outputs:
+    def cut(value: Any) -> Any:
+        return value[part] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
+
+    own = outputs.model
+    if isinstance(own, dict):  # a ModelOutput
+        own = type(own)(**{name: cut(value) for name, value in own.items()})
+    tensors = {name: cut(value) for name, value in vars(outputs).items() if name != "model"}
+    return Outputs(**tensors, model=own)
+
+
+class CrossEntropy:
+    """Cross-entropy with label smoothing and a z-loss, for the settings of these names.
+
+    Args:
+        label_smoothing: the share of each target that is spread evenly over all classes.
+        z_loss: weighs the squared log-normalizer of the logits, which keeps them from drifting.
+    """
+
+    def __init__(self, label_smoothing: float, z_loss: float) -> None:
+        self._smoothing = label_smoothing
+        self._z_loss = z_loss
+        self.needs: tuple[Statistic, ...] = STATISTICS if label_smoothing else ("log_probs", "log_z")
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
+        valid = batch["labels"] != IGNORED
+        assert outputs.log_probs is not None and outputs.log_z is not None
+        plain = losses = -outputs.log_probs
+        if self._smoothing:
+            assert outputs.mean_logits is not None
+            even = outputs.log_z - outputs.mean_logits
+            losses = (1 - self._smoothing) * plain + self._smoothing * even
+        if self._z_loss:
+            losses = losses + self._z_loss * outputs.log_z.square()
+        total = torch.where(valid, losses, 0.0).sum()
+        return total, valid.sum(), {"cross_entropy": torch.where(valid, plain.detach(), 0.0).sum()}
+
+
+BUILT_IN = {name: f"portable.losses:{kind}" for name, kind in (
+    ("dpo", "DPO"), ("ipo", "IPO"), ("simpo", "SimPO"), ("orpo", "ORPO")
+)}  # fmt: skip
+"""The losses that ``train.loss`` knows by name, and where they are."""
+
+
+def training_loss(config: RunConfig) -> TrainingLoss | None:
+    """The loss that the settings of a run ask for; None for the task's own.
+
+    Raises:
+        UserError: if ``train.loss`` names none.
+    """
+    train, key, loss = config.train, "data.sources", None
+    if train.loss is not None:
+        key, loss = f"train.loss: {train.loss}", plugins.load("train.loss", train.loss, BUILT_IN)
+    elif train.label_smoothing or train.z_loss:
+        key, loss = "train.label_smoothing", CrossEntropy(train.label_smoothing, train.z_loss)
+    names = training_names(config.data)
+    if names and config.model.task != "sequence-classification":  # whose labels need not be classes
+        loss = LossBySource(names, loss)
+    return None if loss is None else TrainingLoss(key, loss, in_evaluation=train.loss is not None)
 
 
 class Measure(Protocol):
@@ -58,6 +271,16 @@ class Measure(Protocol):
         """The sums of a micro-batch, by name."""
 
 
+class OncePass(Measure):
+    """Gives what ``once`` of the loss returns, instead of sums."""
+
+    needs = None
+    kind = "pass over all samples"
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
 class Objective:
     """The training loss, as the contribution of one micro-batch.
 
@@ -65,33 +288,89 @@ class Objective:
         model: a transformers model, not wrapped.
         global_batch_size: sequences in an optimizer step, over all ranks.
         head: computes losses in place of logits, if the model has such a head.
+        loss: in place of the task's own.
     """
 
-    def __init__(self, model: nn.Module, global_batch_size: int, head: ChunkedHead | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        global_batch_size: int,
+        head: ChunkedHead | None = None,
+        loss: TrainingLoss | None = None,
+    ) -> None:
+        self._model = model
         self._terms = ModelTerms(model)
         self.of_routers = self._terms.of_routers
         self._sequences = global_batch_size
         self._head = head
+        self._loss = loss
+        self._checked = False
         self._attention = DocumentAttention(model)
+        # Further columns are for the loss alone.
+        self._takes = None if loss is None else _arguments(model)
         self._criterion = _CRITERIA.get(getattr(model.config, "problem_type", None), _cross_entropy)
 
-    def __call__(self, model: nn.Module, batch: Batch, valid: Tensor) -> Tensor:
+    @classmethod
+    def of(cls, model: nn.Module, config: RunConfig, head: ChunkedHead | None = None) -> Objective:
+        """The objective of a run; sets up the noise on embeddings, if any."""
+        if config.train.neftune_noise_alpha:
+            add_noise(model, config.train.neftune_noise_alpha)
+        return cls(model, config.train.global_batch_size, head, training_loss(config))
+
+    def weight(self, batch: Batch) -> float:
+        """What a micro-batch weighs in the mean, counted on the host: its labels, or as the loss says."""
+        return count_valid(batch["labels"]) if self._loss is None else self._loss.weight(batch)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The names of what is logged beside the loss; known after the first micro-batch."""
+        return () if self._loss is None else self._loss.names
+
+    def named(self, values: Sequence[float]) -> dict[str, float]:
+        """The means of a step beside the loss, by name.
+
+        Raises:
+            UserError: if the loss did not weigh the batch as it said it would.
+        """
+        found = dict(zip(self.numbers, values, strict=True))
+        share = found.pop(WEIGHT, 1.0)
+        if self._loss is not None and abs(share - 1) > 1e-4:  # also where it is not finite
+            raise UserError(self._loss.unequal(share))
+        return found if self._loss is None else self._loss.named(found)
+
+    def __call__(self, model: nn.Module, batch: Batch, valid: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run ``model``, which may be wrapped, on a micro-batch of the global batch.
 
         Args:
-            valid: number of valid labels in the global batch, on the device.
+            valid: what the global batch weighs, on the device: its number of valid labels, or the sum of
+                the loss's weights.
 
         Returns:
-            an fp32 scalar on the device. The loss of the step is its sum over all micro-batches and ranks.
+            the share of this micro-batch in the loss, an fp32 scalar on the device, and in :attr:`numbers`,
+            ``[numbers]``; None without any. Summed over all micro-batches and ranks they are the step's.
         """
-        labels = batch["labels"]
-        loss, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
-        loss = loss / valid.clamp(min=1)
         # With SPMD, where all ranks run one program, the batch holds the sequences of all ranks.
-        return self._terms.added(loss, output, share=labels.shape[0] / self._sequences)
+        share = batch["labels"].shape[0] / self._sequences
+        if self._loss is None:
+            loss, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
+            return self._terms.added(loss / valid.clamp(min=1), output, share=share), None
+        divisor = torch.where(valid > 0, valid, 1).float()
+        batch = self._with_passes_before(self._loss, batch)
+        outputs = self._outputs(model, batch, self._loss.needs, self._terms)
+        total, numbers = self._loss(outputs, batch)
+        if not self._checked and total.device.type != "xla":  # where it would compile another graph
+            self._loss.check(outputs, batch, total)
+        self._checked = True
+        loss = self._terms.added(total / divisor, outputs.model, share=share)
+        return loss, torch.stack(list(numbers.values())) / divisor
 
     def evaluated(self, model: nn.Module, batch: Batch, measure: Measure) -> dict[str, Tensor]:
         """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
+        if isinstance(measure, OncePass):
+            assert self._loss is not None and self._loss.once is not None
+            return self._before(self._loss, self._loss.once, batch)
+        if self._loss is not None and self._loss.in_evaluation:
+            return self._evaluated_by(self._loss, model, batch, measure)
         labels = batch["labels"]
         head = None if measure.needs == "logits" else self._head
         if head is not None and head.pays(labels):
@@ -104,6 +383,47 @@ class Objective:
             classes = measure.needs is not None and not labels.is_floating_point()
             outputs = Outputs(output.logits.argmax(dim=-1) if classes else None, output.logits)
         return {"loss": loss, **measure(outputs, batch)}
+
+    def _evaluated_by(
+        self, loss: TrainingLoss, model: nn.Module, batch: Batch, measure: Measure
+    ) -> dict[str, Tensor]:
+        batch = self._with_passes_before(loss, batch)
+        # Predictions are made from the logits.
+        needs = loss.needs | (set() if measure.needs is None else {LOGITS})
+        outputs = self._outputs(model, batch, needs)
+        total, numbers = loss(outputs, batch)
+        if measure.needs is not None and not batch["labels"].is_floating_point():
+            assert outputs.logits is not None
+            outputs = Outputs(outputs.logits.argmax(dim=-1), outputs.logits)
+        own = {f"{OF_LOSS}{name}": value for name, value in numbers.items()}
+        return {"loss": total, **own, **measure(outputs, batch)}
+
+    def _with_passes_before(self, loss: TrainingLoss, batch: Batch) -> Batch:
+        return batch if loss.before is None else {**batch, **self._before(loss, loss.before, batch)}
+
+    def _before(
+        self, loss: TrainingLoss, function: Callable[..., Mapping[str, Tensor]], batch: Batch
+    ) -> dict[str, Tensor]:
+        """What a function of the user's makes of passes without gradients."""
+
+        def forward(other: nn.Module | None = None, *, adapter: bool = True) -> Outputs:
+            attention = self._attention if other is None else DocumentAttention(other)
+            head = self._head if other is None else None
+            with nullcontext() if adapter else without_adapter(self._model):
+                return _outputs(other or self._model, batch, head, attention, loss.needs, self._takes)
+
+        training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad(), plugins.told_as(loss.key):
+                return dict(function(forward, batch))
+        finally:
+            self._model.train(training)
+
+    def _outputs(
+        self, model: nn.Module, batch: Batch, needs: Collection[str], terms: ModelTerms | None = None
+    ) -> Outputs:
+        return _outputs(model, batch, self._head, self._attention, needs, self._takes, terms)
 
 
 class ModelTerms:
@@ -190,19 +510,144 @@ def _passed(
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
     in_parts = head is not None and head.pays(labels)
-    with ExitStack() as stack:
-        inputs = stack.enter_context(attention.within(inputs))
-        if terms is not None:
-            inputs |= stack.enter_context(terms.requested(labels))
-        if head is not None and in_parts:
-            stack.enter_context(head.giving_losses(labels))
-        output: Any = model(**inputs)
+    output = _run(model, inputs, labels, attention, terms, head if in_parts else None)
     if in_parts:
         assert output.logits.shape == (*labels.shape, 1)
         return output.logits.sum(), output
     # A config may keep the problem_type of an earlier classification task.
     criterion = criterion if labels.is_floating_point() else _cross_entropy
     return criterion(output.logits, labels), output
+
+
+def _run(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    labels: Tensor,
+    attention: DocumentAttention,
+    terms: ModelTerms | None,
+    head: ChunkedHead | None,
+    wanted: Sequence[str] = ("losses",),
+) -> Any:
+    """The model's output for ``inputs``; with a ``head``, what is ``wanted`` of it in place of logits."""
+    with ExitStack() as stack:
+        given = stack.enter_context(attention.within(dict(inputs)))
+        if terms is not None:
+            given |= stack.enter_context(terms.requested(labels))
+        if head is not None:
+            stack.enter_context(head.giving(labels, wanted))
+        return model(**given)
+
+
+def _outputs(
+    model: nn.Module,
+    batch: Batch,
+    head: ChunkedHead | None,
+    attention: DocumentAttention,
+    needs: Collection[str],
+    takes: Collection[str] | None,
+    terms: ModelTerms | None = None,
+) -> Outputs:
+    """What a loss gets: logits, or statistics of each position.
+
+    A sample may be several sequences, such as a pair: ``input_ids`` are then ``[batch, sequences, tokens]``,
+    which the model takes as ``[batch * sequences, tokens]``. What it gives is split again.
+    """
+    labels = batch["labels"]
+    inputs = {
+        name: tensor
+        for name, tensor in batch.items()
+        if name != "labels" and (takes is None or name in takes)
+    }
+    shape = inputs["input_ids"].shape
+    several = len(shape) == 3
+    if several:
+        inputs = {name: tensor.flatten(0, 1) for name, tensor in inputs.items()}
+        labels = labels.flatten(0, 1) if labels.dim() > 1 else labels
+    wanted = [name for name in STATISTICS if name in needs]
+    in_parts = head is not None and wanted and LOGITS not in needs and head.pays(labels)
+    output = _run(model, inputs, labels, attention, terms, head if in_parts else None, _columns(wanted))
+    found: dict[str, Tensor]
+    if in_parts:
+        found = dict(zip(wanted, output.logits.unbind(dim=-1), strict=True))
+        if "log_probs" in found:
+            found["log_probs"] = -found["log_probs"]
+    else:
+        found = {LOGITS: output.logits} if LOGITS in needs else {}
+        if wanted:
+            found |= _statistics(output.logits, labels, wanted)
+    if several:
+        found = {name: value.unflatten(0, shape[:2]) for name, value in found.items()}
+    return Outputs(**found, model=output)
+
+
+def _columns(wanted: Sequence[str]) -> tuple[str, ...]:
+    return tuple("losses" if name == "log_probs" else name for name in wanted)
+
+
+def _statistics(logits: Tensor, labels: Tensor, wanted: Sequence[str]) -> dict[str, Tensor]:
+    logits = logits.float()
+    found: dict[str, Tensor] = {}
+    if "log_probs" in wanted:
+        losses = functional.cross_entropy(
+            logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        found["log_probs"] = -losses.view(labels.shape)
+    if "log_z" in wanted:
+        found["log_z"] = logits.logsumexp(dim=-1)
+    if "mean_logits" in wanted:
+        found["mean_logits"] = logits.mean(dim=-1)
+    return found
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Within this context, switch off the adapter of ``model``, which changes no parameter.
+
+    Raises:
+        UserError: if it has none.
+    """
+    layers: list[Any] = [one for one in model.modules() if getattr(one, "_disable_adapters", None) is False]
+    if not layers:
+        raise UserError("the model has no adapter to switch off; set adapter.type, or name another reference")
+    for layer in layers:  # peft's own switch also changes what is trained, which engines have taken in
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+_INPUTS = (
+    "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids", "document_lengths"
+)  # fmt: skip
+"""What samples have for a model, whose own forward may take anything."""
+
+
+def _arguments(model: nn.Module) -> frozenset[str]:
+    """The entries of a batch that a model takes."""
+    return frozenset((*inspect.signature(model.forward).parameters, *_INPUTS))
+
+
+def shares(loss: Tensor, numbers: Tensor | None) -> Tensor:
+    """What an engine returns of a micro-batch: the loss, and the numbers beside it, without gradients."""
+    return loss.detach() if numbers is None else torch.cat([loss.detach()[None], numbers])
+
+
+def add_noise(model: nn.Module, alpha: float) -> None:
+    """Add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
+
+    It is uniform in ±alpha / sqrt(tokens * hidden size), and drawn from the generator of dropout.
+    """
+
+    def noisy(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
+        if not module.training:
+            return embedded
+        bound = alpha / (embedded.shape[1] * embedded.shape[2]) ** 0.5
+        return embedded + torch.zeros_like(embedded).uniform_(-bound, bound)
+
+    whole: Any = model
+    whole.get_input_embeddings().register_forward_hook(noisy)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -249,6 +694,10 @@ class _CrossEntropyIs(TorchFunctionMode):
         if func in _LOSSES:
             return self._value
         return func(*args, **(kwargs or {}))
+
+
+OF_LOSS = "loss/"
+"""Begins the names of sums that a loss of the user's gives in an evaluation."""
 
 
 def no_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:

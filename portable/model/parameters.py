@@ -80,8 +80,19 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (each once) and persistent buffers by name: what a checkpoint stores of the model."""
+    """Parameters (each once) and persistent buffers by name."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     persistent = model.state_dict(keep_vars=True).keys()
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
     return tensors
+
+
+def adapted(model: nn.Module) -> bool:
+    """Whether ``model`` has an adapter of peft's, beside which its own weights are frozen."""
+    return hasattr(model, "peft_config")
+
+
+def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the checkpoints of a run store of its model: everything, or with an adapter what is trained."""
+    tensors = state_tensors(model)
+    return {n: t for n, t in tensors.items() if t.requires_grad} if adapted(model) else tensors

@@ -78,7 +78,7 @@ def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> Pretrai
         weights = _dequantized(settings, model, method)
     else:
         try:
-            tensors = open_checkpoint(_snapshot(settings.name_or_path)).tensors
+            tensors = open_checkpoint(snapshot(settings.name_or_path)).tensors
         except CheckpointError as error:
             raise UserError(f"model.name_or_path: {error}") from error
         weights = _matched(settings, model, tensors)
@@ -187,6 +187,11 @@ class _Group:
     def add(self, key: str, pattern: str, tensor: StoredTensor) -> None:
         self._members.append((key, pattern, tensor))
 
+    @property
+    def dtype(self) -> str:
+        found = {tensor.dtype for _, _, tensor in self._members}
+        return found.pop() if len(found) == 1 else "F32"
+
     def results(self) -> dict[str, ReadableTensor]:
         """The results of the conversion by name. Shapes are computed on the meta device."""
         for key, _, tensor in self._members:
@@ -220,6 +225,11 @@ class _Converted:
     @property
     def shape(self) -> tuple[int, ...]:
         return self._shape
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the files, if it is one. Conversions only move elements."""
+        return self._group.dtype
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
         tensor = self._group.tensor(self._name)
@@ -393,7 +403,7 @@ def _of_loaded(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
     return PretrainedWeights(found, in_order, sorted(info["unexpected_keys"]))
 
 
-def _snapshot(name_or_path: str) -> Path:
+def snapshot(name_or_path: str) -> Path:
     """The folder of a pretrained model. Downloads a hub model's weights if they are not cached."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from portable.data import LAST_LABEL
-from portable.data.tokenizer import Vocabulary
+from portable.data.tokens.tokenizer import Vocabulary
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:

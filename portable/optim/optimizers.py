@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from portable.errors import require
 from portable.optim.adafactor import RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit
 from portable.optim.sharded import local
+from portable.patterns import matching
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -60,28 +62,83 @@ def _spared(name: str) -> bool:
     return _SPARED.search(name.lower()) is not None
 
 
+class Group(NamedTuple):
+    """A parameter group; groups are sorted by their fields.
+
+    Attributes:
+        number: 0, or the number of its pattern in ``train.parameter_groups``, from 1.
+        spared: whether weight decay leaves it out.
+        learning_rate: its highest; the schedule scales all rates alike.
+        weight_decay: of its parameters.
+    """
+
+    number: int
+    spared: bool
+    learning_rate: float
+    weight_decay: float
+
+
+def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:
+    """The group of each trained parameter of ``model``, by its first name.
+
+    Raises:
+        UserError: if a pattern is not a regular expression or decides nothing.
+    """
+    decays = decaying(model)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    every = {first: [first, *others] for first, *others in names.values()}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    number: dict[str, int] = {}
+    key = "train.parameter_groups"
+    for place, group in enumerate(settings.parameter_groups, start=1):
+        found = matching(key, group.pattern, every)
+        new = (found & trained) - number.keys()
+        why = "an earlier pattern matches" if found & trained else "are frozen"
+        require(
+            bool(new), f"{key}: {group.pattern!r} matches only parameters that {why}; correct or remove it"
+        )
+        number.update(dict.fromkeys(new, place))
+    made = {}
+    for name in every:
+        if name in trained:
+            place, spared = number.get(name, 0), name not in decays
+            rate, decay = settings.learning_rate, settings.weight_decay
+            if place:
+                given = settings.parameter_groups[place - 1]
+                rate = rate if given.learning_rate is None else given.learning_rate
+                decay = decay if given.weight_decay is None else given.weight_decay
+            made[name] = Group(place, spared, rate, 0.0 if spared else decay)
+    return made
+
+
 def parameter_groups(
-    parameters: Mapping[str, nn.Parameter], weight_decay: float, decays: Collection[str]
+    parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group], learning_rate: float
 ) -> list[dict[str, Any]]:
-    """Two groups, with and without weight decay.
+    """The groups of an optimizer: by default two, with and without weight decay.
 
     Args:
-        parameters: by name.
-        weight_decay: of the first group.
-        decays: the names of the first group; see :func:`decaying`.
+        parameters: by name; those outside ``groups`` are left out.
+        groups: see :func:`groups_of`.
+        learning_rate: the run's. A group with another one has it as ``initial_lr``, torch's name for the
+            value that a schedule scales.
     """
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    groups = [
-        {"params": [p for name, p in trained.items() if name in decays], "weight_decay": weight_decay},
-        {"params": [p for name, p in trained.items() if name not in decays], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    made: dict[Group, dict[str, Any]] = {}
+    for group in sorted({groups[name] for name in parameters if name in groups}):
+        made[group] = {"params": [], "weight_decay": group.weight_decay}
+        if group.learning_rate != learning_rate:
+            made[group] |= {"lr": group.learning_rate, "initial_lr": group.learning_rate}
+    for name, parameter in parameters.items():
+        if name in groups:
+            made[groups[name]]["params"].append(parameter)
+    return list(made.values())
 
 
 def build_optimizer(
     settings: TrainConfig,
     parameters: Mapping[str, nn.Parameter],
-    decays: Collection[str],
+    groups: Mapping[str, Group],
     embeddings: Collection[nn.Parameter] = (),
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit:
     """Build ``train.optimizer``.
@@ -92,27 +149,30 @@ def build_optimizer(
     Args:
         settings: the train section.
         parameters: by name.
-        decays: the names of parameters with weight decay; see :func:`decaying`.
+        groups: by the same names; see :func:`groups_of`.
         embeddings: the parameters that keep 32-bit moments in an 8-bit optimizer.
     """
-    groups = parameter_groups(parameters, settings.weight_decay, decays)
+    made = parameter_groups(parameters, groups, settings.learning_rate)
     beta1, beta2 = settings.betas
     if settings.optimizer == "adamw":
-        return FusedAdamW(groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
+        return FusedAdamW(made, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
     if settings.optimizer == "adamw_8bit":
         return AdamW8bit(
-            groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps, exact=embeddings
+            made, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps, exact=embeddings
         )
     if settings.optimizer == "adafactor":
-        return Adafactor(groups, lr=settings.learning_rate, rule=RULES[settings.adafactor_rule])
+        return Adafactor(made, lr=settings.learning_rate, rule=RULES[settings.adafactor_rule])
     assert settings.optimizer == "sgd", settings.optimizer
-    return FusedSGD(groups, lr=settings.learning_rate, momentum=beta1)
+    return FusedSGD(made, lr=settings.learning_rate, momentum=beta1)
 
 
-def set_rates(optimizer: Any, learning_rate: float, betas: tuple[float, float] | None) -> None:
+def set_rates(
+    optimizer: Any, learning_rate: float, betas: tuple[float, float] | None, settings: TrainConfig
+) -> None:
     """Set this step's learning rate in all parameter groups, and its betas if the schedule changes them."""
+    highest = settings.learning_rate
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * (group.get("initial_lr", highest) / highest)
         if betas is not None:
             group["betas"] = betas
 

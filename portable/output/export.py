@@ -18,7 +18,15 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
-from converters import CheckpointError, check_manifest, open_checkpoint, write_safetensors
+from converters import (
+    CheckpointError,
+    check_manifest,
+    find_adapter,
+    open_checkpoint,
+    write_adapter,
+    write_merged,
+    write_safetensors,
+)
 from converters.errors import printable
 from converters.storage.object_store import RemotePath
 from converters.writers.remote_draft import Written, versions
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from converters import Checkpoint
     from portable.paths import Place
 
 MARKER = ".export.json"
@@ -39,19 +48,34 @@ EXPORTED = "exported"
 """The key in a completion marker that identifies an export."""
 
 
-def export(checkpoint: Place, folder: Place) -> None:
-    """Write ``checkpoint`` as safetensors with config and tokenizer into ``folder``."""
+def export(
+    checkpoint: Place,
+    folder: Place,
+    *,
+    base: Checkpoint | None = None,
+    beside: Mapping[str, Path] | None = None,
+) -> None:
+    """Write ``checkpoint`` as safetensors with config and tokenizer into ``folder``.
+
+    An adapter is written in peft's format.
+
+    Args:
+        checkpoint: of this program.
+        folder: what to write.
+        base: the model to merge an adapter into; None: write the adapter.
+        beside: further files to write, by name.
+    """
     try:
         with storage_errors("checkpoint.export"):
             check_manifest(checkpoint)
             if isinstance(folder, RemotePath):
                 _move_other_objects(folder)
                 facts = {EXPORTED: checkpoint.name}
-                write_safetensors(open_checkpoint(checkpoint), folder, overwrite=True, facts=facts)
+                _write(checkpoint, folder, base, beside or {}, overwrite=True, facts=facts)
                 return
             recover_export(folder)
             new = _new(folder)
-            write_safetensors(open_checkpoint(checkpoint), new)
+            _write(checkpoint, new, base, beside or {})
             marker = {"checkpoint": checkpoint.name, "files": _files(new)}
             write_durably(new / MARKER, json.dumps(marker, indent=1) + "\n")
             _put(new, folder)
@@ -59,6 +83,19 @@ def export(checkpoint: Place, folder: Place) -> None:
         raise UserError(f"checkpoint.export: {error}") from error
     except OSError as error:
         raise UserError(f"checkpoint.export: {folder}: {one_line(error)}") from error
+
+
+def _write(
+    checkpoint: Place, out: Place, base: Checkpoint | None, beside: Mapping[str, Path], **options: Any
+) -> None:
+    opened = open_checkpoint(checkpoint).with_companions(beside)
+    adapter = find_adapter(opened)
+    if adapter is None:
+        write_safetensors(opened, out, **options)
+    elif base is None:
+        write_adapter(adapter, out, **options)
+    else:
+        write_merged(adapter, base.with_companions(beside), out, **options)
 
 
 def recover_export(folder: Path) -> None:

@@ -78,7 +78,7 @@ def _passes(
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # about fake tensors
-        _fake(small, dtype if request.compute == "cast" else torch.float32)
+        _fake(small, dtype if request.compute == "cast" else None)
         checkpoint_activations(small, request.recompute)
         small.train()
         batch = fake_batch(small, request)
@@ -113,9 +113,11 @@ def _passes(
         return [*found[:2], found[-1]]
 
 
-def _fake(model: nn.Module, dtype: torch.dtype) -> None:
+def _fake(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Replace all tensors by fake ones, floats of ``dtype`` or as they are."""
+
     def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
-        kind = dtype if meta.is_floating_point() else meta.dtype
+        kind = dtype if dtype is not None and meta.is_floating_point() else meta.dtype
         return nn.Parameter(torch.empty(meta.shape, dtype=kind), requires_grad=meta.requires_grad)
 
     replace_tensors(model, parameter, lambda _, buffer: torch.empty(buffer.shape, dtype=buffer.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
-from portable.errors import UserError, one_line, require
+from portable.errors import UserError, report, require
 from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster, Setting
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.planner.meta_model import MetaModel
+    from portable.planner.plan import Option as Planned
 
 USAGE = f"""\
 usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--compile] [--json] [--KEY VALUE ...]
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(argv)
     except UserError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        report(error)
         return REFUSED
 
 
@@ -86,6 +88,7 @@ def run(argv: Sequence[str]) -> int:
             "makes code: seconds in place of minutes.",
         ),
         Option("topology", "text", "With --compile: the chips along each axis of the slice, 4x4.", "AxB"),
+        Option("wide", "switch", "Show what the device memory of each option consists of."),
         Option("json", "switch", "Print the plan as JSON."),
         CONFIG_OPTIONS[1],
     )
@@ -94,17 +97,37 @@ def run(argv: Sequence[str]) -> int:
     planner = Planner(config, _meta_model(config), target)
     found = planner.options()
     best = planner.best(found)
+    adapter = _with_adapter(planner) if target.device is not None and not _fits_as_it_is(best) else None
     compiled = _compiled(planner, given)
     if given.get("json"):
-        answer = as_json(planner, found, best)
+        answer = as_json(planner, found, best, adapter)
         if compiled is not None:
             answer["compiled"] = compiled_report.as_json(*compiled)
         say(json.dumps(answer, indent=1))
     else:
-        say(as_text(planner, found, best))
+        width = shutil.get_terminal_size((100, 24)).columns
+        wide = bool(given.get("wide"))
+        say(as_text(planner, found, best, adapter, wide=wide, width=min(max(60, width), 110)))
         if compiled is not None:
             say("\n" + compiled_report.as_text(*compiled))
     return 0
+
+
+def _fits_as_it_is(best: Planned | None) -> bool:
+    return best is not None and not best.setting.offloaded
+
+
+def _with_adapter(planner: Planner) -> Planned | None:
+    """What training an adapter instead of all weights takes; None if that does not fit or is not possible."""
+    if planner.config.adapter.type is not None:
+        return None
+    try:
+        config = planner.config.replaced({"adapter.type": "lora"})
+        instead = Planner(config, _meta_model(config), planner.target)
+        best = instead.best(instead.options())
+    except UserError:  # of a model that cannot have one, or beside another setting
+        return None
+    return best if _fits_as_it_is(best) else None
 
 
 def _compiled(
@@ -167,12 +190,14 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
 
 def _meta_model(config: RunConfig) -> MetaModel:
     with loading():
+        from portable.adapters.adapter import training_model
+        from portable.adapters.settings import settled
         from portable.model import build as models
         from portable.planner.meta_model import MetaModel
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
-    model = models.build_model(model_config, config.model)
-    return MetaModel(model, config)
+    config = settled(config)
+    return MetaModel(training_model(model_config, config), config)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,9 @@ def known_devices() -> dict[str, Device]:
     return {device.name: device for name in BACKENDS for device in backend_package(name).devices()}
 
 
+_MAKERS = re.compile("^(nvidia-|amd-)?(geforce-|instinct-)?(rtx-?)?")
+
+
 def named(name: str) -> Device:
     """The device called ``name``.
 
@@ -62,7 +65,7 @@ def named(name: str) -> Device:
     """
     known = known_devices()
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
-    for candidate in (key, key.removeprefix("nvidia-"), key.removesuffix("gb"), key.replace("litepod", "e")):
+    for candidate in (key, _MAKERS.sub("", key), key.removesuffix("gb"), key.replace("litepod", "e")):
         if candidate in known:
             return known[candidate]
     hint = did_you_mean(key, known) or f"; known are {', '.join(known)}"

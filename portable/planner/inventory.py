@@ -16,6 +16,7 @@ from portable.planner.memory_model import moment_bytes
 
 if TYPE_CHECKING:
     from portable.config import TrainConfig
+    from portable.optim.optimizers import Group
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,8 @@ class Weight:
     name: str
     """The first name, if it has several."""
     shape: tuple[int, ...]
-    trained: bool
-    decays: bool
-    """Whether weight decay applies."""
+    group: Group | None
+    """Its parameter group; None if it is frozen."""
     table: bool
     """Whether it is an embedding table."""
     head: bool
@@ -36,10 +36,16 @@ class Weight:
     """Index of its transformer layer; None outside the layers."""
     unit: int | None
     """Index of its innermost FSDP unit; None outside the units."""
+    itemsize: int = 4
+    """Bytes of an element as FSDP2, DDP and XLA keep it: 4 if it is trained."""
 
     @cached_property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def trained(self) -> bool:
+        return self.group is not None
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Inventory:
     num_layers: int
     """Layers that a token passes through. Layers that share parameters count each time."""
     vocab_size: int
+    parameters: int
+    """Parameters that the weights stand for; quantized ones have fewer elements."""
     no_units: str | None = None
     """Why FSDP cannot make units of this model, as a message for the user; None if it can."""
 
@@ -62,10 +70,15 @@ class Inventory:
         """Elements of all parameters."""
         return sum(w.elements for w in self.weights)
 
-    def sizes(self, part: Literal["layer", "unit"]) -> list[int]:
-        """Elements of each transformer layer, or of each FSDP unit."""
+    @cached_property
+    def trained(self) -> tuple[Weight, ...]:
+        """The parameters that are not frozen."""
+        return tuple(w for w in self.weights if w.trained)
+
+    def sizes(self, part: Literal["layer", "unit"], *, trained: bool = False) -> list[int]:
+        """Elements, or ``trained`` elements, of each transformer layer, or of each FSDP unit."""
         found: Counter[int] = Counter()
-        for weight in self.weights:
+        for weight in self.trained if trained else self.weights:
             index = weight.layer if part == "layer" else weight.unit
             if index is not None:
                 found[index] += weight.elements
@@ -78,7 +91,5 @@ class Inventory:
     def moment_bytes(self, train: TrainConfig) -> int:
         """Bytes of the whole optimizer state."""
         return sum(
-            moment_bytes(train, w.shape, w.shape[0] if w.shape else 1, exact=w.table)
-            for w in self.weights
-            if w.trained
+            moment_bytes(train, w.shape, w.shape[0] if w.shape else 1, exact=w.table) for w in self.trained
         )

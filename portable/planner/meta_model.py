@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from portable.errors import UserError, one_line
+from portable.model.flops import parameter_count
 from portable.model.layers import transformer_layers
-from portable.model.parameters import embeddings, state_tensors
-from portable.optim.optimizers import decaying
+from portable.model.parameters import embeddings, stored_tensors
+from portable.optim.optimizers import groups_of
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.passes import Activations, Peak
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from portable.config import RunConfig
+    from portable.config import RunConfig, TrainConfig
     from portable.planner.passes import Request
 
 
@@ -34,9 +35,11 @@ class MetaModel:
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         try:
-            self.inventory = inspect(model, backend_package(config.backend).footprint().units(model, config))
+            self.inventory = inspect(
+                model, config.train, backend_package(config.backend).footprint().units(model, config)
+            )
         except UserError as error:  # it matters only to strategies that gather units
-            self.inventory = replace(inspect(model), no_units=str(error))
+            self.inventory = replace(inspect(model, config.train), no_units=str(error))
         self._model = model
         self._found: dict[Request, Activations] = {}
 
@@ -51,11 +54,12 @@ class MetaModel:
         return self._found[request]
 
 
-def inspect(module: nn.Module, units: Sequence[nn.Module] = ()) -> Inventory:
+def inspect(module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = ()) -> Inventory:
     """Return the inventory of a transformers model.
 
     Args:
         module: the model, on any device.
+        train: what is trained, and in which groups.
         units: its modules that FSDP gathers as one, outer before inner.
     """
     model = cast("PreTrainedModel", module)
@@ -63,19 +67,19 @@ def inspect(module: nn.Module, units: Sequence[nn.Module] = ()) -> Inventory:
     # A parameter that several layers share belongs to the first; of nested units, to the innermost.
     layer_of = {id(p): i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
-    decays = decaying(model)
+    groups = groups_of(model, train)
     tables = {id(parameter) for parameter in embeddings(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(
         Weight(
             name,
             tuple(parameter.shape),
-            trained=parameter.requires_grad,
-            decays=name in decays,
+            group=groups.get(name),
             table=id(parameter) in tables,
             head=head is not None and parameter is head.weight,
             layer=layer_of.get(id(parameter)),
             unit=unit_of.get(id(parameter)),
+            itemsize=parameter.itemsize,
         )
         for name, parameter in model.named_parameters()
     )
@@ -83,10 +87,11 @@ def inspect(module: nn.Module, units: Sequence[nn.Module] = ()) -> Inventory:
     return Inventory(
         architecture=type(model).__name__,
         weights=weights,
-        state_bytes=sum(t.numel() * t.element_size() for t in state_tensors(model).values()),
+        state_bytes=sum(t.numel() * t.element_size() for t in stored_tensors(model).values()),
         hidden_size=int(getattr(text, "hidden_size", 1024)),
         num_layers=int(getattr(text, "num_hidden_layers", len(layers))),
         vocab_size=int(getattr(text, "vocab_size", 0)),
+        parameters=parameter_count(model),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,29 +13,21 @@ if TYPE_CHECKING:
 
     from portable.planner.plan import Option, Planner
 
-_COLUMNS = (
-    "strategy",
-    "offload",
-    "parameters",
-    "gathered",
-    "gradients",
-    "optimizer",
-    "activations",
-    "device",
-    "host",
-    "disk",
-    "sends/step",
-    "fits",
-)
+_TEXT = ("strategy", "offload", "recompute")
+_PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations")
+"""The columns of device memory, in a wide table only."""
+_BYTES = ("device", "host", "disk", "sends")
 
 
-def as_json(planner: Planner, options: Sequence[Option], best: Option | None) -> dict[str, Any]:
-    """The plan for programs; sizes in bytes."""
+def as_json(
+    planner: Planner, options: Sequence[Option], best: Option | None, adapter: Option | None = None
+) -> dict[str, Any]:
+    """The plan for programs; sizes in bytes. ``adapter``: what fits with one, where nothing does without."""
     target = planner.target
     device = target.device
     return {
         "model": planner.model.architecture,
-        "parameters": planner.model.elements,
+        "parameters": planner.model.parameters,
         "precision": planner.config.precision,
         "backend": target.backend,
         "device": None if device is None else device.name,
@@ -43,7 +36,8 @@ def as_json(planner: Planner, options: Sequence[Option], best: Option | None) ->
         "devices": target.cluster.devices,
         "host_memory": target.host_memory,
         "activations_estimated": planner.failure,
-        "best": None if best is None else {**_option(best), "reason": reason(planner, options, best)},
+        "best": None if best is None else _option(best) | {"reason": reason(planner, options, best, adapter)},
+        "with_adapter": None if adapter is None else _option(adapter),
         "options": [_option(option) for option in options],
     }
 
@@ -64,13 +58,30 @@ def _option(option: Option) -> dict[str, Any]:
     }
 
 
-def as_text(planner: Planner, options: Sequence[Option], best: Option | None) -> str:
-    """The plan for people."""
+def as_text(
+    planner: Planner,
+    options: Sequence[Option],
+    best: Option | None,
+    adapter: Option | None = None,
+    *,
+    wide: bool = False,
+    width: int = 100,
+) -> str:
+    """The plan for people.
+
+    Args:
+        planner: that made it.
+        options: all of them.
+        best: the recommended one.
+        adapter: what fits with an adapter, where without one nothing does, or only with offloading.
+        wide: show what device memory consists of.
+        width: of a line of prose.
+    """
     target = planner.target
     device, cluster = target.device, target.cluster
     where = f"{cluster.devices} x {device.name}" if device is not None else f"{cluster.devices} devices"
     rows = [
-        ("model", f"{planner.model.architecture}, {planner.model.elements:,} parameters"),
+        ("model", f"{planner.model.architecture}, {planner.model.parameters:,} parameters"),
         ("devices", where + ("" if device is None else f", {human_bytes(device.memory)} each")),
         (
             "batch",
@@ -83,10 +94,10 @@ def as_text(planner: Planner, options: Sequence[Option], best: Option | None) ->
     if planner.failure is not None:
         parts.append(f"note: activations are estimated by formula: {planner.failure}")
     if device is not None:
-        parts.append(f"{reason(planner, options, best)}")
+        parts.append(folded(reason(planner, options, best, adapter), width))
     if best is not None:
         parts.append(best.yaml(planner.config))
-    parts.append(columns(options, planner, best))
+    parts.append(columns(options, planner, best, wide=wide))
     if best is not None:
         parts.append("* is recommended; the row shows it as it would run")
     if device is None:
@@ -94,63 +105,72 @@ def as_text(planner: Planner, options: Sequence[Option], best: Option | None) ->
     return "\n\n".join(parts)
 
 
-def columns(options: Sequence[Option], planner: Planner, best: Option | None) -> str:
-    """One line for each option; ``best`` first, with a star."""
+def folded(text: str, width: int) -> str:
+    """``text`` in lines of at most ``width`` characters; words stay whole."""
+    return "\n".join(
+        part
+        for line in text.splitlines()
+        for part in textwrap.wrap(line, width, break_on_hyphens=False, break_long_words=False)
+    )
+
+
+def columns(options: Sequence[Option], planner: Planner, best: Option | None, *, wide: bool = False) -> str:
+    """One line for each option; ``best`` first, with a star. Columns that say nothing new are left out."""
     shown = [*options]
     if best is not None:
         shown = [best, *(option for option in options if option.setting != best.setting)]
-    changes = [", ".join(changed(planner, option)) for option in shown]
-    stars = ["* " if option is best else "  " * (best is not None) for option in shown]
-    lines: list[tuple[str, ...]] = [("  " * (best is not None) + _COLUMNS[0], *_COLUMNS[1:])]
-    for star, option in zip(stars, shown, strict=True):
-        name, *cells = _cells(option)
-        lines.append((star + name, *cells))
-    if any(changes):
-        lines = [(*line, change) for line, change in zip(lines, ["with", *changes], strict=True)]
-    if not any(option.disk_bytes for option in options):
-        disk = _COLUMNS.index("disk")
-        lines = [(*line[:disk], *line[disk + 1 :]) for line in lines]
-    numbers = len(lines[0]) - any(changes)
+    rows = [_cells(option, star="" if best is None else "* " if option is best else "  ") for option in shown]
+    idle = {"disk": human_bytes(0)}
+    if not wide:
+        idle["recompute"] = planner.config.memory.activation_checkpointing
+        idle["batch"] = str(planner.micro_batch)
+    names = [
+        name
+        for name in rows[0]
+        if (wide or name not in _PARTS) and any(row[name] != idle.get(name) for row in rows)
+    ]
+    lines = [
+        [("  " if best else "") + names[0], *names[1:]],
+        *([row[name] for name in names] for row in rows),
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i < 2 or i >= numbers else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if name in _TEXT else cell.rjust(width)
+            for name, cell, width in zip(names, line, widths, strict=True)
         ).rstrip()
         for line in lines
     )
 
 
-def _cells(option: Option) -> tuple[str, ...]:
+def _cells(option: Option, star: str) -> dict[str, str]:
     size = option.device_bytes
-    fits = {True: "yes", False: "no", None: "?"}[option.fits]
-    return (
-        option.setting.strategy,
-        offloading(option),
-        *(
-            human_bytes(number)
-            for number in (
-                size.parameters,
-                size.gathered,
-                size.gradients,
-                size.optimizer,
-                size.activations,
-                size.total,
-                option.host_bytes,
-                option.disk_bytes,
-                option.communication_bytes,
+    numbers = {
+        **{name: getattr(size, name) for name in _PARTS},
+        **dict(
+            zip(
+                _BYTES,
+                (size.total, option.host_bytes, option.disk_bytes, option.communication_bytes),
+                strict=True,
             )
         ),
-        fits,
-    )
+    }
+    return {
+        "strategy": star + option.setting.strategy,
+        "offload": offloading(option),
+        "recompute": option.recompute,
+        "batch": str(option.micro_batch),
+        **{name: human_bytes(number) for name, number in numbers.items()},
+        "fits": {True: "yes", False: "no", None: "?"}[option.fits],
+    }
 
 
 def offloading(option: Option) -> str:
     """What is offloaded, for a cell."""
     moved = option.setting.offloaded
-    if set(moved.values()) == {"nvme"}:
-        return "+".join(moved) + " (nvme)"
-    return "+".join(f"{name} (nvme)" if place == "nvme" else name for name, place in moved.items()) or "-"
+    if len(moved) == 2 and len(set(moved.values())) == 1:
+        moved = {"all": next(iter(moved.values()))}
+    return "+".join(f"{name} nvme" if place == "nvme" else name for name, place in moved.items()) or "-"
 
 
 def in_words(option: Option) -> str:
@@ -160,17 +180,27 @@ def in_words(option: Option) -> str:
     return option.setting.strategy + (f" with {moved} {where}" if moved else "")
 
 
-def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> str:
-    """Why ``best`` is recommended, and what to reduce next."""
+def reason(
+    planner: Planner, options: Sequence[Option], best: Option | None, adapter: Option | None = None
+) -> str:
+    """Why ``best`` is recommended, what to reduce next, and what fits with an adapter."""
     device = planner.target.device
     assert device is not None
     usable = device.usable(planner.target.cluster.devices)
+    instead = ""
+    if adapter is not None:
+        instead = (
+            f".\nWith an adapter (adapter.type lora), {in_words(adapter)} takes "
+            f"{human_bytes(adapter.device_bytes.total)}"
+        )
+        if changes := changed(planner, adapter):
+            instead += " with " + " and ".join(changes)
     if best is None:
         least = min(options, key=lambda option: option.device_bytes.total)
         return (
             f"nothing fits: even {in_words(least)} takes {human_bytes(least.device_bytes.total)} of "
             f"{human_bytes(usable)} usable, most of it {largest_part(least)}, also with one sequence at a "
-            f"time and recomputation; {_last_resorts(planner)}"
+            f"time and recomputation; {_last_resorts(planner)}{instead}"
         )
     text = (
         f"best: {in_words(best)}, the first in the order that fits: "
@@ -190,7 +220,7 @@ def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> 
     if changes := changed(planner, best):
         text += "; it takes " + " and ".join(changes)
     text += f".\nIf memory runs out: {next_reductions(planner, best)}"
-    return text
+    return text + instead
 
 
 def changed(planner: Planner, option: Option) -> list[str]:

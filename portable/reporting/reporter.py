@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from portable.errors import UserError
 from portable.formatting import human_bytes, human_time, table
 from portable.loop import Events, Progress
 from portable.output.existing_run import CONFIG_FILE
@@ -22,6 +23,7 @@ from portable.reporting.metrics import (
     open_trackers,
     read_metrics,
 )
+from portable.terminal import columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +48,7 @@ class Reporter(Events):
         tokens_per_sample: float,
         flops_per_token: float,
         precision: str,
+        rates: Mapping[str, float],
         trackers: Sequence[str],
         config: dict[str, Any],
         checkpoints: Checkpoints[Any],
@@ -56,6 +59,7 @@ class Reporter(Events):
         """Open the logs and record the start.
 
         Args:
+            rates: of groups with a learning rate of their own, by pattern: its ratio to the run's.
             facts: fields of the start event; ``source``, if given, is the checkpoint that the launch resumes.
         """
         self._backend = backend
@@ -63,6 +67,7 @@ class Reporter(Events):
         self._folder = folder = output.work
         self._tokens_per_sample = tokens_per_sample
         self._flops_per_token = flops_per_token
+        self._rates = rates
         peak = backend.peak_flops(precision)
         self._peak_flops = None if peak is None else peak * backend.world_size * backend.devices_per_rank
         self._checkpoints = checkpoints
@@ -106,7 +111,14 @@ class Reporter(Events):
         if self._profiler is not None:
             self._profiler.step()
 
-    def on_log(self, progress: Progress, loss: float, grad_norm: float, learning_rate: float) -> None:
+    def on_log(
+        self,
+        progress: Progress,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        numbers: Mapping[str, float],
+    ) -> None:
         self.last_loss = loss
         if self._metrics is None:
             return
@@ -117,20 +129,32 @@ class Reporter(Events):
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
+            **{f"learning_rate/{pattern}": learning_rate * ratio for pattern, ratio in self._rates.items()},
             "tokens_per_second": tokens_per_second,
             "samples_per_second": samples_per_second,
             "memory": memory,
             "skipped_steps": progress.skipped,
             **self._backend.metrics(),
         }
+        if taken := next((name for name in numbers if name in (*values, "step", "samples", "time")), None):
+            raise UserError(
+                f"{taken}: logged by train.loss or a callback, and the name of a metric; rename it"
+            )
+        values |= numbers
         if self._peak_flops is not None:
             values["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
         self._record(progress, values)
-        shown = {"loss": f"{loss:.4f}", "tok/s": f"{tokens_per_second:,.0f}", "mem": human_bytes(memory)}
+        shown = {
+            "loss": f"{loss:.4f}",
+            "lr": f"{learning_rate:.1e}",
+            "tok/s": f"{tokens_per_second:,.0f}",
+            "mem": human_bytes(memory),
+        }
         if "mfu" in values:
             shown["mfu"] = f"{values['mfu']:.1%}"
         assert self._bar is not None
-        self._bar.set_postfix(shown)
+        # A bar of a hundred columns has no room for more.
+        self._bar.set_postfix({name: value for name, value in shown.items() if name != "mem"})
         if self._bar.disable:
             left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
             pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
@@ -224,7 +248,7 @@ class Reporter(Events):
             rows.append(("training loss", f"{self.last_loss:.4f}"))
         if self.last_evaluation:
             rows.append(("evaluation", evaluation_in_words(self.last_evaluation)))
-        return table([*rows, *places])
+        return table([*rows, *places], columns())
 
     def close(self) -> None:
         if self._bar is not None:

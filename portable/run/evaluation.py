@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from portable.data import Data
     from portable.evaluation.metrics import Measures
     from portable.loop import Progress
-    from portable.reporting.reporter import Reporter
+    from portable.run.callbacks import Callbacks
     from portable.run.prepare import Prepared
 
 
@@ -85,7 +85,7 @@ class Evaluations:
         self,
         prepared: Prepared,
         engine: Engine,
-        reporter: Reporter,
+        reporter: Callbacks,
         over: Callable[[Iterable[Batch]], Iterable[Batch]],
     ) -> None:
         self._prepared = prepared

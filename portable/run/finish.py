@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.adapters.card import CARD, model_card
+from portable.checkpoint.trainer_state import TrainerState
 from portable.data import IGNORED
 from portable.errors import one_line
-from portable.formatting import table
+from portable.formatting import human_count, table
 from portable.model.build import positions
+from portable.model.flops import parameters_in_words
 from portable.model.shape_hints import shape_hints
 from portable.output.existing_run import FINAL
 from portable.output.export import export
 from portable.reporting.html_report import REPORT_FILE, write_report
 from portable.reporting.loss_plot import plot_loss
-from portable.reporting.metrics import METRICS_FILE
+from portable.reporting.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from portable.backend import Engine
@@ -39,7 +44,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     if progress.step >= prepared.steps:
         start += ", which was the last: there is nothing left to train"
     rows = [
-        ("model", f"{prepared.architecture}, {prepared.parameters:,} parameters"),
+        ("model", f"{prepared.architecture}, {parameters_in_words(prepared.parameters, prepared.trained)}"),
         ("data", prepared.data.description),
         (
             "ranks",
@@ -49,9 +54,12 @@ def headline(prepared: Prepared, restored: Restored) -> str:
         (
             "batch",
             f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens a step; on each rank "
-            f"{plan.accumulation_steps} x {plan.micro_batch_size}" + (" (auto)" if prepared.searches else ""),
+            f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
+            f"{human_count(plan.micro_batch_size, 'sequence')}" + (" (auto)" if prepared.searches else ""),
         ),
     ]
+    if (moved := _moved(prepared, restored)) is not None:
+        rows.append(("moved", moved))
     hints = shape_hints(
         prepared.model_config,
         tokens=plan.micro_batch_size * config.data.seq_len,
@@ -61,6 +69,17 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     external = restored.external
     begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
     return "\n".join([start, table(rows), *begun, *hints])
+
+
+def _moved(prepared: Prepared, restored: Restored) -> str | None:
+    """From which ranks to which the run has moved, if it has; on rank 0 only."""
+    backend, source = prepared.backend, restored.source
+    if source is None or restored.external is not None or backend.rank != 0:
+        return None
+    state = TrainerState.read(source)
+    before = f"{state.backend} {state.strategy} x {state.world_size}"
+    now = f"{backend.name} {prepared.config.strategy} x {backend.world_size}"
+    return None if before == now else f"{before} → {now}, at step {state.step}"
 
 
 def ranks_in_words(ranks: int, devices_per_rank: int) -> str:
@@ -78,7 +97,8 @@ def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
     bound = positions(prepared.model_config)
     wanted = config.log.sample_tokens
     tokens = wanted if bound is None else min(wanted, bound - prompt.shape[1])
-    if tokens <= 0 or config.model.task != "causal-lm":
+    model: Any = engine.model
+    if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # a model of the user's
         return
     text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
     start, rest = text[0, : prompt.shape[1]], text[0, prompt.shape[1] :]
@@ -105,6 +125,8 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
         return torch.tensor([ids], dtype=torch.int64)
     samples = data.eval if data.eval is not None else data.train
     batch = samples.batch([(0, 0)])
+    if samples.sequences > 1:
+        batch = {name: values[:, 0] for name, values in batch.items()}
     if data.end_of_turn is not None:
         trained = (batch["labels"][0] != IGNORED).int()
         return batch["input_ids"][:, : int(trained.argmax()) + 1]
@@ -148,7 +170,7 @@ def finish(
     if checkpoint is not None:
         places.append(("checkpoint", str(checkpoint)))
     if complete and prepared.config.checkpoint.export and exported is not None:
-        export(exported, place / FINAL)
+        _export(prepared, exported, place / FINAL, folder)
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{place / FINAL}{origin}"))
     try:
@@ -165,3 +187,16 @@ def finish(
     reporter.say(reporter.summary(places))
     if not complete:
         reporter.say(f"stopped before step {prepared.steps}, the last, as train.stop_after says")
+
+
+def _export(prepared: Prepared, checkpoint: Place, final: Place, folder: Path) -> None:
+    """Write the model, or the adapter with a card that names its base."""
+    adapter, config = prepared.adapter, prepared.config
+    if adapter is None:
+        export(checkpoint, final)
+        return
+    with TemporaryDirectory() as temporary:
+        card = Path(temporary) / CARD
+        card.write_text(model_card(config, adapter, prepared.data.description, read_metrics(folder)), "utf-8")
+        base = adapter.base if config.checkpoint.export == "merged" else None
+        export(checkpoint, final, base=base, beside={CARD: card})

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from portable.adapters.adapter import training_model
 from portable.batch_plan import plan_batches
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.errors import UserError
 from portable.loop import train_step
-from portable.model.build import build_model
 from portable.planner.this_machine import planner_here, what_fits
 from portable.registry import backend_package
 
@@ -28,7 +28,17 @@ if TYPE_CHECKING:
     from portable.paths import Place
     from portable.registry import World
 
-_DECIDE_ON_MEMORY = ("backend", "strategy", "precision", "compile", "model", "memory", "fsdp", "deepspeed")
+_DECIDE_ON_MEMORY = (
+    "backend",
+    "strategy",
+    "precision",
+    "compile",
+    "model",
+    "adapter",
+    "memory",
+    "fsdp",
+    "deepspeed",
+)
 FIRST_GUESS = 4
 """Where the search begins if the planner cannot tell; and what ``auto`` means where running out of memory
 cannot be caught."""
@@ -87,7 +97,7 @@ class Search:
 
     def build(self) -> PreTrainedModel:
         """A new model on the meta device."""
-        return build_model(self.model_config, self.config.model)
+        return training_model(self.model_config, self.config)
 
 
 def sizes(config: RunConfig, world: World) -> list[int]:

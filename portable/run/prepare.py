@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.data import build_data
-from portable.data.classes import SINGLE
-from portable.data.documents import listed
+from portable.data.samples.classes import SINGLE
+from portable.data.sources.documents import listed
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.model import build as models
 from portable.model.document_attention import check_documents
-from portable.model.flops import flops_per_token, parameter_count
+from portable.model.flops import flops_per_token, parameter_count, trained_count
+from portable.model.freezing import tie_notes
 from portable.model.labels import (
     adopt_labels,
     classifies_end_token,
@@ -22,16 +24,19 @@ from portable.model.labels import (
     problem_of,
 )
 from portable.model.special_tokens import SpecialTokens
+from portable.optim.optimizers import groups_of
 from portable.optim.schedule import build_schedule
 from portable.registry import backend_package
 from portable.run import micro_batch
 from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
+from portable.run.once import with_computed
 from portable.run.settle import on_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from portable.adapters.adapter import Adapter
     from portable.backend import Backend
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
@@ -53,8 +58,10 @@ class Prepared:
         model_config: as it is saved with the weights.
         data: tokenizer, samples and their order.
         model: on the meta device until an engine fills it.
+        adapter: in ``model``; None if all of it is trained.
         architecture: class of ``model``, before anything wraps it.
         parameters: of ``model``, tied ones counted once.
+        trained: how many of them are trained.
         flops_per_token: forward and backward, as the PaLM paper counts.
         plan: how this rank goes through a global batch.
         steps: length of the schedule.
@@ -71,8 +78,10 @@ class Prepared:
     model_config: PretrainedConfig
     data: Data
     model: PreTrainedModel
+    adapter: Adapter | None
     architecture: str
     parameters: int
+    trained: int
     flops_per_token: float
     plan: BatchPlan
     steps: int
@@ -109,24 +118,31 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
-    measures = measures_of(config.train.metrics, Setting(of_task, data.label_names, data.tokenizer))
+    setting = Setting(of_task, data.label_names, data.tokenizer, own_loss=config.train.loss is not None)
+    measures = measures_of(config.train.metrics, setting)
     if measures.texts is not None and backend.one_program and backend.world_size > 1:
         names = " and ".join(measures.texts.names)
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
     judge = judge_of(config, data.evals, measures)
     special_tokens.prepare(data.tokenizer)
-    model = models.build_model(model_config, config.model)
+    model = models.training_model(model_config, config)
+    for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
+        setattr(model_config, key, value)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
+    adapter = adapt(model, model_config, config)
+    groups_of(model, config.train)  # refuses patterns that do not fit
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     models.check_vocabulary(model, data.vocab_size)
     if config.data.packing == "documents":
         check_documents(model)
+    data = with_computed(config, backend, data)
     config = _with_micro_batch(settled, backend, model_config, data)
-    steps = total_steps(config, len(data.train))
+    steps = total_steps(config, data.train.epoch_samples)
     # A new model has no special tokens to lose.
     replaced = [] if config.model.name_or_path is None else aligned
     notes = notes_on(settled, model_config, replaced, data.sizes)
+    notes += [f"note: {note}" for note in tie_notes(model, config.train)]
     if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
         notes.append(f"note: problem_type is {found.problem}, as the labels and num_labels have it")
     if known is not None and known.renamed(data.label_names):
@@ -141,8 +157,10 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         model_config=model_config,
         data=data,
         model=model,
+        adapter=adapter,
         architecture=architecture,
         parameters=parameters,
+        trained=trained_count(model),
         flops_per_token=flops,
         plan=batch_plan(config, backend),
         steps=steps,
@@ -165,6 +183,7 @@ def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens:
         known_classes=known_classes(model_config, config.model),
         problem=problem_of(model_config, config.model),
         pad_left=classifies_last_position(model_config),
+        global_batch_size=config.train.global_batch_size,
         progress=True,  # only the rank that builds the cache shows it
         **tokenizer_hints(config, model_config),
     )

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.checkpoint.resume_source import checkpoints_of
-from portable.data import locate
 from portable.errors import UserError, one_line
 from portable.formatting import table
 from portable.loop import train_step
-from portable.model.loss import count_valid
 from portable.paths import place_of
 from portable.ranks.consistency import agree
 from portable.run.batches import train_loader
@@ -143,7 +141,7 @@ def _looked_into(
     """Take the micro-batches of the next step, without the update that ends it; its loss comes along."""
     backend, plan = run.backend, run.plan
     own = [next(batches) for _ in range(plan.accumulation_steps)]
-    valid = backend.total(sum(count_valid(batch["labels"]) for batch in own))
+    valid = backend.total(sum(engine.objective.weight(batch) for batch in own))
     (all_tokens,) = backend.read([valid])
     # The first sample of this rank's share; where all ranks are one program, of the whole batch.
     share = plan.global_batch_size // plan.world_size
@@ -151,12 +149,12 @@ def _looked_into(
     found, losses = [], []
     for index, batch in enumerate(own):
         backend.seed(plan.dropout_seed(progress.samples, index))
-        rows, tokens = batch["labels"].shape[0], count_valid(batch["labels"])
+        rows, tokens = batch["labels"].shape[0], engine.objective.weight(batch)
         if backend.one_program:  # whose loss is that of all ranks
-            tokens = int(backend.read([backend.total(tokens)])[0])
+            tokens = backend.read([backend.total(tokens)])[0]
         with _Outputs(engine.model, rows) as outputs:
             last = index == plan.accumulation_steps - 1
-            losses.append(engine.accumulate(backend.place(batch), valid, last=last))
+            losses.append(engine.accumulate(backend.place(batch), valid, last=last).reshape(-1)[0])
         value, *firsts = backend.read([losses[-1], *outputs.flags])
         at = next((number for number, row in enumerate(firsts) if row < rows), None)
         row = None if at is None else int(firsts[at])
@@ -166,7 +164,7 @@ def _looked_into(
                 number=index + 1,
                 first_sample=first + index * rows,
                 samples=rows,
-                tokens=tokens,
+                tokens=int(tokens),
                 loss=value * all_tokens / max(tokens, 1),
                 module=None if at is None else outputs.names[at],
                 bad_sample=None if row is None or row < 0 else first + index * rows + row,
@@ -287,7 +285,7 @@ def _row(one: MicroBatch) -> tuple[str, str]:
 def _sample(run: Prepared, position: int) -> str:
     """A sample of the run's order, for a person."""
     samples = run.data.train
-    epoch, index = locate(position, len(samples), run.config.seed)
+    epoch, index = samples.locate(position, run.config.seed)
     documents = samples.documents(index)
     which = f"document {documents[0]}"
     if len(documents) > 1:
@@ -295,4 +293,4 @@ def _sample(run: Prepared, position: int) -> str:
         which += f" to {documents[-1]}" if in_a_row else "".join(f", {number}" for number in documents[1:])
     tokens = samples.batch([(epoch, index)])["input_ids"][0]
     text = one_line(run.data.tokenizer.decode(tokens))
-    return f"sample {position}, of {which} of the source: {text[:_SHOWN]!r}"
+    return f"sample {position}, of {which} of {samples.source_name(index) or 'the source'}: {text[:_SHOWN]!r}"

@@ -7,20 +7,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
-from portable.checkpoint.external import open_external
+from portable.checkpoint.external import open_external, own_state
 from portable.checkpoint.resume_external import AdoptedCheckpoint, adopt_checkpoint, refuse_resume_step
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import difference
 from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.loop import Progress
+from portable.model.freezing import keep_as_stored
 from portable.model.initialize import Blueprint
 from portable.model.pretrained import pretrained_weights
 from portable.paths import place_of, storage_errors
 from portable.ranks.consistency import agree
+from portable.run.once import compute, missing
+from portable.run.own_code import changed, digests
+from portable.run.save import ADAPTER
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from portable.backend import Engine
     from portable.checkpoint.store import Checkpoints
+    from portable.model.pretrained import PretrainedWeights
+    from portable.model.tensors import ReadableTensor
     from portable.paths import Place
     from portable.run.prepare import Prepared
 
@@ -56,16 +64,26 @@ def restore(
         UserError: if ``source`` does not belong to this run, or every checkpoint is damaged.
     """
     backend = prepared.backend
+    uncomputed = missing(prepared)
+    blueprint, pretrained = None, None
+    if source is None or uncomputed:
+        blueprint = _blueprint(prepared)
+        pretrained = _pretrained(prepared, blueprint)
     if source is None:
-        blueprint = Blueprint.of(prepared.model)
-        engine = backend.prepare(prepared.model, prepared.config)
-        _initialize(engine, blueprint, prepared)
+        assert blueprint is not None
+        engine = _engine(prepared, {} if pretrained is None else pretrained.found)
+        _begin(engine, blueprint, pretrained, prepared)
+        compute(prepared, engine, uncomputed)
         return Restored(engine, Progress(0, 0))
     own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
     external = None if source in own else _external(prepared, source)  # before the model is touched
-    engine = backend.prepare(prepared.model, prepared.config)
+    candidates = own[own.index(source) :] if source in own else [source]
+    engine = _engine(prepared, _tensors(candidates) if external is None else external.checkpoint.tensors)
+    if blueprint is not None:
+        _begin(engine, blueprint, pretrained, prepared)
+        compute(prepared, engine, uncomputed)
     damaged: list[tuple[Place, DamagedError | None]] = []
-    for candidate in own[own.index(source) :] if source in own else [source]:
+    for candidate in candidates:
         outcome: Progress | DamagedError
         try:
             outcome = load(engine, candidate, external, prepared)
@@ -79,6 +97,32 @@ def restore(
             return Restored(engine, outcome, candidate, external)
         damaged.append((candidate, outcome if isinstance(outcome, DamagedError) else None))
     raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
+
+
+def _begin(
+    engine: Engine, blueprint: Blueprint, pretrained: PretrainedWeights | None, prepared: Prepared
+) -> None:
+    """Give ``engine`` all the weights that the run starts from."""
+    _initialize(engine, blueprint, pretrained, prepared)
+    if prepared.adapter is not None:
+        engine.load_weights(prepared.adapter.initial())
+
+
+def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:
+    """The engine of the run, in which frozen parameters have room for exactly the values in ``tensors``."""
+    if prepared.config.train.freezes:
+        keep_as_stored(prepared.model, tensors, prepared.config.precision)
+    return prepared.backend.prepare(prepared.model, prepared.config)
+
+
+def _tensors(candidates: Sequence[Place]) -> Mapping[str, Any]:
+    """The tensors of the newest checkpoint that can be opened, all of which have the same dtypes."""
+    for candidate in candidates:
+        try:
+            return open_checkpoint(candidate).tensors
+        except CheckpointError:  # reported when it is loaded
+            continue
+    return {}
 
 
 def _set_aside(
@@ -96,6 +140,11 @@ def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     taken, error = None, None
     given = place_of("checkpoint.resume", config.checkpoint.resume)
     try:
+        if prepared.adapter is not None and own_state(source) is None:
+            raise UserError(
+                f"checkpoint.resume: {source} is another program's checkpoint, from which an adapter cannot "
+                "go on; set adapter.name_or_path to its adapter, which starts with its weights"
+            )
         foreign = open_external(source, [name for name, _ in prepared.model.named_parameters()])
         if foreign is not None:
             taken = adopt_checkpoint(foreign, config, prepared.model, prepared.schedule)
@@ -133,26 +182,58 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                     print(f"warning: {warning}", file=sys.stderr)
             if changed := difference(state.run, prepared.config.fingerprint()):
                 raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
+            _check_code(source, state, prepared)
             if state.data != prepared.data.fingerprint:
                 raise UserError(
-                    f"checkpoint.resume: {source} was trained on other tokens than those of "
-                    f"{prepared.data.sizes.source} here; give the same files, tokenizer, template and "
-                    "data.train_on, or choose another output_dir"
+                    f"checkpoint.resume: {source} was trained on other tokens, or in other shares, than "
+                    f"those of {prepared.data.sizes.source} here; give the same files, tokenizer, template "
+                    "and data.train_on, or choose another output_dir"
                 )
+            if prepared.adapter is not None:  # the checkpoint holds nothing else
+                prepared.adapter.check(state.metadata.get(ADAPTER), source)
+                blueprint = _blueprint(prepared)
+                _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
             engine.load(checkpoint)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     return Progress(state.step, state.samples, state.skipped_steps, state.standing)
 
 
-def _initialize(engine: Engine, blueprint: Blueprint, prepared: Prepared) -> None:
-    """Give a new run its initial or pretrained weights."""
-    config = prepared.config
-    if config.model.from_scratch:
+def _check_code(source: Place, state: TrainerState, prepared: Prepared) -> None:
+    """Compare the code of the user's with that at the checkpoint. Another loss makes another run."""
+    refused, told = changed(state.metadata.get("code", {}), digests(prepared.config))
+    if refused:
+        raise UserError(
+            f"checkpoint.resume: {source} was trained with other code of {refused[0]}; restore that, or "
+            "choose another output_dir"
+        )
+    if told and prepared.backend.rank == 0:
+        print(f"note: the code of {', '.join(told)} has changed since {source}", file=sys.stderr)
+
+
+def _blueprint(prepared: Prepared) -> Blueprint:
+    """The model whose weights the run starts from: with an adapter, the base model."""
+    return Blueprint.of(prepared.model) if prepared.adapter is None else prepared.adapter.blueprint
+
+
+def _pretrained(prepared: Prepared, blueprint: Blueprint) -> PretrainedWeights | None:
+    settings = prepared.config.model
+    return None if settings.from_scratch else pretrained_weights(settings, blueprint.model)
+
+
+def _initialize(
+    engine: Engine, blueprint: Blueprint, pretrained: PretrainedWeights | None, prepared: Prepared
+) -> None:
+    """Load the initial or pretrained weights of the model, or of the base model under an adapter."""
+    config, adapter = prepared.config, prepared.adapter
+
+    def load_weights(weights: Mapping[str, ReadableTensor]) -> None:
+        engine.load_weights(weights if adapter is None else adapter.of_base(weights))
+
+    if pretrained is None:
         for weights in blueprint.initial_weights(config.seed):
-            engine.load_weights(weights)
+            load_weights(weights)
         return
-    pretrained = pretrained_weights(config.model, blueprint.model)
     if prepared.backend.rank == 0:
         for note in pretrained.notes():
             print(note, file=sys.stderr)
@@ -160,8 +241,8 @@ def _initialize(engine: Engine, blueprint: Blueprint, prepared: Prepared) -> Non
         # A new head, for example: initialise what the checkpoint lacks, then load the rest.
         left = set(pretrained.missing)
         for weights in blueprint.initial_weights(config.seed):
-            engine.load_weights({n: w for n, w in weights.items() if n in left})
+            load_weights({n: w for n, w in weights.items() if n in left})
             left -= weights.keys()
             if not left:
                 break
-    engine.load_weights(pretrained.found)
+    load_weights(pretrained.found)

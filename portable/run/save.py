@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.checkpoint.trainer_state import TrainerState
+from portable.run.own_code import digests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from portable.checkpoint.store import Checkpoints
     from portable.loop import Progress
     from portable.run.prepare import Prepared
+
+
+ADAPTER = "adapter"
+"""The key in a checkpoint's metadata of what the adapter belongs to."""
 
 
 def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, progress: Progress) -> None:
@@ -35,8 +40,10 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
         data=prepared.data.fingerprint,
         metadata={
             "skipped_steps": progress.skipped,
+            "code": digests(config),
             "standing": progress.standing.stored(),
             "evaluation_data": dict(prepared.data.eval_fingerprints),
+            **({} if prepared.adapter is None else {ADAPTER: prepared.adapter.identity}),
         },
     )
     checkpoints.begin(
@@ -51,10 +58,13 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
 
 def write_model_files(prepared: Prepared, folder: Path) -> None:
     """Write what ``from_pretrained`` needs besides the weights."""
-    config = prepared.model_config
-    config.architectures = [prepared.architecture]
-    config.dtype = torch.float32  # of the weights beside it, whatever they were loaded from
-    config.save_pretrained(folder)
+    if prepared.adapter is not None:
+        prepared.adapter.write_config(folder)
+    else:
+        config = prepared.model_config
+        config.architectures = [prepared.architecture]
+        config.dtype = torch.float32  # of the weights beside it, whatever they were loaded from
+        config.save_pretrained(folder)
     generation = getattr(prepared.model, "generation_config", None)
     if generation is not None:
         try:

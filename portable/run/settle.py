@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from portable.adapters.settings import settled as settled_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checkpoint.external import own_state
 from portable.data import recognise_format
@@ -17,6 +18,7 @@ from portable.output.open_output import open_output
 from portable.paths import place_of, storage_errors
 from portable.registry import backend_package
 from portable.reporting.metrics import check_trackers
+from portable.run.own_code import prepare_code
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -66,7 +68,7 @@ def settle(
     world = package.world(ranks)
     place = place_of("output_dir", config.output_dir)
     existing = existing_run(place)
-    config = package.adopt(config, world)
+    config = settled_adapter(package.adopt(config, world))
     known: dict[str, Any] = {"backend": package.name}
     if config.precision == "auto":
         precision = _precision_begun_with(config, existing) or package.default_precision(in_rank=False)
@@ -75,6 +77,7 @@ def settle(
         config.data, config.model.task, downloads=writes if downloads is None else downloads
     )
     config = config.replaced(known)
+    prepare_code(config)
     package.check(config, world)
     check_trackers(config.log.trackers)
     check_same_run(place, existing, config)

@@ -26,6 +26,7 @@ from portable.ranks.watchdog import Watchdog
 from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
 from portable.run.batches import train_loader
+from portable.run.callbacks import Callbacks, Run
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import checkpoint_to_export, finish, headline, sample
 from portable.run.restore import Restored, restore
@@ -92,7 +93,7 @@ def train_run(prepared: Prepared, output: Output, *, profile: bool = False) -> i
 
 def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
     config, backend = prepared.config, prepared.backend
-    output.open(inspect(prepared.model).checkpoint_bytes(config.train) // backend.world_size)
+    output.open(inspect(prepared.model, config.train).checkpoint_bytes(config.train) // backend.world_size)
     checkpoints = output.checkpoints(keep=config.checkpoint.keep)
     source = resume_source(config, checkpoints)
     agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
@@ -144,13 +145,16 @@ def _train(prepared: Prepared, opened: Open) -> int:
     reporter = new_reporter(prepared, opened, save_at)
     for line in (*prepared.notes, headline(prepared, opened.restored)):
         reporter.say(line)
+    run = Run(prepared, engine, progress, checkpoints)
+    events = Callbacks(reporter, run, prepared)
     batches = watchdog.over(train_loader(prepared, progress.samples))
-    evaluation = Evaluations(prepared, engine, reporter, watchdog.over)
+    evaluation = Evaluations(prepared, engine, events, watchdog.over)
     gc.collect()
     gc.freeze()  # the model and the libraries stay: no collection need visit them
     try:
         try:
             with watchdog:
+                events.call("on_start")
                 stopped = train(
                     backend,
                     engine,
@@ -161,12 +165,13 @@ def _train(prepared: Prepared, opened: Open) -> int:
                     schedule=prepared.schedule,
                     plan=prepared.plan,
                     max_grad_norm=config.train.max_grad_norm or 0.0,
-                    events=reporter,
+                    events=events,
                 )
         except Exception as error:
             if backend.ran_out_of_memory(error):
                 raise DeviceMemoryError(progress.step + 1) from error
             raise
+        events.call("on_end")
         checkpoints.finish()
         backend.barrier()  # no rank ends before rank 0 has renamed the checkpoint's folder
         if stopped:
@@ -175,7 +180,8 @@ def _train(prepared: Prepared, opened: Open) -> int:
             return EXIT_STOPPED
         complete = progress.ended or progress.step == prepared.steps
         if progress.ended:
-            reporter.say(why_ended(progress))
+            by_callback = f"ended at step {progress.step}, as a callback asked"
+            reporter.say(by_callback if events.stopped else why_ended(progress))
         reporter.on_end(progress, complete=complete)
         if complete:
             sample(prepared, engine, reporter)
@@ -192,7 +198,7 @@ def _train(prepared: Prepared, opened: Open) -> int:
 
 
 def _cadence(prepared: Prepared) -> Cadence:
-    config, samples = prepared.config, len(prepared.data.train)
+    config, samples = prepared.config, prepared.data.train.epoch_samples
     return Cadence(
         until=prepared.until,
         stops_early=prepared.until < prepared.steps,
@@ -207,14 +213,17 @@ def _cadence(prepared: Prepared) -> Cadence:
 def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress], None]) -> Reporter:
     """What shows and records this launch in the run's folder."""
     config, backend, source = prepared.config, prepared.backend, opened.restored.source
+    peak, groups = config.train.learning_rate, config.train.parameter_groups
+    samples = prepared.data.train
     return Reporter(
         backend=backend,
         output=opened.output,
         progress=opened.restored.progress,
         total_steps=prepared.steps,
-        tokens_per_sample=config.data.seq_len * (1 - prepared.data.train.waste),
+        tokens_per_sample=config.data.seq_len * samples.sequences * (1 - samples.waste),
         flops_per_token=prepared.flops_per_token,
         precision=config.precision,
+        rates={g.pattern: g.learning_rate / peak for g in groups if g.learning_rate is not None},
         trackers=config.log.trackers,
         config=config.fingerprint(),
         checkpoints=opened.checkpoints,
@@ -229,6 +238,7 @@ def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress],
             "precision": config.precision,
             "model": prepared.architecture,
             "parameters": prepared.parameters,
+            "trained": prepared.trained,
             "source": str(source) if source is not None else None,
         },
     )

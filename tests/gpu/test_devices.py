@@ -23,6 +23,7 @@ from portable.model.shape_hints import shape_hints
         ("NVIDIA A10", 125.0),
         ("NVIDIA L4", 121.0),
         ("NVIDIA L40S", 362.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA RTX A4000", None),
         ("Some other card", None),
     ],

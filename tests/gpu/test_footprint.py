@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from gpu.footprint import adopt, footprint, settings, units
 from gpu.zero import nvme
+from portable.adapters.adapter import training_model
+from portable.adapters.settings import settled
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import inspect
@@ -89,7 +91,7 @@ def on_host_by_zero(engine: Any) -> int:
     zero = engine._engine.optimizer
     if int(engine._engine.zero_optimization_stage()) == 3:
         flats = zero.fp32_partitioned_groups_flat
-        buffers = [zero.grad_partitions_flat_buffer]
+        buffers = [zero.grad_partitions_flat_buffer, *engine._exact.values()]
         if zero.offload_param:
             buffers += [p.ds_tensor for p in engine.model.parameters()]
         if zero.optimizer_swapper is not None:
@@ -153,8 +155,8 @@ def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
 
 
 def planned(config: RunConfig, ranks: int) -> Any:
-    model = models.build_model(models.model_config(config.model), config.model)
-    return footprint(inspect(model, units(model, config)), config, Cluster(ranks, ranks))
+    model = training_model(models.model_config(config.model), settled(config))
+    return footprint(inspect(model, config.train, units(model, config)), config, Cluster(ranks, ranks))
 
 
 def config_for(
@@ -169,6 +171,16 @@ def config_for(
 
 
 SLOW = pytest.mark.slow
+PART: dict[str, Any] = {
+    "train__frozen": ["embed_tokens", r"layers\.0\.mlp", "norm"],
+    "train__parameter_groups": [{"pattern": "q_proj", "learning_rate": 1e-3}],
+}
+"""A model in part frozen, and with three groups of parameters."""
+LORA: dict[str, Any] = {
+    "adapter__type": "lora",
+    "adapter__r": 4,
+    "train__parameter_groups": [{"pattern": "lora_B", "learning_rate": 1e-2}],
+}
 CASES = [
     (1, "full_shard", {}),
     (2, "no_shard", {}),
@@ -185,6 +197,13 @@ CASES = [
     pytest.param(2, "zero2", {}, marks=SLOW),
     (2, "zero3", {}),
     (2, "zero2", {"precision": "bf16", "train__optimizer": "sgd"}),
+    *((2, strategy, {"precision": "bf16", **PART}) for strategy in ("no_shard", "zero1", "zero2")),
+    *((3, strategy, {"precision": "bf16", **PART}) for strategy in ("full_shard", "zero3")),
+    *((2, strategy, {"precision": "bf16", **LORA}) for strategy in ("no_shard", "zero1", "zero2")),
+    *((3, strategy, {"precision": "bf16", **LORA}) for strategy in ("shard_grad_op", "zero3")),
+    (2, "no_shard", {"precision": "bf16", **LORA, "adapter__base": "nf4"}),
+    (3, "full_shard", {"precision": "bf16", **LORA, "adapter__base": "nf4"}),
+    (2, "full_shard", {**LORA, "adapter__base": "int8"}),
 ]
 
 
@@ -236,6 +255,7 @@ def test_what_is_offloaded_is_on_the_host(
             "zero3",
             {"memory__offload_optimizer": "cpu", "memory__offload_params": "cpu", "precision": "bf16"},
         ),
+        (2, "zero3", {"memory__offload_optimizer": "cpu", "precision": "bf16", **PART}),
     ],
 )
 def test_what_zero_offloads_is_on_the_host(
@@ -292,6 +312,8 @@ def test_what_zero_swaps_is_on_the_disk(
         (2, "zero1", {"precision": "bf16"}),
         (3, "zero2", {"precision": "bf16"}),
         (2, "zero3", {"precision": "bf16"}),
+        *((2, strategy, {"precision": "bf16", **PART}) for strategy in ("full_shard", "zero2", "zero3")),
+        *((2, strategy, {"precision": "bf16", **LORA}) for strategy in ("full_shard", "zero1", "zero3")),
     ],
 )
 def test_a_checkpoint_on_disk_has_the_planned_bytes(
@@ -300,8 +322,10 @@ def test_a_checkpoint_on_disk_has_the_planned_bytes(
     """Names, shapes and pickles take some more, which does not grow with the tensors."""
     large = {**MODEL, "vocab_size": 8192}
     config = config_for(tmp_path, corpus, strategy, **settings, model__config=large)
-    model = models.build_model(models.model_config(config.model), config.model)
-    tensors = inspect(model).checkpoint_bytes(config.train) + planned(config, world_size).also_saved
+    model = training_model(models.model_config(config.model), settled(config))
+    tensors = (
+        inspect(model, config.train).checkpoint_bytes(config.train) + planned(config, world_size).also_saved
+    )
     beside = ranks.run(world_size, saved, config) - tensors
     assert 0 <= beside <= METADATA * world_size * len(list(model.parameters()))
 
@@ -312,8 +336,11 @@ def test_a_checkpoint_has_the_bytes_that_the_live_state_has(
     for optimizer in ("adamw", "adafactor", "adamw_8bit", "sgd"):
         config = config_for(tmp_path, corpus, "no_shard", train__optimizer=optimizer)
         kept = ranks.run(1, live, config)
-        model = models.build_model(models.model_config(config.model), config.model)
-        assert inspect(model).checkpoint_bytes(config.train) == kept["parameters"] + kept["optimizer"]
+        model = training_model(models.model_config(config.model), settled(config))
+        assert (
+            inspect(model, config.train).checkpoint_bytes(config.train)
+            == kept["parameters"] + kept["optimizer"]
+        )
 
 
 def test_each_setting_saves_more_than_the_one_before(tmp_path: Path, corpus: Path) -> None:

@@ -18,8 +18,12 @@ from tests.ranks import RankError, RankPool
 from tests.runs import configured
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from torch import Tensor
+
+    from portable.backend import Batch
     from portable.config import RunConfig
 
 STEPS = 4
@@ -59,8 +63,26 @@ def one_document_each(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Te
     return found
 
 
-def plain_losses(config: RunConfig, steps: int = STEPS) -> Losses:
-    """The same run as a person would write it without this project: one process, the whole batch at once."""
+def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    labels = batch["labels"].flatten()
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+    return loss, int((labels != -100).sum())
+
+
+def plain_losses(
+    config: RunConfig,
+    steps: int = STEPS,
+    criterion: Callable[[Tensor, Batch], tuple[Tensor, float]] = cross_entropy,
+    prepared: Callable[[Any], list[dict[str, Any]]] | None = None,
+) -> Losses:
+    """The same run as a person would write it without this project: one process, the whole batch at once.
+
+    Args:
+        config: of the run.
+        steps: to take.
+        criterion: gives a sum, and what it is divided by.
+        prepared: freezes parameters of a model; returns the groups, of which ``factor`` scales the rate.
+    """
     backend = create_backend("cpu")
     run = prepare(settle(throughout(config, steps), backend.name), backend)
     from transformers import AutoModelForCausalLM
@@ -71,10 +93,12 @@ def plain_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     model.train()
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": decay, "weight_decay": config.train.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
+    if prepared is not None:
+        groups = prepared(model)
     beta1, beta2 = config.train.betas
     optimizer: torch.optim.Optimizer
     if config.train.optimizer == "sgd":
@@ -87,20 +111,17 @@ def plain_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     )
     results = []
     for step in range(steps):
-        sums, valid = [], 0
+        sums, valid = [], 0.0
         for batch in one_document_each(next(loader)):
-            labels = batch.pop("labels")
-            logits = model(**batch, use_cache=False).logits
-            loss = functional.cross_entropy(
-                logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-            )
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+            loss, weight = criterion(model(**inputs, use_cache=False).logits, batch)
             sums.append(loss)
-            valid += int((labels != -100).sum())
+            valid += weight
         loss = torch.stack(sums).sum() / valid
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = run.schedule(step)
+            group["lr"] = run.schedule(step) * group.get("factor", 1)
         optimizer.step()
         optimizer.zero_grad()
         results.append((float(loss.detach()), float(norm)))

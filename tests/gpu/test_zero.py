@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.errors import UserError
-from portable.model import build as models
 from portable.registry import World, backend_package
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured
@@ -65,21 +64,6 @@ def test_bf16_follows_fp32(
     assert any(abs(a - b) > 1e-4 for (a, _), (b, _) in zip(losses, truth["tied"], strict=True))
 
 
-def losses_with_frozen_norms(config: RunConfig) -> Losses:
-    """As :func:`our_losses`, with parameters that no optimizer step ever touches."""
-    build = models.build_model
-
-    def frozen(*arguments: Any) -> Any:
-        model = build(*arguments)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("norm" not in name)
-        return model
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "build_model", frozen)
-        return our_losses(config)
-
-
 def test_secondary_partitions(
     truth: dict[str, Losses], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
@@ -87,8 +71,9 @@ def test_secondary_partitions(
     document = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
     config = zero_config(tmp_path, corpus, strategy="zero3", deepspeed__config=document)
     assert_close(ranks.run(4, zero_losses, config), truth["tied"], 1e-5)
-    alone = losses_with_frozen_norms(zero_config(tmp_path, corpus, strategy="no_shard"))
-    assert_close(ranks.run(4, losses_with_frozen_norms, config), alone, 1e-5)
+    alone = zero_losses(zero_config(tmp_path, corpus, strategy="no_shard", train__frozen="norm"))
+    frozen = config.replaced({"train.frozen": "norm"})
+    assert_close(ranks.run(4, zero_losses, frozen), alone, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

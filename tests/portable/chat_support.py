@@ -10,10 +10,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from portable.data.chat_template import CHATML
-from portable.data.conversations import read_conversation
-from portable.data.documents import Document
-from portable.data.tokenize import Frame
+from portable.data.sources.conversations import read_conversation
+from portable.data.sources.documents import Document
+from portable.data.tokens.chat_template import CHATML
+from portable.data.tokens.tokenize import Frame
 
 TEMPLATES = Path(__file__).with_name("templates")
 NO_FRAME = Frame((), ())

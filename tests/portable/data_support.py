@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from portable.config import DataConfig
-from portable.data.cache import TokenCache, TokenWriter
+from portable.data.tokens.cache import TokenCache, TokenWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

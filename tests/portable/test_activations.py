@@ -15,6 +15,7 @@ from portable.config import load_config
 from portable.model import build as models
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.chunked_loss import chunked_head
+from portable.model.freezing import freeze, frozen_names
 from portable.model.layers import every_parameter_gets_gradient, layer_kinds
 from portable.model.loss import token_loss
 from portable.model.parameters import replace_tensors
@@ -87,17 +88,17 @@ def config_of(family: str, precision: str, recompute: str, **more: Any) -> RunCo
 
 
 def built(config: RunConfig) -> Any:
-    return models.build_model(models.model_config(config.model), config.model)
+    return models.training_model(models.model_config(config.model), config)
 
 
 def measured(model: nn.Module, request: Request) -> int:
     """The peak of the allocator in forward and backward, beyond parameters and gradients, which are there."""
     real = copy.deepcopy(model)
     computed = DTYPES[request.precision]
-    dtype = computed if request.compute == "cast" else torch.float32
+    dtype = computed if request.compute == "cast" else None
     replace_tensors(
         real,
-        lambda _, p: nn.Parameter(0.02 * torch.randn(p.shape).to(dtype)),
+        lambda _, p: nn.Parameter(0.02 * torch.randn(p.shape).to(dtype or p.dtype), p.requires_grad),
         lambda _, b: torch.zeros(b.shape, dtype=b.dtype),
     )
     head = chunked_head(real, request.loss_chunk_tokens)
@@ -141,6 +142,16 @@ def test_within_a_tenth_of_what_is_allocated(
 ) -> None:
     config = config_of(family, precision, recompute)
     model = built(config)
+    request = Request.of(config, micro_batch=BATCH, compute=compute, on_gpu=False)
+    assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
+
+
+@pytest.mark.parametrize("frozen", [["embed_tokens", r"layers\.[012]\."], ["mlp"], ["layers"]])
+@pytest.mark.parametrize("compute", ["cast", "autocast"])
+def test_frozen_parameters_keep_less(frozen: list[str], compute: Compute) -> None:
+    config = config_of("llama", "bf16", "none", **{"train.frozen": frozen})
+    model = built(config)
+    freeze(model, frozen_names(model), torch.bfloat16)
     request = Request.of(config, micro_batch=BATCH, compute=compute, on_gpu=False)
     assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
 

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
-from portable.data.loader import EVAL_EPOCH
-from portable.data.order import locate
+from portable.data.samples.loader import EVAL_EPOCH
+from portable.data.samples.order import locate
 from portable.model.build import AUTO_CLASSES
 from portable.model.loss import IGNORED
 from portable.reporting.metrics import read_metrics

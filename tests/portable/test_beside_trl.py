@@ -8,8 +8,8 @@ import pytest
 import transformers
 from datasets import Dataset
 
-from portable.data.order import locate
-from portable.data.samples import IGNORED
+from portable.data.samples.base import IGNORED
+from portable.data.samples.order import locate
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.parity import opened

@@ -49,8 +49,8 @@ def load_and_wait(folder: str) -> None:
     """Be a rank with two data workers."""
     from pathlib import Path
 
-    from portable.data.loader import TrainLoader
-    from portable.data.samples import PackedCausal, Part
+    from portable.data.samples.base import PackedCausal, Part
+    from portable.data.samples.loader import TrainLoader
     from tests.portable.data_support import token_cache
 
     samples = PackedCausal(token_cache(Path(folder) / "cache", [list(range(200))]), Part(0, 20), 8)

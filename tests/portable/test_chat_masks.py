@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from portable.data.chat_template import ChatTemplate, Encoded
+from portable.data.tokens.chat_template import ChatTemplate, Encoded
 from portable.errors import UserError
 from tests.portable.chat_support import (
     FAMILIES,
@@ -143,9 +143,9 @@ def test_a_completion_of_messages(name: str) -> None:
 
 def test_a_completion_of_text() -> None:
     name = "llama3"
-    from portable.data.documents import read_row
-    from portable.data.sources import Fields
-    from portable.data.tokenize import Frame
+    from portable.data.sources.documents import read_row
+    from portable.data.sources.opening import Fields
+    from portable.data.tokens.tokenize import Frame
 
     row = {"prompt": "what is it", "completion": ", and more?"}
     document = read_row(row, Fields(format="prompt_completion"), "x")

@@ -7,16 +7,16 @@ import os
 import pty
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from portable.cli import main
+from portable.commands.init import tasks
+from portable.config import load_config
 from portable.formatting import human_bytes
 from tests.runs import TINY_MODEL, flags, tiny
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
@@ -66,6 +66,57 @@ def test_a_terminal_is_told_what_the_first_seconds_go_to(tmp_path: Path) -> None
     loading, _, rest = said.partition("\r\x1b[K")
     assert loading == "loading torch and transformers ..."
     assert rest.startswith("error: --resume-info: ") and "is missing" in rest
+
+
+def test_several_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train:\n  steps: many\n  learning_rat: 1\ndata: {seq_len: -3}\n")
+    assert main(["--config", str(file), "--train.epochs", "x"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" must ")[0].partition(";")[0] for line in lines] == [
+        f"error: {file}:2: train.steps",
+        f"error: {file}:3: unknown key train.learning_rat",
+        f"error: {file}:4: data.seq_len",
+        "error: --train.epochs",
+    ]
+    file.write_text("".join(f"key{number}: 1\n" for number in range(14)))
+    assert main(["--config", str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 11 and lines[-1] == "error: and 4 more mistakes"
+
+
+@pytest.mark.parametrize(
+    ("program", "keys"),
+    [
+        ("axolotl", {"base_model": "x", "datasets": [{"path": "a.jsonl"}], "sequence_len": 8}),
+        ("LLaMA-Factory", {"model_name_or_path": "x", "stage": "sft", "cutoff_len": 8}),
+        ("the Trainer or TRL", {"output_dir": "x", "per_device_train_batch_size": 1, "logging_steps": 1}),
+    ],
+)
+def test_a_file_of_another_program(
+    program: str, keys: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(keys))
+    assert main(["--config", str(file)]) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith(f"error: {file}: this is a file of {program}; docs/migrate.md")
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_init(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine.yaml", "--task", task]) == 0
+    text = (tmp_path / "mine.yaml").read_text("utf-8")
+    assert "{file}" not in text and len(text.splitlines()) <= 22
+    config = load_config(Path("mine.yaml"))
+    assert config.output_dir == "runs/mine"
+    assert "portable-train --config mine.yaml" in capsys.readouterr().out
+    assert main(["init", "mine.yaml"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / "mine.yaml").read_text("utf-8") == text
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -176,9 +227,7 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(
     printed = capsys.readouterr().out
     assert "model_type: llama" in printed
     rows = dict(
-        line.strip().split("  ", 1)
-        for line in printed.split("# What this run will do\n")[1].splitlines()
-        if "  " in line.strip()
+        line.strip().split("  ", 1) for line in printed.split("\n\n")[0].splitlines() if "  " in line.strip()
     )
     assert "parameters" in rows["model"]
     assert rows["tokens a step"].strip() == "192"

@@ -17,8 +17,8 @@ from portable.data import (
     build_data,
     inspect_data,
 )
-from portable.data.library import HubDataset
-from portable.data.tasks import Classification, MaskedLM, Seq2Seq
+from portable.data.samples.tasks import Classification, MaskedLM, Seq2Seq
+from portable.data.sources.library import HubDataset
 from portable.errors import UserError
 from tests.portable.data_support import Settings, corpus, replace, texts, write_jsonl
 

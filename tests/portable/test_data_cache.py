@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from portable.data import cache as caching
-from portable.data import tokenize as tokenizing
-from portable.data.cache import CacheDamagedError, TokenCache, TokenWriter, locked_folder
-from portable.data.sources import Document, Fields, Source, open_source
-from portable.data.tokenize import frame, token_cache_folder, tokenize
-from portable.data.tokenizer import Vocabulary, train_tokenizer
+from portable.data.locked_folder import locked_folder
+from portable.data.sources.opening import Document, Fields, Source, open_source
+from portable.data.tokens import cache as caching
+from portable.data.tokens import tokenize as tokenizing
+from portable.data.tokens.cache import CacheDamagedError, TokenCache, TokenWriter
+from portable.data.tokens.tokenize import frame, token_cache_folder, tokenize
+from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError
 from portable.paths import default_cache_dir
 from tests.portable.data_support import corpus, texts, token_cache, write_jsonl
@@ -294,7 +295,8 @@ import portable
 package = sys.modules["portable.data"] = types.ModuleType("portable.data")
 package.__path__ = [portable.__path__[0] + "/data"]
 import time
-from portable.data.cache import TokenCache, TokenWriter, CacheDamagedError, locked_folder
+from portable.data.locked_folder import locked_folder
+from portable.data.tokens.cache import TokenCache, TokenWriter, CacheDamagedError
 folder, log, delay = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 with locked_folder(folder) as draft:
     try:

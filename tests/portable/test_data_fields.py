@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from portable.config import load_config
 from portable.data import build_data, inspect_data
-from portable.data.tasks import longest_first
+from portable.data.samples.tasks import longest_first
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from portable.data.loader import BatchIterator, EvalLoader, TrainLoader, rank_positions
-from portable.data.order import locate
-from portable.data.samples import IGNORED, Arrays, PackedCausal, PaddedCausal, Part, Samples
+from portable.data.samples.base import IGNORED, Arrays, PackedCausal, PaddedCausal, Part, Samples
+from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader, rank_positions
+from portable.data.samples.order import locate
 from portable.errors import UserError
 from tests.portable.data_support import token_cache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from portable.data.order import Permutation, locate, permutation
+from portable.data.samples.order import Permutation, locate, permutation
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, -5])

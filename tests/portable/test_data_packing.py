@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from portable.config import DataConfig, load_config
-from portable.data import build_data, inspect_data, locate, packing
-from portable.data.packing import PackedDocuments, PackedSizes, best_fit, packed_sizes, planned
-from portable.data.samples import IGNORED, PaddedCausal, Part, split_documents
+from portable.data import build_data, inspect_data, locate
+from portable.data.samples import packing
+from portable.data.samples.base import IGNORED, PaddedCausal, Part, split_documents
+from portable.data.samples.packing import PackedDocuments, PackedSizes, best_fit, packed_sizes, planned
 from portable.errors import UserError
 from portable.registry import create_backend
 from portable.run.prepare import prepare
@@ -26,7 +27,7 @@ from tests.runs import configured, write_corpus
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from portable.data.cache import TokenCache
+    from portable.data.tokens.cache import TokenCache
 
 PAD = 0
 LENGTH = 12

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from portable.data.cache import TokenCache, TokenWriter
-from portable.data.samples import (
+from portable.data.samples.base import (
     IGNORED,
     PackedCausal,
     PaddedCausal,
@@ -22,8 +21,9 @@ from portable.data.samples import (
     split_blocks,
     split_documents,
 )
-from portable.data.tasks import Classification, MaskedLM, Seq2Seq
-from portable.data.tokenizer import Vocabulary
+from portable.data.samples.tasks import Classification, MaskedLM, Seq2Seq
+from portable.data.tokens.cache import TokenCache, TokenWriter
+from portable.data.tokens.tokenizer import Vocabulary
 from portable.errors import UserError
 from tests.portable.data_support import token_cache
 

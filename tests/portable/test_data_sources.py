@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.data import files
-from portable.data.sources import Document, Fields, HubDataset, StandardLibrary, open_source
+from portable.data.sources import files
+from portable.data.sources.opening import Document, Fields, HubDataset, StandardLibrary, open_source
 from portable.errors import UserError
 from tests.portable.data_support import write_jsonl
 

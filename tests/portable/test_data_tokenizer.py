@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from portable.data.dataset import build_data, inspect_data
-from portable.data.sources import Fields, StandardLibrary, open_source
-from portable.data.tokenize import Frame, frame, tokenize
-from portable.data.tokenizer import (
+from portable.data.sources.opening import Fields, StandardLibrary, open_source
+from portable.data.tokens.tokenize import Frame, frame, tokenize
+from portable.data.tokens.tokenizer import (
     DEFAULT_VOCAB_SIZE,
     Vocabulary,
     load_tokenizer,
@@ -116,8 +116,8 @@ def test_a_damaged_one_is_trained_again(tmp_path: Path, damage: str, how: Callab
 def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
     """Merges are chosen by count, and ties must not hang on the hash seed or the number of threads."""
     code = (
-        "import sys; from pathlib import Path; from portable.data.sources import StandardLibrary\n"
-        "from portable.data.tokenizer import *\n"
+        "import sys; from pathlib import Path; from portable.data.sources.opening import StandardLibrary\n"
+        "from portable.data.tokens.tokenizer import *\n"
         "print(tokenizer_digest(train_tokenizer(StandardLibrary(40), 1000, Path(sys.argv[1]))))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
@@ -239,13 +239,13 @@ def test_ids_beyond_the_length_count() -> None:
 
 def test_threads_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "TOKENIZERS_PARALLELISM"
-    monkeypatch.setattr("portable.data.tokenizer._parallelism_is_ours", False)
+    monkeypatch.setattr("portable.data.tokens.tokenizer._parallelism_is_ours", False)
     monkeypatch.delenv(name, raising=False)
     for _ in range(2):
         with parallel_tokenizers():
             assert os.environ[name] == "true"
         assert os.environ[name] == "false"
-    monkeypatch.setattr("portable.data.tokenizer._parallelism_is_ours", False)
+    monkeypatch.setattr("portable.data.tokens.tokenizer._parallelism_is_ours", False)
     monkeypatch.setenv(name, "0")
     with parallel_tokenizers():
         assert os.environ[name] == "0"

@@ -116,7 +116,7 @@ def test_a_micro_batch_alone_has_the_loss_of_transformers(model_type: str) -> No
     expected = gradients(model)
     torch.manual_seed(2)
     valid = (batch["labels"] != IGNORED).sum()
-    loss = Objective(model, len(batch["labels"]))(model, batch, valid)
+    loss = Objective(model, len(batch["labels"]))(model, batch, valid)[0]
     loss.backward()
     torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-7)
@@ -134,7 +134,7 @@ def test_over_a_global_batch_it_is_the_mean_over_sequences(model_type: str) -> N
     valid = (batch["labels"] != IGNORED).sum()
     objective = Objective(model, 4)
     for micro_batch in micro_batches:
-        objective(model, micro_batch, valid).backward()
+        objective(model, micro_batch, valid)[0].backward()
     found = gradients(model)
     for micro_batch, share in zip(micro_batches, (3 / 4, 1 / 4), strict=True):
         logits = model(**{name: t for name, t in micro_batch.items() if name != "labels"}).logits
@@ -154,7 +154,7 @@ def test_nothing_is_added_unless_the_config_asks_for_it() -> None:
     ):
         batch = inputs(MODELS.get(model_type, "causal-lm"))
         model, valid = built(model_type, **off), torch.tensor(7)
-        assert Objective(model, 3)(model, batch, valid).equal(token_loss(model, batch) / valid)
+        assert Objective(model, 3)(model, batch, valid)[0].equal(token_loss(model, batch) / valid)
 
 
 def test_a_model_keeps_its_own_loss() -> None:
@@ -182,7 +182,7 @@ def test_what_looks_at_logits_has_no_head_in_parts() -> None:
 def test_a_head_in_parts_changes_nothing(model_type: str) -> None:
     model, batch = built(model_type), inputs("causal-lm")
     valid = (batch["labels"] != IGNORED).sum()
-    whole = Objective(model, 3)(model, batch, valid)
+    whole, _ = Objective(model, 3)(model, batch, valid)
     whole.backward()
     expected = gradients(model)
     with torch.device("meta"):
@@ -190,7 +190,7 @@ def test_a_head_in_parts_changes_nothing(model_type: str) -> None:
     head = chunked_head(model, 5)
     assert head is not None
     assert head.pays(batch["labels"])
-    parts = Objective(model, 3, head)(model, batch, valid)
+    parts, _ = Objective(model, 3, head)(model, batch, valid)
     parts.backward()
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-7)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from portable.data.classes import MULTI, REGRESSION, SINGLE
+from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.builtin import KNOWN, Setting, measures_of
 from portable.evaluation.evaluate import evaluate
@@ -208,9 +208,9 @@ def test_metrics_by_import_path() -> None:
     [
         ("f1", "'f1' is no metric of causal-lm; it has perplexity, accuracy, and package.module:name"),
         ("no_such_module:f", "cannot be imported (ModuleNotFoundError: No module named 'no_such_module')"),
-        (f"{__name__}:nothing", "cannot be imported (AttributeError"),
+        (f"{__name__}:long_wrds", "has no long_wrds; did you mean long_words?"),
         (f"{__name__}:NO_METRIC", "is neither a function nor a class with the methods sums and values"),
-        ("portable.evaluation.builtin:F1", "cannot be made without arguments"),
+        ("portable.evaluation.builtin:F1", "missing a required argument: 'setting'"),
     ],
 )
 def test_what_is_no_metric_is_refused(name: str, told: str) -> None:

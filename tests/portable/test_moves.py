@@ -135,6 +135,32 @@ def test_goes_on_with_packed_conversations(
     assert packing(name, size, folder) == pytest.approx(packed[1], rel=LOSSES)
 
 
+@pytest.fixture(scope="module")
+def partly(corpus: Path, engines: Engines) -> Runner:
+    """Of runs that train a part of the model, at several rates."""
+    groups = [{"pattern": r"layers\.1", "learning_rate": 1e-2}, {"pattern": "q_proj", "weight_decay": 1.0}]
+    return Runner(corpus, engines, train__frozen=["norm", r"layers\.0\.mlp"], train__parameter_groups=groups)
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory: pytest.TempPathFactory, partly: Runner) -> tuple[Path, list[float]]:
+    folder = tmp_path_factory.mktemp("part") / "run"
+    losses = partly("no_shard", 1, folder)
+    return back_to_the_move(folder), losses
+
+
+@pytest.mark.parametrize("name", ["full_shard", "zero1", "zero3, offload", "xla"])
+def test_goes_on_with_a_part(
+    name: str, part: tuple[Path, list[float]], tmp_path: Path, partly: Runner
+) -> None:
+    """And from there back to one rank."""
+    size, folder = ENGINES[name].sizes[0], Path(shutil.copytree(part[0], tmp_path / "run"))
+    assert partly(name, size, folder) == pytest.approx(part[1], rel=LOSSES)
+    begun = tmp_path / "begun"
+    partly(name, size, begun)
+    assert_same_view(view(stored(back_to_the_move(begun))), view(stored(part[0])), VIEWS)
+
+
 def goes_on_with(source: str, target: str) -> int:
     """The world size with which ``target`` goes on from where ``source`` stopped."""
     if target == source:

@@ -11,8 +11,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from converters import open_checkpoint
+from portable.config import load_config
+from portable.errors import UserError
 from portable.model.build import AUTO_CLASSES
-from portable.optim.optimizers import decaying, parameter_groups
+from portable.optim.optimizers import decaying, groups_of, parameter_groups
 from portable.run.rank import run_rank
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import assert_close, our_losses
@@ -75,11 +77,63 @@ def test_what_is_inside_a_norm_does_not_decay() -> None:
     assert decaying(model) == set(rule(None, model)) == {"ab.weight"}
 
 
-def test_groups_are_by_name_and_leave_out_what_is_frozen() -> None:
-    parameters = {name: nn.Parameter(torch.zeros(2), requires_grad=name != "c") for name in "abc"}
-    groups = parameter_groups(parameters, 0.1, {"b", "c"})
-    found = [(group["params"], group["weight_decay"]) for group in groups]
-    assert found == [([parameters["b"]], 0.1), ([parameters["a"]], 0.0)]
+def grouped(model: nn.Module, *groups: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups of ``model``, of names."""
+    settings = load_config({"train": {"parameter_groups": list(groups)}}).train
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = parameter_groups(
+        dict(model.named_parameters()), groups_of(model, settings), settings.learning_rate
+    )
+    return [{**group, "params": [names[p] for p in group["params"]]} for group in found]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    parts = {"a": nn.Linear(2, 2), "norm": nn.LayerNorm(2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)}
+    parts["c"].requires_grad_(False)
+    tied: Any = nn.ModuleDict({**parts, "d": nn.Linear(2, 2, bias=False)})
+    tied["d"].weight = tied["b"].weight
+    return cast("nn.Module", tied)
+
+
+def test_groups_are_by_name_and_leave_out_what_is_frozen(model: nn.Module) -> None:
+    spared = ["a.bias", "norm.weight", "norm.bias", "b.bias"]
+    assert grouped(model) == [
+        {"params": ["a.weight", "b.weight"], "weight_decay": 0.1},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+
+
+def test_groups_of_a_pattern(model: nn.Module) -> None:
+    """The first pattern counts, a tied parameter has all its names, biases and norms stay without decay."""
+    found = grouped(
+        model,
+        {"pattern": "^d", "learning_rate": 3e-3},
+        {"pattern": r"^[ab]\.|norm", "weight_decay": 0.5},
+    )
+    assert found == [
+        {"params": ["b.weight"], "weight_decay": 0.1, "lr": 3e-3, "initial_lr": 3e-3},
+        {"params": ["a.weight"], "weight_decay": 0.5},
+        {"params": ["a.bias", "norm.weight", "norm.bias", "b.bias"], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["nrom"], "'nrom' matches no parameter; did you mean norm?"),
+        (["c"], "'c' matches only parameters that are frozen; correct or remove it"),
+        (
+            ["a", r"a\.w"],
+            r"'a\\.w' matches only parameters that an earlier pattern matches; correct or remove it",
+        ),
+        (["("], "'(' is not a regular expression"),
+    ],
+)
+def test_a_pattern_without_effect_is_refused(patterns: list[str], message: str, model: nn.Module) -> None:
+    with pytest.raises(UserError) as raised:
+        grouped(model, *({"pattern": pattern} for pattern in patterns))
+    assert str(raised.value).startswith(f"train.parameter_groups: {message}")
 
 
 OSS: dict[str, Any] = {
@@ -118,7 +172,7 @@ def test_a_checkpoint_with_other_groups_goes_on(
         return {name for name, p in module.named_parameters() if p.dim() >= 2}
 
     with monkeypatch.context() as patch:
-        patch.setattr("gpu.fsdp.engine.decaying", by_dims)
+        patch.setattr("portable.optim.optimizers.decaying", by_dims)
         assert run_rank("cpu", configured(run, corpus, **settings, train__stop_after=2)) == 0
     first = [set(g["params"]) for g in optimizer_groups(run)]
     assert run_rank("cpu", configured(run, corpus, **settings)) == 0

@@ -74,6 +74,20 @@ def test_flops_count_the_products() -> None:
     assert parameter_count(model) == weights + vocabulary * hidden + (2 * layers + 1) * hidden
 
 
+@pytest.mark.parametrize("frozen", ["embed|layers.0|layers.2", "layers", "embed|layers.[012]"])
+def test_flops_of_a_model_in_part_frozen_are_those_that_torch_counts(frozen: str) -> None:
+    sizes = {"model.config.tie_word_embeddings": False, "model.attention": "eager"}
+    run = load_config(None, {**sizes, "train.frozen": frozen})
+    config = models.model_config(run.model)
+    model = models.training_model(config, run).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(64)[None]).logits.sum().backward()
+    assert flops_per_token(model, config, 64) == pytest.approx(counter.get_total_flops() / 64, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("family", "inner"),
     [

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from portable.data import build_data, inspect_data
-from portable.data.documents import Fields
-from portable.data.sources import open_source
+from portable.data.sources.documents import Fields
+from portable.data.sources.opening import open_source
 from portable.errors import UserError
 from tests.runs import configured
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from portable.data.documents import Source
+    from portable.data.sources.documents import Source
     from tests.object_store import ObjectStore
 
 TEXTS = ["one line of text", "another,\nwith two lines", "å third"]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.plan_xla import measure, told_in
+from portable.adapters.adapter import training_model
+from portable.adapters.settings import settled
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import MetaModel, inspect
@@ -59,6 +61,8 @@ def on_first_device(tensors: Any) -> int:
         (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
         (2, {"strategy": "no_shard", "train__optimizer": "sgd"}),
         (4, {"strategy": "full_shard", "train__optimizer": "adafactor"}),
+        (4, {"strategy": "full_shard", "train__frozen": ["embed_tokens", r"layers\.0"]}),
+        (4, {"strategy": "full_shard", "precision": "bf16", "adapter__type": "lora"}),
     ],
 )
 def test_what_stays_is_exact(
@@ -66,8 +70,8 @@ def test_what_stays_is_exact(
 ) -> None:
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 1, "model__config": TINY_MODEL}
     config = configured(tmp_path, corpus, **{**sizes, "backend": "xla", **settings})
-    model = models.build_model(models.model_config(config.model), config.model)
-    found = footprint(inspect(model), config, Cluster(devices, devices))
+    model = training_model(models.model_config(config.model), settled(config))
+    found = footprint(inspect(model, config.train), config, Cluster(devices, devices))
     assert (found.parameters, found.optimizer) == xla.run(devices, kept, config)
 
 
@@ -98,7 +102,7 @@ def test_a_step_takes_what_is_planned(
     config = configured(
         tmp_path, corpus, **{**sizes, "backend": "xla", "model__config": {**TINY_MODEL, **wide}, **settings}
     )
-    model = models.build_model(models.model_config(config.model), config.model)
+    model = training_model(models.model_config(config.model), settled(config))
     target = Target("xla", Cluster(devices, devices), None, None)
     planned = Planner(config, MetaModel(model, config), target).option(Setting.of(config)).device_bytes
     taken = xla.run(devices, measure, config, environment=telling)

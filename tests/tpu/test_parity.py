@@ -202,6 +202,16 @@ def test_buffers_in_a_type_of_their_own(
     assert steps.losses != truth["one layer"].losses  # the frequencies of the rotary embedding were rounded
 
 
+def test_recomputation_after_frozen_parameters(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    """No input of the first layer needs a gradient, but its parameters do."""
+    model = {**TINY_MODEL, "tie_word_embeddings": False}
+    settings: dict[str, Any] = {"model__config": model, "train__frozen": "embed_tokens"}
+    steps = on_xla(xla, 4, tmp_path / "xla", corpus, **settings, memory__activation_checkpointing="full")
+    truth = on_cpu(tmp_path / "cpu", corpus, **settings)
+    assert_close(steps, truth, 1e-6)
+    assert steps.norms == pytest.approx(truth.norms, rel=1e-4)
+
+
 def test_recomputation_in_an_encoder_decoder(
     truth: dict[str, Steps], tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:

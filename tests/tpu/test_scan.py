@@ -78,6 +78,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"train__optimizer": "sgd", "train__betas": [0.9, 0.9], "train__learning_rate": 0.1},
     "rules": {"xla__shard_param_on_dim_0": True, "xla__sharding": {"mlp": 1, "k_proj|v_proj": None}},
     "padded": {"data__packing": False},
+    # A rate for each layer, in one loop; of the first two, which are alike, part is frozen.
+    "groups": {
+        "model__config": {**TINY_MODEL, "num_hidden_layers": 4, "tie_word_embeddings": False},
+        "train__frozen": [r"embed_tokens", r"layers\.[01]\.mlp"],
+        "train__parameter_groups": [
+            {"pattern": r"layers\.0\.", "learning_rate": 1e-3},
+            {"pattern": r"layers\.3\.", "learning_rate": 1e-2, "weight_decay": 2.0},
+        ],
+    },
 }
 ON_XLA = ("xla__", "strategy", "fsdp__", "memory__")
 
@@ -113,7 +122,7 @@ def test_the_loss_is_that_without_a_loop(model: str, tmp_path: Path, corpus: Pat
     assert_frugal(steps, {"step": 1})
 
 
-QUICK_SETTINGS = ("accumulation and recomputation", "shard_grad_op", "adafactor")
+QUICK_SETTINGS = ("accumulation and recomputation", "shard_grad_op", "adafactor", "groups")
 
 
 @pytest.mark.parametrize(

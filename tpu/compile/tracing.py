@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.data.classes import SINGLE
-from portable.data.dataset import CLASSIFICATION
+from portable.adapters.adapter import training_model
+from portable.adapters.settings import settled
+from portable.data.samples.classes import SINGLE
+from portable.data.settings import CLASSIFICATION
 from portable.errors import UserError, one_line
 from portable.evaluation.builtin import Setting, measures_of
 from portable.loop import train_step
@@ -213,7 +215,8 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     os.environ["PJRT_DEVICE"] = hardware
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
-    model = models.build_model(model_config, config.model)
+    config = settled(config)
+    model = training_model(model_config, config)
     plan = batch_plan(config, backend)
     request = Request.of(config, micro_batch=plan.micro_batch_size, compute="cast", on_gpu=False)
     batch = fake_batch(model, request)

@@ -1,0 +1,291 @@
+"""The adapter in a checkpoint of any format, and its tensors grouped by module."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from converters.adapters.config import AdapterConfig, find_config, read_config
+from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
+from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups
+from converters.errors import CheckpointError
+from converters.options import ADAPTER_CONFIG
+from converters.tensors.dtypes import CASTABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.checkpoint import Aliases
+    from converters.storage.bytes import Touched
+    from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
+
+_BLOCK = 4 << 20
+# In the header of a safetensors file.
+FINGERPRINT = "base_fingerprint"
+_PROMPT = "prompt_embeddings"
+
+
+@dataclass(frozen=True)
+class Module:
+    """The tensors of an adapter that change one module of the model.
+
+    Attributes:
+        path: the module in the live model.
+        wraps: the number of wrappers inside this one, where an adapter targets several of its parameters.
+        tensors: (kind, leaf) -> tensor; the kinds are in `converters.adapters.names`.
+    """
+
+    path: str
+    wraps: int
+    tensors: Mapping[tuple[str, str], Tensor]
+
+    def find(self, kind: str) -> Tensor | None:
+        """The tensor of a kind: a module's weight, or a bare parameter."""
+        return self.tensors.get((kind, "weight"), self.tensors.get((kind, "")))
+
+    def pair(self) -> tuple[Tensor, Tensor, bool] | None:
+        """The two factors of LoRA, and whether they are an embedding's."""
+        for first, second, embedding in (
+            ("lora_A", "lora_B", False),
+            ("lora_embedding_A", "lora_embedding_B", True),
+        ):
+            left, right = self.find(first), self.find(second)
+            if left is not None and right is not None:
+                return left, right, embedding
+            if left is not None or right is not None:
+                lacking = second if left is not None else first
+                raise CheckpointError(f"{self.path}: {lacking} is missing")
+        return None
+
+
+class Adapter:
+    """One adapter of a checkpoint.
+
+    Attributes:
+        checkpoint: the tensors under the names of peft's file, their optimizer state, and the tokenizer.
+        config: its settings.
+        parts: saved name -> what it means.
+        base: the tensors of the base model that the same checkpoint holds, by their plain names.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: AdapterConfig,
+        parts: Mapping[str, Part],
+        base: Mapping[str, Tensor],
+        trained_config: Place | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.parts = parts
+        self.base = base
+        self._trained_config = trained_config
+        self._check()
+
+    @property
+    def root(self) -> Place:
+        """The folder or file that was opened."""
+        return self.checkpoint.root
+
+    def own_base(self) -> Checkpoint:
+        """The base model that the same checkpoint holds.
+
+        Raises:
+            CheckpointError: it holds none.
+        """
+        if not self.base:
+            raise CheckpointError(f"{self.root}: holds the adapter alone; give its base model")
+        config = self.trained_config
+        companions = {} if config is None else {"config.json": config}
+        # Trained biases are the base's own parameters; a module that is trained whole is a copy.
+        trained = {
+            f"{part.module}.{part.leaf}": self.checkpoint.tensors[name]
+            for name, part in self.parts.items()
+            if not part.kind and part.adapter is None
+        }
+        tensors = {**trained, **self.base}
+        return Checkpoint(
+            format=self.checkpoint.format, root=self.root, tensors=tensors, companions=companions
+        )
+
+    @property
+    def trained_config(self) -> Place | None:
+        """The `config.json` of the model that was trained, where it lies beside the adapter."""
+        return self._trained_config
+
+    @property
+    def base_fingerprint(self) -> str | None:
+        """The fingerprint of the weights that it was trained on, where the checkpoint records it."""
+        metadata = self.checkpoint.metadata
+        state, header = metadata.get("trainer_state"), metadata.get("header")
+        kept = state.get("metadata") if isinstance(state, dict) else None
+        about = kept.get("adapter") if isinstance(kept, dict) else None
+        found = about.get("base") if isinstance(about, dict) else None
+        if found is None and isinstance(header, dict):
+            found = header.get(FINGERPRINT)
+        return found if isinstance(found, str) else None
+
+    @cached_property
+    def modules(self) -> list[Module]:
+        """The modules that it changes, in the order of the file."""
+        grouped: dict[str, dict[tuple[str, str], Tensor]] = {}
+        for name, part in self.parts.items():
+            if part.kind:
+                held = grouped.setdefault(f"{part.module} {part.wraps}", {})
+                held[part.kind, part.leaf] = self.checkpoint.tensors[name]
+        return [Module(key.rpartition(" ")[0], int(key.rpartition(" ")[2]), v) for key, v in grouped.items()]
+
+    @cached_property
+    def replaced(self) -> dict[tuple[str, str], Tensor]:
+        """(module, leaf) -> the tensor that replaces one of the base."""
+        return {
+            (part.module, part.leaf): self.checkpoint.tensors[name]
+            for name, part in self.parts.items()
+            if not part.kind
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of its tensors and of the settings that give them meaning; reads them all.
+
+        Raises:
+            CheckpointError: a tensor holds NaN or infinity.
+        """
+        config = self.config
+        about = [config.type, config.r, config.alpha, config.rslora, config.dora]
+        patterns = [sorted(config.rank_pattern.items()), sorted(config.alpha_pattern.items())]
+        digest = hashlib.sha256(json.dumps([*about, *patterns]).encode())
+        for name in sorted(self.checkpoint.tensors):
+            tensor = self.checkpoint.tensors[name]
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+            touched: Touched = set()
+            for block in tensor.blocks(_BLOCK, touched):
+                if tensor.dtype in CASTABLE and not np.isfinite(block.astype(np.float32)).all():
+                    raise CheckpointError(f"{self.root}: {name!r} holds NaN or infinity")
+                digest.update(block.view(np.uint8).data)
+            for span in touched:
+                span.verify()
+        return digest.hexdigest()
+
+    def _check(self) -> None:
+        """Refuse factors without each other, of another rank than the settings, or without a magnitude."""
+        config = self.config
+        if config.type != "LORA":
+            return
+        for module in self.modules:
+            try:
+                pair = module.pair()
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.root}: {error}") from None
+            if pair is None:
+                if module.find(TOKENS) is None:
+                    kind = next(iter(module.tensors))[0]
+                    raise CheckpointError(f"{self.root}: {module.path}: {kind} without lora_A and lora_B")
+                continue
+            left, right, _ = pair
+            if len(left.shape) < 2 or len(right.shape) < 2 or left.shape[0] != right.shape[1]:
+                raise CheckpointError(
+                    f"{self.root}: {module.path}: its factors have shapes {list(left.shape)} and "
+                    f"{list(right.shape)}, which do not fit each other"
+                )
+            rank = config.rank(module.path)
+            stacked = bool(config.target_parameters)
+            if left.shape[0] != rank and not stacked:
+                raise CheckpointError(
+                    f"{self.root}: {module.path}: has rank {left.shape[0]}, {config.path} says {rank}"
+                )
+            if config.dora != (module.find(MAGNITUDE) is not None):
+                what = "is missing, although" if config.dora else "is there, but"
+                raise CheckpointError(
+                    f"{self.root}: {module.path}: {MAGNITUDE} {what} use_dora is "
+                    f"{str(config.dora).lower()} in {config.path}"
+                )
+
+
+def find_adapter(
+    checkpoint: Checkpoint, *, config: Place | None = None, name: str | None = None
+) -> Adapter | None:
+    """The adapter that a checkpoint holds; None where it is a model without one.
+
+    A checkpoint holds an adapter if its tensors have peft's names, and an `adapter_config.json` lies beside
+    it or the names begin as those of a `PeftModel` do. Tensors of the base model beside it are left out.
+
+    Args:
+        config: the `adapter_config.json`, if it does not lie beside the checkpoint.
+        name: the adapter's name, where the checkpoint holds several.
+
+    Raises:
+        CheckpointError: the settings are missing, damaged or of an unsupported type; or a tensor is missing
+            or has another rank than they say.
+    """
+    names = [*checkpoint.tensors, *checkpoint.aliases]
+    wrapped = any(key.startswith(PREFIX) for key in names)
+    if not wrapped and names != [_PROMPT] and all(part_of(key) is None for key in names):
+        return None
+    config = config if config is not None else find_config(checkpoint.root)
+    if config is None:
+        if not wrapped:
+            return None
+        raise CheckpointError(
+            f"{checkpoint.root}: holds an adapter, and no {ADAPTER_CONFIG} lies beside it; "
+            "give it with --adapter-config FILE"
+        )
+    settings = read_config(config)
+    parts, others = assign(names, bias=settings.bias, wanted=name, where=checkpoint.root)
+    if not parts:
+        return None
+    # Tied parameters are one tensor; peft saves each name.
+    held = {**checkpoint.tensors, **{a: checkpoint.tensors[o] for a, o in checkpoint.aliases.items()}}
+    saved = {key: part.saved for key, part in parts.items()}
+    return Adapter(
+        Checkpoint(
+            format=checkpoint.format,
+            root=checkpoint.root,
+            tensors={saved[key]: held[key] for key in parts},
+            optimizer=_Renamed(checkpoint, saved),
+            metadata=checkpoint.metadata,
+            companions={**_companions(checkpoint), ADAPTER_CONFIG: config},
+            ties=False,
+        ),
+        settings,
+        {part.saved: part for part in parts.values()},
+        {base_name(key): held[key] for key in others if key in checkpoint.tensors},
+        checkpoint.companions.get("config.json"),
+    )
+
+
+def _companions(checkpoint: Checkpoint) -> dict[str, Place]:
+    """The companions but `config.json`: a folder that has one would be taken for a whole model."""
+    return {name: path for name, path in checkpoint.companions.items() if name != "config.json"}
+
+
+class _Renamed:
+    """The optimizer state of the adapter's tensors, under the names of peft's file."""
+
+    def __init__(self, checkpoint: Checkpoint, saved: Mapping[str, str]) -> None:
+        self.checkpoint = checkpoint
+        self.saved = saved
+
+    def __call__(self, aliases: Aliases) -> OptimizerState | None:
+        found = self.checkpoint.optimizer
+        if found is None:
+            return None
+
+        def groups() -> ParamGroups:
+            return [
+                {
+                    **group,
+                    "params": [self.saved[name] for name in group.get("params", ()) if name in self.saved],
+                }
+                for group in found.param_groups
+            ]
+
+        state = {self.saved[name]: values for name, values in found.state.items() if name in self.saved}
+        return OptimizerState(state, groups)

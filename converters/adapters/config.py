@@ -1,0 +1,246 @@
+"""`adapter_config.json`: the settings of a peft adapter that say what its tensors mean."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from converters.companions import find_beside
+from converters.errors import CheckpointError, printable
+from converters.options import ADAPTER_CONFIG
+from converters.storage.guarded import read_small_text
+from converters.storage.path_or_url import place
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.storage.path_or_url import Place
+
+TYPES = ("LORA", "IA3", "TRAINABLE_TOKENS")
+_BIASES = ("none", "all", "lora_only")
+# Settings that are read here, and those that do not change what is added to a weight. An adapter with others
+# set is not merged: aLoRA, Arrow, KaSA, QALoRA, BD-LoRA, MonteCLoRA, replicated layers, and what is to come.
+_READ = (
+    *(
+        "peft_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+    ),
+    *("use_dora", "bias", "fan_in_fan_out", "target_parameters", "trainable_token_indices", "token_indices"),
+    *("feedforward_modules", "ensure_weight_tying", "modules_to_save", "init_lora_weights", "lora_bias"),
+)
+_HARMLESS = (
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules"),
+    *(
+        "exclude_modules",
+        "lora_dropout",
+        "layers_to_transform",
+        "layers_pattern",
+        "loftq_config",
+        "eva_config",
+    ),
+    *("corda_config", "lora_ga_config", "velora_config", "qalora_group_size", "runtime_config"),
+    *("init_ia3_weights", "init_weights", "megatron_core"),
+)
+KNOWN = frozenset((*_READ, *_HARMLESS))
+# Initialisations that subtract from the base's weights, which the adapter then needs instead of the base.
+CHANGES_BASE = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
+# A pattern comes from a file: its worst case must be bounded.
+_MAX_PATTERN, _MAX_PATTERNS, _MAX_REPEATS = 512, 10_000, 3
+_NESTED = re.compile(r"\)[*+{]|\\[1-9]")
+_REPEAT = re.compile(r"(?<!\\)(?:\\\\)*[*+{]")
+_MAX_RANK = 1 << 20
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The settings that the arithmetic of an adapter needs.
+
+    Attributes:
+        path: of the file.
+        type: LORA, IA3 or TRAINABLE_TOKENS.
+        values: the whole file.
+    """
+
+    path: Place
+    type: str
+    r: int = 0
+    alpha: float = 0.0
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rslora: bool = False
+    dora: bool = False
+    bias: str = "none"
+    fan_in_fan_out: bool = False
+    target_parameters: tuple[str, ...] = ()
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    feedforward: tuple[str, ...] | str = ()
+    tie: bool = False
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def base(self) -> str | None:
+        """The name or path of the base model, where the file records it."""
+        name = self.values.get("base_model_name_or_path")
+        return name if isinstance(name, str) and name else None
+
+    def rank(self, name: str) -> int:
+        """The rank of the module or parameter `name`."""
+        return self.rank_pattern.get(_matching(self.rank_pattern, name), self.r)
+
+    def scaling(self, name: str) -> float:
+        """The factor of its product."""
+        alpha, rank = self.alpha_pattern.get(_matching(self.alpha_pattern, name), self.alpha), self.rank(name)
+        return float(alpha / rank**0.5 if self.rslora else alpha / rank)
+
+    def is_feedforward(self, module: str) -> bool:
+        """Whether (IA)^3 scales the inputs of this module, not its outputs."""
+        if isinstance(self.feedforward, str):
+            return re.fullmatch(self.feedforward, module) is not None
+        return any(module == name or module.endswith("." + name) for name in self.feedforward)
+
+
+def _matching(patterns: Mapping[str, Any], name: str) -> str:
+    """The first pattern that matches the end of `name`, as peft's `get_pattern_key` finds it."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), name)
+
+
+def find_config(root: Place) -> Place | None:
+    """The `adapter_config.json` of a checkpoint: in its folder, or above it as its tokenizer would be."""
+    return find_beside(root, ADAPTER_CONFIG)
+
+
+def given_config(named: str) -> Place:
+    """The file that `--adapter-config` names, or that lies in the folder that it names."""
+    path = place(named)
+    path = path / ADAPTER_CONFIG if path.is_dir() else path
+    if not path.is_file():
+        raise CheckpointError(f"--adapter-config {named}: no such file")
+    return path
+
+
+def read_config(path: Place) -> AdapterConfig:
+    """Read and check an `adapter_config.json`.
+
+    Raises:
+        CheckpointError: damaged, of an unsupported type, or a setting has an impossible value.
+    """
+    try:
+        values = json.loads(read_small_text(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path}: damaged, not readable as JSON") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: damaged, not a table of settings")
+    reader = _Reader(path, values)
+    kind = values.get("peft_type")
+    if kind not in TYPES:
+        shown = printable(kind)[:40]
+        raise CheckpointError(f"{path}: peft_type {shown!r} is not supported ({', '.join(TYPES)} are)")
+    common: dict[str, Any] = {
+        "path": path,
+        "type": kind,
+        "fan_in_fan_out": reader.flag("fan_in_fan_out"),
+        "values": values,
+    }
+    if kind == "IA3":
+        return AdapterConfig(**common, feedforward=reader.names_or_pattern("feedforward_modules"))
+    if kind == "TRAINABLE_TOKENS":
+        named = reader.names("target_modules") or ("embed_tokens",)
+        indices = reader.indices("token_indices", values.get("token_indices"))
+        return AdapterConfig(**common, tokens=dict.fromkeys(named, indices))
+    bias = values.get("bias") or "none"
+    if bias not in _BIASES:
+        raise CheckpointError(f"{path}: bias {printable(bias)[:40]!r} is not one of {', '.join(_BIASES)}")
+    return AdapterConfig(
+        **common,
+        r=int(reader.number("r", values.get("r", 8), whole=True)),
+        alpha=reader.number("lora_alpha", values.get("lora_alpha", 8)),
+        rank_pattern={key: int(value) for key, value in reader.patterns("rank_pattern", whole=True).items()},
+        alpha_pattern=reader.patterns("alpha_pattern"),
+        rslora=reader.flag("use_rslora"),
+        dora=reader.flag("use_dora"),
+        bias=bias,
+        target_parameters=reader.names("target_parameters"),
+        tokens=reader.tokens("trainable_token_indices"),
+        tie=reader.flag("ensure_weight_tying"),
+    )
+
+
+class _Reader:
+    """Typed access to the settings of one file."""
+
+    def __init__(self, path: Place, values: Mapping[str, Any]) -> None:
+        self.path = path
+        self.values = values
+
+    def wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key} is {printable(repr(value))[:60]}, not {wanted}")
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return bool(value)
+
+    def number(self, key: str, value: Any, *, whole: bool = False) -> float:
+        kinds = (int,) if whole else (int, float)
+        if type(value) not in kinds or not abs(value) < _MAX_RANK or (whole and value < 1):
+            raise self.wrong(key, value, "a positive integer" if whole else "a number")
+        return float(value)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        value = self.values.get(key)
+        value = [value] if isinstance(value, str) else value if value is not None else []
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.wrong(key, value, "a list of names")
+        return tuple(value)
+
+    def names_or_pattern(self, key: str) -> tuple[str, ...] | str:
+        value = self.values.get(key)
+        return self.pattern(key, value) if isinstance(value, str) else self.names(key)
+
+    def pattern(self, key: str, text: str) -> str:
+        """`text`, a regular expression whose work is bounded."""
+        repeats = len(_REPEAT.findall(text))
+        if len(text) > _MAX_PATTERN or repeats > _MAX_REPEATS or (repeats and _NESTED.search(text)):
+            raise self.wrong(key, text, "a simple pattern (at most 3 repeats, not nested)")
+        try:
+            re.compile(text)
+        except (re.error, RecursionError, OverflowError):
+            raise self.wrong(key, text, "a regular expression") from None
+        return text
+
+    def patterns(self, key: str, *, whole: bool = False) -> dict[str, float]:
+        value = self.values.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
+            raise self.wrong(key, value, "a table of names and numbers")
+        return {
+            self.pattern(key, name): self.number(f"{key} of {name[:60]!r}", number, whole=whole)
+            for name, number in value.items()
+        }
+
+    def indices(self, key: str, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list) or not all(type(at) is int and 0 <= at < 1 << 40 for at in value):
+            raise self.wrong(key, value, "a list of token numbers")
+        if len(set(value)) != len(value):
+            raise CheckpointError(f"{self.path}: {key} names a token twice")
+        return tuple(value)
+
+    def tokens(self, key: str) -> dict[str, tuple[int, ...]]:
+        """Module name -> its trainable tokens; `""` for the input embedding."""
+        value = self.values.get(key)
+        if value is None:
+            return {}
+        if isinstance(value, dict):
+            return {name: self.indices(f"{key} of {name[:60]!r}", at) for name, at in value.items()}
+        return {"": self.indices(key, value)}

@@ -1,0 +1,151 @@
+"""What an adapter does to the rows of a weight, in numpy.
+
+A weight is seen as a matrix of rows. A stack of experts is the rows of all its matrices; a convolution has
+one row for each output channel.
+
+Source: peft/tuners/lora/layer.py (`get_delta_weight`), peft/tuners/lora/variants.py (DoRA's merging),
+peft/tuners/ia3/layer.py, peft/tuners/trainable_tokens/layer.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from converters.tensors.tensor import Array
+
+    Factors = Callable[[], tuple[Array, Array]]
+
+
+def _none(before: object) -> None:
+    """Most changes need to see nothing first."""
+
+
+# Multiplications below which OpenBLAS stays on one thread. Its threads would wait for each other, since every
+# thread of a conversion multiplies: forty times slower, as measured on two busy cores.
+_SMALL = 1 << 18
+
+
+def _add_product(rows: Array, left: Array, right: Array) -> None:
+    """rows += left @ right, in tiles that fit the cache."""
+    rank, columns = right.shape
+    width = max(32, min(1024, columns, _SMALL // (16 * rank)))
+    height = max(1, _SMALL // (width * rank))
+    for top in range(0, len(rows), height):
+        for start in range(0, columns, width):
+            tile = rows[top : top + height, start : start + width]
+            tile += left[top : top + height] @ right[:, start : start + width]
+
+
+def _overlap(block: Array, first: int, row: int, count: int) -> tuple[slice, slice] | None:
+    """(rows of the block, the same rows counted from `row`) of those in [row, row + count)."""
+    low, high = max(first, row), min(first + len(block), row + count)
+    return (slice(low - first, high - first), slice(low - row, high - row)) if low < high else None
+
+
+@dataclass
+class LowRank:
+    """Adds rows [start, start + count) of left @ right to the rows from `row` on.
+
+    Attributes:
+        factors: gives left (rows, rank), scaled, and right (rank, columns).
+        magnitude: DoRA: gives the norms that the rows have in the end.
+    """
+
+    factors: Factors
+    row: int
+    start: int
+    count: int
+    magnitude: Callable[[], Array] | None = None
+
+    prepare = staticmethod(_none)
+
+    def apply(self, block: Array, first: int) -> None:
+        found = _overlap(block, first, self.row, self.count)
+        if found is None:
+            return
+        here, there = found
+        left, right = self.factors()
+        there = slice(there.start + self.start, there.stop + self.start)
+        rows = block[here]
+        _add_product(rows, left[there], right)
+        if self.magnitude is not None:
+            norm = np.sqrt(np.square(rows).sum(axis=1, keepdims=True))
+            rows *= self.magnitude()[there, None] / norm
+
+
+@dataclass
+class ColumnMagnitude:
+    """DoRA where a weight's outputs are its columns: gives each column its norm."""
+
+    magnitude: Callable[[], Array]
+    _factor: Array = field(default_factory=lambda: np.empty(0))
+
+    def prepare(self, before: Callable[[Callable[[Array, int], None]], None]) -> None:
+        # float64: the sum runs over all rows, one block after the other.
+        total = np.zeros(1)
+
+        def see(block: Array, first: int) -> None:
+            nonlocal total
+            total = total + np.square(block).sum(axis=0, dtype=np.float64)
+
+        before(see)
+        self._factor = (self.magnitude() / np.sqrt(total)).astype(np.float32)
+
+    def apply(self, block: Array, first: int) -> None:
+        block *= self._factor
+
+
+@dataclass
+class Scale:
+    """Multiplies by a vector: one factor for each row from `row` on, or for each column."""
+
+    vector: Callable[[], Array]
+    row: int
+    start: int
+    count: int
+    columns: bool
+
+    prepare = staticmethod(_none)
+
+    def apply(self, block: Array, first: int) -> None:
+        found = _overlap(block, first, self.row, self.count)
+        if found is None:
+            return
+        here, there = found
+        if self.columns:
+            block[here] *= self.vector()
+        else:
+            block[here] *= self.vector()[there.start + self.start : there.stop + self.start, None]
+
+
+@dataclass
+class Add:
+    """Adds a vector, scaled, to a bias: a tensor of one row."""
+
+    vector: Callable[[], Array]
+
+    prepare = staticmethod(_none)
+
+    def apply(self, block: Array, first: int) -> None:
+        block += self.vector()
+
+
+@dataclass
+class ReplaceRows:
+    """Replaces single rows: trained tokens of an embedding."""
+
+    rows: tuple[int, ...]
+    values: Callable[[], Array]
+
+    prepare = staticmethod(_none)
+
+    def apply(self, block: Array, first: int) -> None:
+        inside = [at for at, row in enumerate(self.rows) if first <= row < first + len(block)]
+        if inside:
+            block[[self.rows[at] - first for at in inside]] = self.values()[inside]

@@ -1,0 +1,162 @@
+"""peft's names of an adapter's tensors: in a live model, and in the file that peft saves.
+
+A live parameter holds the adapter's name, `model.layers.0.self_attn.q_proj.lora_A.default.weight`; the saved
+one does not, and begins with `base_model.model.`. A module in `modules_to_save` is saved under its own name.
+
+Source: peft/utils/save_and_load.py (`get_peft_model_state_dict`), peft/tuners/lora/model.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converters.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PREFIX = "base_model.model."
+BASE_LAYER = "base_layer"
+MAGNITUDE, TOKENS = "lora_magnitude_vector", "trainable_tokens_delta"
+KINDS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", MAGNITUDE, "ia3_l", TOKENS})
+_MODULES_TO_SAVE, _ORIGINAL, _TOKEN_ADAPTER = "modules_to_save", "original_module", "token_adapter"
+_LEAVES = ("weight", "bias")
+# What peft saves whole where the adapter targets it, since its rows may have been resized.
+_SAVED_WHOLE = ("embed_tokens", "lm_head")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of an adapter.
+
+    Attributes:
+        module: the module in the live model, without what peft wraps around it.
+        wraps: how many wrappers of peft lie between the module and this tensor.
+        kind: one of `KINDS`; or `""` for a tensor that replaces one of the base, called `leaf`.
+        leaf: `weight`, `bias`, or for a replaced tensor its name in the module; `""` for a bare parameter.
+        saved: its name in peft's file.
+        adapter: the adapter's name; None in a saved file.
+    """
+
+    module: str
+    wraps: int
+    kind: str
+    leaf: str
+    saved: str
+    adapter: str | None = None
+
+
+def part_of(name: str) -> Part | None:
+    """The adapter's tensor that a live or saved name means; None for a name that only a model has."""
+    path = name.removeprefix(PREFIX).split(".")
+    for at, kind in enumerate(path):
+        if kind == _ORIGINAL:
+            return None
+        if kind == _MODULES_TO_SAVE and len(path) > at + 2:
+            plain = [*path[:at], *path[at + 2 :]]
+            return Part(".".join(plain[:-1]), 0, "", plain[-1], _saved(plain), path[at + 1])
+        if kind in KINDS:
+            adapter, leaf = _tail(path[at + 1 :])
+            if adapter == "":
+                return None
+            module, wraps = _unwrapped(path[:at])
+            # Saved as it was when the magnitude was a parameter and not a module.
+            end = [leaf] if leaf and kind != MAGNITUDE else []
+            return Part(module, wraps, kind, leaf, _saved([*path[: at + 1], *end]), adapter)
+    return None
+
+
+def _saved(path: list[str]) -> str:
+    return PREFIX + ".".join(path)
+
+
+def _tail(tail: list[str]) -> tuple[str | None, str]:
+    """(adapter's name or None, leaf) of what follows a kind; `""` as the name where it is neither."""
+    if not tail:
+        return None, ""
+    if len(tail) == 1:
+        return (None, tail[0]) if tail[0] in _LEAVES else (tail[0], "")
+    return (tail[0], tail[1]) if len(tail) == 2 and tail[1] in _LEAVES else ("", "")
+
+
+def _unwrapped(path: list[str]) -> tuple[str, int]:
+    """The module of a path, and the number of wrappers at its end."""
+    if path and path[-1] == _TOKEN_ADAPTER:
+        path = path[:-1]
+    wraps = 0
+    while path and path[-1] == BASE_LAYER:
+        path, wraps = path[:-1], wraps + 1
+    return ".".join(path), wraps
+
+
+def replaced(name: str) -> Part:
+    """The tensor of the base that a name in peft's file replaces."""
+    module, _, leaf = name.removeprefix(PREFIX).rpartition(".")
+    module, wraps = _unwrapped(module.split("."))
+    return Part(module, wraps, "", leaf, _saved([name.removeprefix(PREFIX)]))
+
+
+def assign(
+    names: Iterable[str], *, bias: str, wanted: str | None, where: object
+) -> tuple[dict[str, Part], list[str]]:
+    """Sort the tensors of a checkpoint into those of an adapter, and those of its base.
+
+    Args:
+        bias: the setting `bias` of the adapter.
+        wanted: the adapter's name where the checkpoint holds several.
+
+    Returns:
+        Name -> part, and the names of the base's tensors.
+
+    Raises:
+        CheckpointError: several adapters, and none was named; or none of that name.
+    """
+    names = list(names)
+    parts = {name: part for name in names if (part := part_of(name)) is not None}
+    rest = [name for name in names if name not in parts]
+    held = sorted({part.adapter for part in parts.values() if part.adapter is not None and part.kind})
+    if not held:
+        # peft's own file: what is no part of the adapter replaces a tensor of the base. With `bias: all`,
+        # peft also saves the biases of a replaced module under the names that it has in the live model.
+        if all(name.startswith(PREFIX) for name in names):
+            parts = {name: part for name, part in parts.items() if part.kind}
+            rest = [name for name in names if not {_MODULES_TO_SAVE, _ORIGINAL} & set(name.split("."))]
+            return parts | {name: replaced(name) for name in rest if name not in parts}, []
+    elif wanted is None and len(held) > 1:
+        raise CheckpointError(
+            f"{where}: holds several adapters ({', '.join(held)}); choose one with --adapter-name"
+        )
+    if wanted is not None and wanted not in held:
+        raise CheckpointError(f"{where}: holds no adapter {wanted!r}; it holds {', '.join(held) or 'one'}")
+    chosen = wanted if wanted is not None else next(iter(held), None)
+    parts = {name: part for name, part in parts.items() if part.adapter in (None, chosen)}
+    modules = {part.module for part in parts.values() if part.kind}
+    tokens = any(part.kind == TOKENS for part in parts.values())
+    base: list[str] = []
+    for name in rest:
+        part = replaced(name)
+        original = _ORIGINAL in name.split(".")
+        trained = part.leaf == "bias" and (
+            bias == "all" or (bias != "none" and part.wraps > 0 and part.module in modules)
+        )
+        whole = (
+            part.wraps > 0
+            and not tokens
+            and part.module in modules
+            and part.module.rpartition(".")[2] in _SAVED_WHOLE
+        )
+        if not original and (trained or whole):
+            parts[name] = part
+        else:
+            base.append(name)
+    return parts, base
+
+
+def base_name(name: str) -> str:
+    """The name in the plain model of a tensor of the base in a live adapter model."""
+    return ".".join(
+        part
+        for part in name.removeprefix(PREFIX).split(".")
+        if part not in (BASE_LAYER, _ORIGINAL, _TOKEN_ADAPTER)
+    )

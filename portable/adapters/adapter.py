@@ -1,0 +1,411 @@
+"""Put an adapter into a model on the meta device, and say where its tensors' values come from."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+import warnings
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from converters import CheckpointError, find_adapter, fingerprint, open_checkpoint
+from converters.adapters.names import part_of, replaced
+from portable.adapters.initial import NAME, initial_values
+from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config
+from portable.durable import write_durably
+from portable.errors import UserError, one_line, require
+from portable.model import build as models
+from portable.model.freezing import COMPUTE, freeze, frozen_names
+from portable.model.initialize import Blueprint
+from portable.model.parameters import state_tensors, tied_names
+from portable.model.pretrained import snapshot
+from portable.model.quantized import KINDS, QuantizedLinear, QuantizedTensor, bitsandbytes, quantize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from converters import Checkpoint
+    from portable.config import RunConfig
+    from portable.model.tensors import ReadableTensor
+
+_COPY, _ORIGINAL = f".modules_to_save.{NAME}.", ".original_module."
+_SHOWN = 8
+
+
+class Adapter:
+    """The adapter of a run, and the frozen model around it.
+
+    Attributes:
+        config: peft's.
+        blueprint: the base model as it was before, on the meta device.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        config: Any,
+        blueprint: Blueprint,
+        model: PreTrainedModel,
+        names: dict[str, str],
+    ) -> None:
+        self.config = config
+        self.blueprint = blueprint
+        self._run = run
+        self._names = names
+        self._quantized: dict[str, QuantizedLinear] = {}
+        self._initial, self._lengths = initial_values(model, config, run.seed, names)
+        self._files = _names_in_files(model)
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def quantize(self, model: PreTrainedModel) -> None:
+        """Quantize the frozen linear layers of ``model``, as ``adapter.base`` says.
+
+        Raises:
+            UserError: if it has none, or bitsandbytes is not installed.
+        """
+        bitsandbytes()
+        kind, compute = self._run.adapter.base, COMPUTE.get(self._run.precision, torch.float32)
+        for name, layer in quantize(model, kind, compute).items():
+            self._names[f"{name}.bits"] = self._names.pop(f"{name}.weight")
+            self._quantized[f"{name}.bits"] = layer
+        require(
+            bool(self._quantized),
+            f"adapter.base: {type(model).__name__} has no linear layers to hold in {kind}; use auto",
+        )
+
+    def of_base(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+        """Weights of the base model under the names of the model with the adapter.
+
+        A module that is trained in full starts from the base's values. What else of the adapter depends on
+        them, DoRA's lengths, is added.
+        """
+        found = {name: weights[base] for name, base in self._names.items() if base in weights}
+        for name, layer in self._quantized.items():
+            if name in found:
+                found[name] = QuantizedTensor(found[name], layer)
+        if self._run.adapter.name_or_path is None:
+            for name, (lengths, base) in self._lengths.items():
+                if base in weights:
+                    found[name] = lengths.of(weights[base])
+        return found
+
+    def initial(self) -> Mapping[str, ReadableTensor]:
+        """The adapter's own values at the start, by parameter name.
+
+        They depend on the seed and the name only, and are those that peft gives the layer after
+        ``torch.manual_seed``; or they are those of ``adapter.name_or_path``.
+
+        Raises:
+            UserError: if that adapter cannot be read or does not fit.
+        """
+        name_or_path = self._run.adapter.name_or_path
+        return self._initial if name_or_path is None else self._stored(name_or_path)
+
+    def _stored(self, name_or_path: str) -> dict[str, ReadableTensor]:
+        folder = folder_of(name_or_path)
+        try:
+            found = find_adapter(open_checkpoint(folder))
+        except CheckpointError as error:
+            raise UserError(f"adapter.name_or_path: {error}") from error
+        tensors = {} if found is None else found.checkpoint.tensors
+        lacking = sorted(self._files.values() - tensors.keys())
+        unknown = sorted(tensors.keys() - self._files.values())
+        for names, what in ((lacking, "has no"), (unknown, "has the unknown tensor")):
+            require(
+                not names,
+                f"adapter.name_or_path: {folder} {what} {(names or [''])[0]}; use an adapter of this model",
+            )
+        for name, key in self._files.items():
+            require(
+                tuple(tensors[key].shape) == self._shapes[name],
+                f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)}, the model "
+                f"{list(self._shapes[name])}; use an adapter of this model",
+            )
+        return {name: tensors[key] for name, key in self._files.items()}
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree in to be one of this adapter, as plain JSON values."""
+        values = as_json(self.config)
+        for name in ("base_model_name_or_path", "revision", "peft_version", "inference_mode"):
+            values.pop(name, None)
+        base = self.base
+        return {"config": values, "base": None if base is None else fingerprint(base)}
+
+    @cached_property
+    def base(self) -> Checkpoint | None:
+        """The files of the base model; None if it starts from random weights, which follow from the seed.
+
+        Raises:
+            UserError: if they cannot be read.
+        """
+        settings = self._run.model
+        if settings.from_scratch:
+            return None
+        try:
+            return open_checkpoint(snapshot(str(settings.name_or_path)))
+        except CheckpointError as error:
+            raise UserError(f"model.name_or_path: {error}") from error
+
+    def write_config(self, folder: Path) -> None:
+        """Write ``adapter_config.json`` as peft does."""
+        text = json.dumps(as_json(self.config), indent=2, sort_keys=True)
+        write_durably(folder / CONFIG_FILE, text + "\n")
+
+    def check(self, stored: Any, source: object) -> None:
+        """Raise UserError unless the checkpoint ``source``, which holds the identity ``stored``, fits."""
+        require(
+            isinstance(stored, dict),
+            f"checkpoint.resume: {source} is no checkpoint of an adapter; choose another output_dir",
+        )
+        require(
+            stored.get("base") == self.identity["base"],
+            f"checkpoint.resume: {source} belongs to another base model than {self._run.model.name_or_path}, "
+            "whose weights differ; give the weights that the adapter was trained on",
+        )
+        theirs, ours = stored.get("config"), self.identity["config"]
+        theirs = theirs if isinstance(theirs, dict) else {}
+        changed = [name for name in ours if ours[name] != theirs.get(name, ours[name])]
+        require(
+            not changed,
+            f"checkpoint.resume: {source} belongs to another adapter ({', '.join(changed)}); choose another "
+            "output_dir",
+        )
+
+
+def training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
+    """The model that a run trains, on the meta device: with its adapter, if it has one."""
+    model = models.training_model(model_config, config)
+    adapt(model, model_config, config)
+    return model
+
+
+def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunConfig) -> Adapter | None:
+    """Freeze ``model``, on the meta device, and put the run's adapter into it; None if the run has none.
+
+    The model stays the transformers model itself. Frozen weights get the dtype ``adapter.base``, except those
+    that transformers keeps in fp32; trained ones are fp32.
+
+    Raises:
+        UserError: for an adapter that the model cannot have.
+    """
+    if config.adapter.type is None:
+        return None
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its kernels are of no use here
+    import peft
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    heads = _heads(model) if config.model.task == "sequence-classification" else []
+    settings = peft_config(config, getattr(model_config, "_commit_hash", None), heads)
+    _check_targets(model, settings, config.adapter.layers)
+    _check_ties(model, settings)
+    blueprint = Blueprint.of(model)
+    before = {id(tensor): name for name, tensor in state_tensors(model).items()}
+    try:
+        with _quiet():
+            peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+        reason = one_line(error)
+        raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
+    names = _base_names(model, before)
+    adapter = Adapter(config, settings, blueprint, model, names)
+    _freeze(model, names, _base_dtype(config))
+    if config.adapter.base in KINDS:
+        adapter.quantize(model)
+    for module in model.modules():
+        if type(module) is DoraLinearLayer:
+            module.get_lora_weight = _product
+    for name, (lengths, _) in adapter._lengths.items():
+        lengths.dtype = model.get_submodule(name.partition(".lora_magnitude_vector.")[0]).weight.dtype
+    return adapter
+
+
+def _product(**given: Any) -> Tensor:
+    """What DoRA adds to a weight. peft takes a unit matrix through both layers, to run hooks of FSDP1.
+
+    The unit matrix, of the layer's inputs, can be larger than the layer.
+    """
+    product: Tensor = given["lora_B"].weight @ given["lora_A"].weight
+    return product
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without peft's warnings: about what is checked here, or about settings that it then corrects."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# -- what is adapted -----------------------------------------------------------------------------------------
+
+
+def _heads(model: PreTrainedModel) -> list[str]:
+    """The modules outside the base model: what a classifier has that its checkpoint may not have."""
+    found = [
+        name
+        for name, module in model.named_children()
+        if name != model.base_model_prefix and next(module.parameters(), None) is not None
+    ]
+    return found if model.base_model_prefix in dict(model.named_children()) else []
+
+
+def _check_targets(model: PreTrainedModel, settings: Any, layers: tuple[int, ...] | None) -> None:
+    """Check the names in ``settings``, and write out what peft would take another way or not at all.
+
+    Raises:
+        UserError: for a name that matches nothing, with the nearest that the model has.
+    """
+    modules = [name for name, _ in model.named_modules() if name]
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+    targets = settings.target_modules
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        if layers is not None:  # peft takes their numbers only beside names
+            settings.target_modules = {name for name in linear if _layer_of(name) in layers}
+            require(
+                bool(settings.target_modules),
+                f"adapter.layers: the model has no linear layers in {list(layers)}; give numbers from 0",
+            )
+    elif isinstance(targets, str):
+        require(layers is None, "adapter.layers: goes with names; put the layers into the expression")
+        try:
+            found = [name for name in modules if re.fullmatch(targets, name)]
+        except re.error as error:
+            raise UserError(
+                f"adapter.target_modules: {targets!r} is not a regular expression ({error}); correct it"
+            ) from error
+        require(
+            bool(found) or bool(getattr(settings, "target_parameters", None)),
+            f"adapter.target_modules: {targets!r} matches no whole module name; the linear modules are "
+            f"{_listed(linear)}; give names in a list, such as [{_last(linear)[0] if linear else 'q_proj'}]",
+        )
+    else:
+        _check_names("target_modules", targets or (), modules, linear)
+    _check_names("modules_to_save", settings.modules_to_save or (), modules, modules)
+    parameters = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
+    chosen = getattr(settings, "target_parameters", None) or ()
+    _check_names("target_parameters", chosen, parameters, parameters)
+    for setting, used in (
+        ("layers", layers is not None),
+        ("init: orthogonal", getattr(settings, "init_lora_weights", None) == "orthogonal"),
+    ):
+        require(
+            not (chosen and used),
+            f"adapter.{setting} does not work with adapter.target_parameters; remove one of the two",
+        )
+
+
+def _layer_of(name: str) -> int | None:
+    match = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
+    return None if match is None else int(match[1])
+
+
+def _check_names(key: str, names: Any, known: list[str], suggested: list[str]) -> None:
+    for name in sorted(names):
+        if not any(one == name or one.endswith(f".{name}") for one in known):
+            tails = {".".join(one.split(".")[-depth:]) for one in suggested for depth in (1, 2)}
+            tails = {tail for tail in tails if not tail.isdigit()}
+            near = difflib.get_close_matches(name, sorted(tails), n=3, cutoff=0.5)
+            hint = f"the nearest are {', '.join(near)}" if near else f"it has {_listed(suggested)}"
+            raise UserError(f"adapter.{key}: the model has no {name}; {hint}")
+
+
+def _last(names: list[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _listed(names: list[str]) -> str:
+    tails = _last(names)
+    more = f" and {len(tails) - _SHOWN} more" if len(tails) > _SHOWN else ""
+    return ", ".join(tails[:_SHOWN]) + more
+
+
+def _check_ties(model: PreTrainedModel, settings: Any) -> None:
+    """Raise UserError if something trained would come apart from what it is tied to."""
+    tied = {name: others for name, others in tied_names(model).items() if others}
+    holders = {n.rpartition(".")[0] for first, others in tied.items() for n in (first, *others)}
+    for name in sorted(settings.modules_to_save or ()):
+        for holder in holders:
+            if holder == name or f".{holder}.".find(f".{name}.") >= 0:
+                raise UserError(
+                    f"adapter.modules_to_save: {name} shares its weights with another module (tied), and a "
+                    "copy would not; leave it out, or use a model with tie_word_embeddings: false"
+                )
+    targets = settings.target_modules
+    head: Any = model.get_output_embeddings()
+    for name in sorted(holders):
+        module = model.get_submodule(name)
+        if module is not head or not isinstance(module, nn.Linear):
+            continue
+        hit = (
+            targets.lower() != "all-linear" and re.fullmatch(targets, name)
+            if isinstance(targets, str)
+            else any(name == one or name.endswith(f".{one}") for one in targets or ())
+        )
+        if hit:
+            raise UserError(
+                f"adapter.target_modules: {name} shares its weights with the embedding (tied); leave it out, "
+                "or use a model with tie_word_embeddings: false"
+            )
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+def _base_names(model: PreTrainedModel, before: Mapping[int, str]) -> dict[str, str]:
+    """For each tensor of ``model`` that starts from one of the base, the name of that one.
+
+    Args:
+        model: with its adapter; the base's tensors in it are the same objects as before.
+        before: their names, by identity.
+    """
+    live = state_tensors(model)
+    found = {name: before[id(tensor)] for name, tensor in live.items() if id(tensor) in before}
+    assert len(found) == len(before)
+    for name in live:
+        if name.replace(_COPY, _ORIGINAL) in found:
+            found[name] = found[name.replace(_COPY, _ORIGINAL)]
+    return found
+
+
+def _names_in_files(model: PreTrainedModel) -> dict[str, str]:
+    """For each trained tensor its name in peft's files."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: (part_of(name) or replaced(name)).saved for name in trained}
+
+
+# -- frozen weights ------------------------------------------------------------------------------------------
+
+
+def _base_dtype(config: RunConfig) -> torch.dtype:
+    compute = COMPUTE.get(config.precision, torch.float32)
+    wanted = {"auto": compute, **dict.fromkeys(KINDS, compute), **COMPUTE}.get(
+        config.adapter.base, torch.float32
+    )
+    require(
+        wanted in (compute, torch.float32),
+        f"adapter.base: {config.adapter.base} does not work with precision {config.precision}, which has "
+        "another compute type; use auto or fp32",
+    )
+    return wanted
+
+
+def _freeze(model: PreTrainedModel, names: Mapping[str, str], dtype: torch.dtype) -> None:
+    """Cast what peft has frozen to ``dtype``, except what transformers keeps in fp32."""
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in kept) or "$^")
+    stays = {name for name in frozen_names(model) if pattern.search(names[name])}
+    freeze(model, [name for name in frozen_names(model) if name not in stays], dtype)

@@ -1,0 +1,184 @@
+"""The values that an adapter starts with, computed layer by layer when they are read."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from portable.model.initialize import derived_seed
+from portable.model.tensors import to_numpy, to_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from portable.model.tensors import Index, ReadableTensor
+
+NAME = "default"
+"""What peft calls the adapter inside a model; its files leave it out."""
+_ROWS = 1024
+"""Of a weight whose lengths are computed, in memory at a time."""
+
+
+def initial_values(
+    model: nn.Module, config: Any, seed: int, base: Mapping[str, str]
+) -> tuple[dict[str, ReadableTensor], dict[str, tuple[Lengths, str]]]:
+    """What peft initializes in each of its layers.
+
+    Args:
+        model: with its adapter, on the meta device.
+        config: peft's.
+        seed: of the run.
+        base: the base model's names of its tensors.
+
+    Returns:
+        The values by parameter name; and by parameter name DoRA's lengths, which are computed from a weight
+        of the base model, with that weight's name.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found: dict[str, ReadableTensor] = {}
+    lengths: dict[str, tuple[Lengths, str]] = {}
+    init = getattr(config, "init_lora_weights", True)
+    for prefix, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            layer = _Layer(module, init, derived_seed(seed, prefix))
+            found |= {f"{prefix}.{name}": _Value(layer, name, shape) for name, shape in layer.shapes.items()}
+            if getattr(module, "lora_magnitude_vector", None):
+                name = f"{prefix}.lora_magnitude_vector.{NAME}.weight"
+                lengths[name] = Lengths(layer, module), base[f"{prefix}.base_layer.weight"]
+    return found, lengths
+
+
+class _Layer:
+    """One of peft's layers without the module that it adapts; initialized by peft's own code."""
+
+    # The layer that was computed last: its tensors are mostly read one after the other.
+    _latest: tuple[_Layer, dict[str, torch.Tensor]] | None = None
+
+    def __init__(self, module: Any, init: Any, seed: int) -> None:
+        self._init, self._seed = init, seed
+        self._module = _without_base(module)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self._module.named_parameters()}
+
+    def values(self) -> dict[str, torch.Tensor]:
+        if _Layer._latest is None or _Layer._latest[0] is not self:
+            _Layer._latest = (self, self._computed())
+        return _Layer._latest[1]
+
+    def _computed(self) -> dict[str, torch.Tensor]:
+        module = copy.copy(self._module)
+        module._modules = {name: copy.deepcopy(child) for name, child in self._module._modules.items()}
+        for child in module._modules.values():
+            child.to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self._seed)
+            with torch.no_grad():
+                _reset(module, self._init)
+        return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def _reset(module: Any, init: Any) -> None:
+    """Initialize the parameters of one of peft's layers."""
+    if hasattr(module, "reset_ia3_parameters"):
+        module.reset_ia3_parameters(NAME)
+        return
+    for child in module.modules():  # what peft leaves as it was made
+        if isinstance(child, nn.Linear | nn.modules.conv._ConvNd):
+            child.reset_parameters()
+    for holder in (module.lora_embedding_A, module.lora_embedding_B):
+        for parameter in holder.values():
+            nn.init.normal_(parameter)
+    if init == "orthogonal" and module.lora_A:
+        module.orthogonal_init(NAME)
+    elif init == "orthogonal":
+        module.reset_lora_parameters(NAME, True)
+    elif init:
+        module.reset_lora_parameters(NAME, init)
+
+
+class _Nothing(nn.Module):
+    """In place of the module that is adapted: peft asks it for the dtype."""
+
+    weight = torch.zeros(())
+
+
+def _without_base(module: Any) -> Any:
+    """A copy of one of peft's layers, on the meta device, around nothing."""
+    shell = copy.copy(module)
+    shell._modules = {
+        name: copy.deepcopy(child)
+        for name, child in module._modules.items()
+        if name not in ("base_layer", "lora_magnitude_vector")
+    }
+    shell._modules["base_layer"] = _Nothing()
+    return shell
+
+
+class _Value:
+    """A tensor of a layer, computed on reading."""
+
+    def __init__(self, layer: _Layer, name: str, shape: tuple[int, ...]) -> None:
+        self._layer, self._name, self._shape = layer, name, shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def read(self, index: Index | None = None) -> NDArray[Any]:
+        tensor = self._layer.values()[self._name]
+        return to_numpy((tensor if index is None else tensor[index]).contiguous())
+
+
+class Lengths:
+    """DoRA's lengths at the start: of each output's row of the base weight plus what the adapter adds."""
+
+    def __init__(self, layer: _Layer, module: Any) -> None:
+        self._layer = layer
+        self._scale = module.scaling[NAME]
+        self._table = bool(module.lora_embedding_A)
+        # Weights that are stored as [in, out], and tables, have their outputs along the second dim.
+        self._across = self._table or bool(module.fan_in_fan_out)
+        self.dtype = torch.float32
+        """Of the base weight in training."""
+
+    def of(self, weight: ReadableTensor) -> _Lengths:
+        return _Lengths(self, weight)
+
+    def computed(self, weight: ReadableTensor, rows: slice | None) -> torch.Tensor:
+        """The lengths, fp32 ``[out]``; of a part of the outputs."""
+        held = self._layer.values()
+        if self._table:
+            down, up = held[f"lora_embedding_A.{NAME}"], held[f"lora_embedding_B.{NAME}"]
+        else:
+            down, up = held[f"lora_A.{NAME}.weight"], held[f"lora_B.{NAME}.weight"]
+        first, last = (0, weight.shape[0]) if rows is None or self._across else (rows.start, rows.stop)
+        squares = []
+        for start in range(first, last, _ROWS):
+            part = slice(start, min(start + _ROWS, last))
+            stored = to_torch(weight.read((part, slice(0, weight.shape[1])))).to(self.dtype).float()
+            if self._across:
+                squares.append((stored + self._scale * (up @ down[:, part]).t()).square().sum(dim=0))
+            else:
+                squares.append((stored + self._scale * (up[part] @ down)).square().sum(dim=1))
+        whole = torch.stack(squares).sum(dim=0) if self._across else torch.cat(squares)
+        lengths = whole.sqrt()
+        return lengths[rows] if self._across and rows is not None else lengths
+
+
+class _Lengths:
+    """A tensor of lengths, computed on reading."""
+
+    def __init__(self, lengths: Lengths, weight: ReadableTensor) -> None:
+        self._lengths, self._weight = lengths, weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self._weight.shape[1 if self._lengths._across else 0],)
+
+    def read(self, index: Index | None = None) -> NDArray[Any]:
+        return to_numpy(self._lengths.computed(self._weight, None if index is None else index[0]))

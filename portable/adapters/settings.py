@@ -1,0 +1,224 @@
+"""The settings of an adapter: from the section ``adapter`` and a file in peft's format to peft's config."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.config.keys import plain
+from portable.config.problems import shown
+from portable.errors import UserError, one_line, require
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portable.config import RunConfig
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_DOCUMENT = "adapter"
+"""The key of the parsed file among the documents of a config."""
+_MOST_BYTES = 1 << 24
+
+KINDS: dict[str, dict[str, str]] = {
+    "lora": {
+        "r": "r",
+        "alpha": "lora_alpha",
+        "dropout": "lora_dropout",
+        "target_modules": "target_modules",
+        "target_parameters": "target_parameters",
+        "modules_to_save": "modules_to_save",
+        "layers": "layers_to_transform",
+        "bias": "bias",
+        "init": "init_lora_weights",
+        "use_dora": "use_dora",
+        "use_rslora": "use_rslora",
+    },
+    "ia3": {"target_modules": "target_modules", "modules_to_save": "modules_to_save"},
+}
+"""For each type of adapter, what peft calls the settings of the section."""
+
+_DETAILS: dict[str, tuple[str, ...]] = {
+    "lora": (
+        "exclude_modules",
+        "fan_in_fan_out",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "lora_bias",
+    ),
+    "ia3": ("exclude_modules", "fan_in_fan_out", "feedforward_modules"),
+}
+"""Keys of peft's files that the section has no name for."""
+
+_INFORMATION = (
+    "peft_type",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "runtime_config",
+    "megatron_core",
+)
+"""Keys that change nothing in training."""
+
+_INITS = (True, False, "gaussian", "orthogonal")
+_TASKS = {
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+    "sequence-classification": "SEQ_CLS",
+    "masked-lm": None,
+}
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """``config`` with the settings of the file that ``adapter.name_or_path`` or ``adapter.config`` names.
+
+    Raises:
+        UserError: if the file cannot be used, or contradicts a setting.
+    """
+    adapter = config.adapter
+    key = "adapter.config" if adapter.name_or_path is None else "adapter.name_or_path"
+    if adapter.name_or_path is None and adapter.config is None:
+        return config
+    path = Path(str(adapter.config)) if adapter.name_or_path is None else folder_of(adapter.name_or_path)
+    path = path if path.is_file() else path / CONFIG_FILE
+    document = _read(path, key)
+    kind = str(document.get("peft_type", "")).lower()
+    require(
+        kind in KINDS,
+        f"{key}: {path}: adapters of type {document.get('peft_type')} are not supported, only "
+        f"{' and '.join(name.upper() for name in KINDS)}; use another adapter",
+    )
+    if (init := document.get("init_lora_weights", True)) not in _INITS:
+        # Its adapters belong to a base whose weights were changed, or need data; eva has such a start only.
+        require(
+            init == "eva" and adapter.name_or_path is not None,
+            f"{key}: {path}: init_lora_weights {shown(init)} is not supported; use true, gaussian or "
+            "orthogonal, or an adapter that peft has converted to plain LoRA",
+        )
+        document = {**document, "init_lora_weights": True}
+    found: dict[str, Any] = {"type": kind}
+    for name, theirs in KINDS[kind].items():
+        if document.get(theirs) is not None:
+            found[name] = _ours(name, document[theirs])
+    values: dict[str, Any] = {}
+    for name, value in found.items():
+        mine = plain(getattr(adapter, name))
+        if config.is_set(f"adapter.{name}") and mine is not None and name != "dropout":
+            require(
+                _ours(name, mine) == value,
+                f"adapter.{name}: {shown(mine)}, but {path} has {shown(value)}; remove adapter.{name}",
+            )
+        elif name != "dropout" or not config.is_set("adapter.dropout"):
+            values[f"adapter.{name}"] = value
+    _refuse_unknown(document, kind, path, key)
+    return config.with_document(_DOCUMENT, document).replaced(values)
+
+
+def _ours(name: str, value: Any) -> Any:
+    """A value of peft's file in the form of the section."""
+    if name == "layers" and isinstance(value, int):
+        return [value]
+    return sorted(value) if name in ("target_modules", "target_parameters") and _is_list(value) else value
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _read(path: Path, key: str) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            document = json.loads(file.read(_MOST_BYTES))
+    except FileNotFoundError as error:
+        raise UserError(f"{key}: {path}: no such file; give an adapter in peft's format") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{key}: {path}: cannot be read ({one_line(error)}); use an intact file") from error
+    require(isinstance(document, dict), f"{key}: {path}: is not a mapping; use peft's {CONFIG_FILE}")
+    found: dict[str, Any] = document
+    return found
+
+
+def _refuse_unknown(document: Mapping[str, Any], kind: str, path: Path, key: str) -> None:
+    """Raise UserError for a key of peft's file that would change the training and is not supported."""
+    known = {*KINDS[kind].values(), *_DETAILS[kind], *_INFORMATION}
+    defaults = {}
+    for field in fields(_class_of(kind)):
+        made = field.default_factory() if field.default_factory is not MISSING else field.default
+        defaults[field.name] = made
+    for name, value in document.items():
+        if name not in known and value not in (defaults.get(name, False), None, {}, []):
+            raise UserError(f"{key}: {path}: {name} {shown(value)} is not supported; use another adapter")
+
+
+def _class_of(kind: str) -> Any:
+    import peft
+
+    return {"lora": peft.LoraConfig, "ia3": peft.IA3Config}[kind]
+
+
+def folder_of(name_or_path: str) -> Path:
+    """The folder of an adapter. Downloads one from the hub if it is not cached."""
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    require(
+        not (name_or_path.startswith(("/", ".")) or name_or_path.count("/") != 1),
+        f"adapter.name_or_path: {name_or_path}: no such folder; give a folder in peft's format or the name "
+        "of an adapter on the hub (organisation/name)",
+    )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
+
+
+def peft_config(config: RunConfig, revision: str | None, modules_to_save: list[str]) -> Any:
+    """peft's config of the run's adapter.
+
+    Args:
+        config: of the run, :func:`settled`.
+        revision: commit of the base model on the hub.
+        modules_to_save: that are trained in full whatever the section says.
+
+    Raises:
+        UserError: for values that peft refuses.
+    """
+    adapter, kind = config.adapter, config.adapter.type
+    assert kind is not None
+    values: dict[str, Any] = {theirs: plain(getattr(adapter, name)) for name, theirs in KINDS[kind].items()}
+    saved = dict.fromkeys([*(values["modules_to_save"] or []), *modules_to_save])
+    values["modules_to_save"] = list(saved) or None
+    if kind == "lora":
+        if isinstance(adapter.target_modules, str):
+            values["layers_to_transform"] = None  # peft takes both only beside names; see `adapt`
+        alpha = values["lora_alpha"]
+        values["lora_alpha"] = int(alpha) if alpha == int(alpha) else alpha
+    else:
+        values["feedforward_modules"] = []
+    document = config.documents.get(_DOCUMENT, {})
+    values |= {name: document[name] for name in _DETAILS[kind] if document.get(name) is not None}
+    try:
+        return _class_of(kind)(
+            **values,
+            task_type=_TASKS[config.model.task],
+            base_model_name_or_path=config.model.name_or_path,
+            revision=revision,
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(f"adapter: {one_line(error)}") from error
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """The content of ``adapter_config.json``, the same in every process."""
+    values = {**config.to_dict(), "inference_mode": True}
+    values = {name: sorted(v) if isinstance(v, set) else v for name, v in values.items()}
+    found: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return found

@@ -1,0 +1,55 @@
+"""``portable-train init``: write a short commented config to begin with."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from converters.console import say
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+INIT = "init"
+"""The first word of the command line."""
+
+
+def tasks() -> dict[str, str]:
+    """The starters in ``configs/starters``, by task."""
+    found = sorted(files("configs").joinpath("starters").iterdir(), key=lambda file: file.name)
+    return {Path(file.name).stem: file.read_text("utf-8") for file in found if file.name.endswith(".yaml")}
+
+
+def init(argv: Sequence[str]) -> int:
+    """Write the starter of a task, and say how to go on.
+
+    Args:
+        argv: the words after ``init``.
+
+    Raises:
+        UserError: if the file is there already, or cannot be written.
+    """
+    starters = tasks()
+    parser = argparse.ArgumentParser(
+        prog="portable-train init", description="Write a short commented config to begin with."
+    )
+    parser.add_argument("file", nargs="?", default="run.yaml", type=Path, help="default: run.yaml")
+    parser.add_argument("--task", choices=starters, default="pretrain", help="default: pretrain")
+    given = parser.parse_args(argv)
+    file: Path = given.file
+    if file.suffix not in (".yaml", ".yml"):
+        raise UserError(f"init: {file}: not the name of a YAML file; end it in .yaml")
+    text = starters[given.task].replace("{file}", str(file)).replace("{name}", f"runs/{file.stem}")
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError as error:
+        raise UserError(f"init: {file} is there already; give another name") from error
+    except OSError as error:
+        raise UserError(f"init: {file}: cannot write it: {error.strerror or error}") from error
+    command = f"  portable-train --config {file}"
+    say(f"wrote {file}; edit it, then\n{command} --dry-run\n{command}")
+    return 0

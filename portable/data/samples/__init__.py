@@ -1,0 +1,1 @@
+"""From the token cache to batches, in order."""

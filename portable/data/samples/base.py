@@ -1,0 +1,289 @@
+"""Map-style data sets over a token cache, with samples of a fixed shape.
+
+A sample is a dictionary of int64 tensors. Its ``labels`` are float32 for numeric targets. Labels are aligned
+with the logits: ``labels[t]`` is the target of ``logits[t]``. The data set shifts them if the task needs it,
+so a loss never does. -100 marks positions that do not count. Shapes are fixed for compiled steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from portable.data.samples.order import Permutation, locate
+from portable.data.samples.truncation import KeptOrder, Truncation, slice_of
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.data.tokens.cache import TokenCache
+
+IGNORED = -100
+Arrays = dict[str, npt.NDArray[Any]]
+Batch = dict[str, torch.Tensor]
+
+
+class Samples(ABC):
+    """A data set with ``num_samples`` samples. Only their masking may differ between epochs."""
+
+    num_samples: int
+    valid_tokens: int | None = None
+    """The number of valid labels per sample, if it is the same for all."""
+    waste: float = 0.0
+    """The share of positions that packing leaves to padding."""
+    sequences: int = 1
+    """The number of sequences in a sample; several are ``[batch, sequences, tokens]``."""
+    context: float | None = None
+    """The mean length of the document that a token is in, where attention stays within it."""
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def epoch_samples(self) -> int:
+        """The number of samples in one pass over the data, as ``train.epochs`` counts."""
+        return self.num_samples
+
+    def locate(self, position: int, seed: int) -> tuple[int, int]:
+        """Return (epoch, index) of the sample at ``position`` of a run."""
+        return locate(position, self.num_samples, seed)
+
+    def source_name(self, index: int) -> str:
+        """The name of the source of a sample in a mixture; empty without one."""
+        return ""
+
+    def progress(self, position: int) -> dict[str, float]:
+        """Numbers to log about the first ``position`` samples of a run, by name."""
+        return {}
+
+    def __getitem__(self, index: int) -> Batch:
+        if not -self.num_samples <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        return {name: values[0] for name, values in self.batch([(0, index % self.num_samples)]).items()}
+
+    def batch(self, places: Sequence[tuple[int, int]]) -> Batch:
+        """Stack the samples at these (epoch, index) places: tensors of shape ``[len(places), ...]``."""
+        return {name: torch.from_numpy(values) for name, values in self.arrays(places).items()}
+
+    @abstractmethod
+    def documents(self, index: int) -> Sequence[int]:
+        """The numbers of the source's documents in a sample, from 0."""
+
+    @abstractmethod
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        """The same as :meth:`batch` in numpy."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The range of the source's samples in a data set: ``[start, start + num_samples)``."""
+
+    start: int
+    num_samples: int
+    order: Permutation | KeptOrder | None = None
+    """Shuffles the samples first, so that the evaluation part of a sorted source is not biased."""
+
+    def __call__(self, index: int) -> int:
+        at = self.start + index
+        return at if self.order is None else self.order(at)
+
+    def document(self, index: int) -> range:
+        """The document of a sample, if each sample is one document."""
+        return range(self(index), self(index) + 1)
+
+
+def packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
+    """Return the number of full blocks in ``tokens`` tokens. ``shifted`` labels need one more token.
+
+    Raises:
+        UserError: if there is none.
+    """
+    count = (tokens - shifted) // seq_len
+    if count < 1:
+        raise UserError(
+            f"data.seq_len: the source has {tokens} tokens, too few for one sample of {seq_len}; "
+            f"give at most {max(1, tokens - shifted)}, or more text"
+        )
+    return count
+
+
+def split_blocks(
+    blocks: int, eval_fraction: float, left_out: npt.NDArray[np.int64] | None = None
+) -> tuple[Part, Part]:
+    """Split packed blocks into training and evaluation. The evaluation part is the end of the text.
+
+    Args:
+        left_out: the numbers of blocks that are in neither, in order.
+    """
+    order: KeptOrder | None = None
+    if left_out is not None and len(left_out):
+        blocks -= len(left_out)
+        order = KeptOrder(blocks, left_out, shuffled=False)
+    held = _held_out(blocks, eval_fraction)
+    return Part(0, blocks - held, order), Part(blocks - held, held, order)
+
+
+def split_documents(
+    documents: int, eval_fraction: float, left_out: npt.NDArray[np.int64] | None = None
+) -> tuple[Part, Part]:
+    """Split documents into training and evaluation at random, independently of the run's seed.
+
+    Args:
+        left_out: the numbers of documents that are in neither, in order.
+    """
+    order: Permutation | KeptOrder = Permutation(documents, seed=0)
+    if left_out is not None and len(left_out):
+        documents -= len(left_out)
+        order = KeptOrder(documents, left_out)
+    held = _held_out(documents, eval_fraction)
+    return Part(0, documents - held, order), Part(documents - held, held, order)
+
+
+def _held_out(samples: int, eval_fraction: float) -> int:
+    if eval_fraction <= 0 or samples < 2:
+        return 0
+    return min(max(1, round(samples * eval_fraction)), samples - 1)
+
+
+class PackedCausal(Samples):
+    """Concatenated documents in blocks of ``seq_len``. Every position is a target, if its token is trained.
+
+    Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and ``labels = tokens[i*L+1 : i*L+L+1]``. No token is a
+    target twice, and training and evaluation share no target.
+    """
+
+    def __init__(self, cache: TokenCache, part: Part, seq_len: int) -> None:
+        self.num_samples = part.num_samples
+        self.valid_tokens = seq_len if cache.trained_bits is None else None
+        self._cache = cache
+        self._part = part
+        self._length = seq_len
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        length, tokens = self._length, self._cache.tokens["text"]
+        inputs = np.empty((len(places), length), dtype=np.int64)
+        labels = np.empty_like(inputs)
+        for row, (_, index) in enumerate(places):
+            at = self._part(index) * length
+            block = tokens[at : at + length + 1]
+            inputs[row] = block[:-1]
+            labels[row] = block[1:]
+            trained = self._cache.trained_between(at + 1, at + length + 1)
+            if trained is not None:
+                labels[row][~trained] = IGNORED
+        return {"input_ids": inputs, "labels": labels}
+
+    def documents(self, index: int) -> range:
+        at = self._part(index) * self._length
+        return self._cache.documents_between("text", at, at + self._length)
+
+
+class PaddedCausal(Samples):
+    """One document per sample, truncated to ``seq_len`` and padded on the right."""
+
+    def __init__(
+        self, cache: TokenCache, part: Part, seq_len: int, pad: int, truncation: Truncation = "end"
+    ) -> None:
+        self._kept = slice_of(truncation, seq_len + 1)
+        self.num_samples = part.num_samples
+        self._cache = cache
+        self._part = part
+        self._length = seq_len
+        self._pad = pad
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        return self._arrays([self._part(index) for _, index in places])
+
+    def _arrays(self, numbers: Sequence[int]) -> Arrays:
+        documents = [self._cache.document("text", number)[self._kept] for number in numbers]
+        inputs, mask = pad_rows([tokens[:-1] for tokens in documents], self._length, self._pad)
+        labels, _ = pad_rows([tokens[1:] for tokens in documents], self._length, IGNORED)
+        for row, number in zip(labels, numbers, strict=True):
+            if (trained := self._cache.trained("text", number)) is not None:
+                targets = trained[self._kept][1:]
+                row[: len(targets)][~targets] = IGNORED
+        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+
+    def documents(self, index: int) -> range:
+        return self._part.document(index)
+
+
+class Extended(Samples):
+    """Samples with more columns, in the order of ``plain``."""
+
+    def __init__(self, plain: Samples) -> None:
+        self.plain = plain
+        self.num_samples, self.valid_tokens = plain.num_samples, plain.valid_tokens
+        self.waste, self.context, self.sequences = plain.waste, plain.context, plain.sequences
+
+    @property
+    def epoch_samples(self) -> int:
+        return self.plain.epoch_samples
+
+    def locate(self, position: int, seed: int) -> tuple[int, int]:
+        return self.plain.locate(position, seed)
+
+    def source_name(self, index: int) -> str:
+        return self.plain.source_name(index)
+
+    def progress(self, position: int) -> dict[str, float]:
+        return self.plain.progress(position)
+
+    def documents(self, index: int) -> Sequence[int]:
+        return self.plain.documents(index)
+
+
+class WithColumns(Extended):
+    """Samples of one record each, with the record's further numbers, ``[batch]``."""
+
+    def __init__(self, plain: Samples, cache: TokenCache) -> None:
+        super().__init__(plain)
+        self._cache = cache
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        numbers = [int(self.plain.documents(index)[0]) for _, index in places]
+        return {**self.plain.arrays(places), **self._cache.columns(numbers)}
+
+
+class Pairs(PaddedCausal):
+    """Two documents per sample, one after the other in the source: what was chosen, and what was rejected."""
+
+    sequences = 2
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        numbers = [2 * self._part(index) + which for _, index in places for which in (0, 1)]
+        found = self._arrays(numbers)
+        return {name: values.reshape(len(places), 2, -1) for name, values in found.items()}
+
+    def documents(self, index: int) -> range:
+        first = 2 * self._part(index)
+        return range(first, first + 2)
+
+
+def pad_rows(
+    rows: Sequence[npt.NDArray[Any]], length: int, pad: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Pad rows on the right; return them and the attention mask.
+
+    A mask has at least one 1 per row, because attention over no position is NaN.
+    """
+    values = np.full((len(rows), length), pad, dtype=np.int64)
+    mask = np.zeros((len(rows), length), dtype=np.int64)
+    for number, row in enumerate(rows):
+        values[number, : len(row)] = row
+        mask[number, : max(1, len(row))] = 1
+    return values, mask
+
+
+def cut(tokens: npt.NDArray[Any], length: int, suffix: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Truncate a document to ``length`` tokens. It still ends with ``suffix``."""
+    out = np.array(tokens[:length], dtype=np.int64)
+    if len(tokens) > length and 0 < len(suffix) < length:
+        out[-len(suffix) :] = suffix
+    return out

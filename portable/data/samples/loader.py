@@ -1,0 +1,290 @@
+"""Loaders of micro-batches: this rank's share of the sample order, prefetched."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import queue
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from portable.data.samples.base import IGNORED, Batch, Samples
+from portable.errors import RunError, UserError
+
+_PRELOAD = "portable.ranks.forkserver_preload"
+_AHEAD = 4  # prefetched micro-batches
+
+
+def rank_positions(
+    *, position: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
+) -> Iterator[list[int]]:
+    """Yield the sample positions of this rank's micro-batches, without end.
+
+    Step *s* takes the samples ``[position + s*G, position + (s+1)*G)`` of the run. Of these, rank *r* of *W*
+    takes the range ``[r*G/W, (r+1)*G/W)`` in order, one micro-batch at a time.
+
+    Raises:
+        UserError: if the sizes do not divide.
+    """
+    if global_batch_size % world_size:
+        raise UserError(
+            f"train.global_batch_size: {global_batch_size} is not divisible by {world_size} ranks; "
+            f"use a multiple of {world_size}"
+        )
+    share = global_batch_size // world_size
+    if share % micro_batch_size:
+        raise UserError(
+            f"train.micro_batch_size: {micro_batch_size} does not divide the {share} samples per rank "
+            f"and step (train.global_batch_size {global_batch_size} on {world_size} ranks); "
+            f"use a divisor of {share}"
+        )
+
+    def positions() -> Iterator[list[int]]:
+        start = position + rank * share
+        while True:
+            for first in range(start, start + share, micro_batch_size):
+                yield list(range(first, first + micro_batch_size))
+            start += global_batch_size
+
+    return positions()
+
+
+class TrainLoader:
+    """This rank's micro-batches from ``position``, without end.
+
+    Yields dictionaries of int64 CPU tensors ``[micro_batch_size, seq_len]`` (labels of a classifier:
+    ``[micro_batch_size]``, or float32) with the arguments of ``model.forward`` and ``labels``. After *s*
+    steps the position of the run is ``position + s * global_batch_size``.
+
+    With ``num_workers`` 0 a thread of this process prefetches. That is the fastest for memory-mapped data
+    (measured with 8 x 2048 tokens: 0.07 ms per micro-batch, against 1 ms and a startup of 2.5 s with worker
+    processes). Otherwise that many processes are started.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        seed: int,
+        position: int = 0,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.micro_batches_per_step = global_batch_size // world_size // micro_batch_size
+        self._seed = seed
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._shares = {
+            "position": position,
+            "global_batch_size": global_batch_size,
+            "micro_batch_size": micro_batch_size,
+            "rank": rank,
+            "world_size": world_size,
+        }
+        rank_positions(**self._shares)  # check the sizes now, not at the first batch
+
+    def __iter__(self) -> BatchIterator:
+        locate, seed = self.dataset.locate, self._seed
+        positions = rank_positions(**self._shares)
+        places = ([locate(position, seed) for position in batch] for batch in positions)
+        return BatchIterator(self.dataset, places, self._num_workers, self._pin_memory)
+
+
+class EvalLoader:
+    """Every sample once over all ranks, in order, with the same number and shape of batches on each rank.
+
+    Batch *b* of rank *r* starts at sample ``(b*W + r) * batch_size``. Rows beyond the last sample repeat the
+    first one with all labels -100, or NaN for numeric labels.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+
+    def __len__(self) -> int:
+        """Batches per rank."""
+        return -(-len(self.dataset) // (self._batch_size * self._world_size))
+
+    def __iter__(self) -> BatchIterator:
+        starts = ((number * self._world_size + self._rank) * self._batch_size for number in range(len(self)))
+        places = (
+            [(EVAL_EPOCH, index) for index in range(start, start + self._batch_size)] for start in starts
+        )
+        return BatchIterator(self.dataset, places, self._num_workers, self._pin_memory)
+
+
+EVAL_EPOCH = (1 << 63) - 1
+"""The epoch for the masking of evaluation samples, so that it is the same in every evaluation."""
+
+
+def fetch(dataset: Samples, places: Sequence[tuple[int, int]]) -> Batch:
+    """Fetch a batch. Places beyond the end become rows without valid labels."""
+    count = len(dataset)
+    batch = dataset.batch([(epoch, index if index < count else 0) for epoch, index in places])
+    for row, (_, index) in enumerate(places):
+        if index >= count:
+            batch["labels"][row] = torch.nan if batch["labels"].is_floating_point() else IGNORED
+    return batch
+
+
+class BatchIterator(Iterator[Batch]):
+    """Batches in order. ``close`` or deleting the iterator stops the prefetching."""
+
+    def __init__(
+        self,
+        dataset: Samples,
+        places: Iterable[list[tuple[int, int]]],
+        num_workers: int,
+        pin_memory: bool,
+    ) -> None:
+        self._ahead: _ReadAhead | None = None
+        self._batches: Iterator[Batch]
+        if num_workers:
+            self._batches = _worker_batches(dataset, places, num_workers, pin_memory)
+        else:
+            self._batches = self._ahead = _ReadAhead(dataset, places, pin_memory)
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+        self._batches = iter(())
+
+
+def _worker_batches(
+    dataset: Samples, places: Iterable[list[tuple[int, int]]], num_workers: int, pin_memory: bool
+) -> Iterator[Batch]:
+    # A plain fork would copy locks that threads of NCCL, gloo or the accelerator may hold.
+    server = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if server else "spawn")
+    # Linux kills the server when the thread that started it ends, so only the main thread may bind it.
+    if server and threading.current_thread() is threading.main_thread():
+        from multiprocessing.forkserver import _forkserver
+
+        before: list[str] = getattr(_forkserver, "_preload_modules", ["__main__"])
+        others = [name for name in before if name != _PRELOAD]
+        context.set_forkserver_preload([_PRELOAD, *others])
+    return map(
+        _raised,
+        DataLoader(
+            _Feed(dataset),
+            sampler=_Listed(places),
+            batch_size=None,
+            num_workers=num_workers,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+            generator=torch.Generator(),  # the global one is reserved for dropout
+            multiprocessing_context=context,
+        ),
+    )
+
+
+def _raised(batch: Batch | RunError) -> Batch:
+    """Return a worker's batch, or raise its error."""
+    if isinstance(batch, RunError):
+        raise batch
+    return batch
+
+
+class _Listed(Sampler[list[tuple[int, int]]]):
+    def __init__(self, places: Iterable[list[tuple[int, int]]]) -> None:
+        self._places = places
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self._places)
+
+
+class _Feed(Dataset[Batch | RunError]):
+    """The data set in a worker process, which fetches whole batches."""
+
+    def __init__(self, dataset: Samples) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, places: Sequence[tuple[int, int]]) -> Batch | RunError:
+        try:
+            return fetch(self._dataset, places)
+        except RunError as error:  # if raised here, it would become a worker's traceback
+            return error
+
+
+class _ReadAhead(Iterator[Batch]):
+    """Batches that a thread of this process fetches, and pins, while the step computes."""
+
+    def __init__(self, dataset: Samples, places: Iterable[list[tuple[int, int]]], pin_memory: bool) -> None:
+        pin = pin_memory and torch.accelerator.is_available()
+        # Pinning uses the current device's context, and a new thread starts on device 0.
+        device = torch.accelerator.current_device_index() if pin else None
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=_AHEAD)
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_read_ahead,
+            args=(dataset, places, device, self._ready, stop),
+            name="read-ahead",
+            daemon=True,
+        )
+        # Runs when this object is deleted, or at exit, before the interpreter shuts down.
+        self.close = weakref.finalize(self, _stop, self._ready, stop, thread)
+        self._end: BaseException | None = None
+        thread.start()
+
+    def __next__(self) -> Batch:
+        if self._end is None and self.close.alive:
+            item = self._ready.get()
+            if not isinstance(item, BaseException):
+                return item
+            self._end = item
+        raise self._end or StopIteration
+
+
+def _read_ahead(
+    dataset: Samples,
+    places: Iterable[list[tuple[int, int]]],
+    device: int | None,
+    ready: queue.Queue[Batch | BaseException],
+    stop: threading.Event,
+) -> None:
+    try:
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        for batch_places in places:
+            batch = fetch(dataset, batch_places)
+            if device is not None:
+                batch = {name: value.pin_memory() for name, value in batch.items()}
+            ready.put(batch)
+            if stop.is_set():
+                return
+        ready.put(StopIteration())
+    except BaseException as error:
+        ready.put(error)
+
+
+def _stop(ready: queue.Queue[Batch | BaseException], stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    with contextlib.suppress(queue.Empty):
+        while True:
+            ready.get_nowait()  # a full queue would block the thread
+    if thread is not threading.current_thread():  # the garbage collector may call from any thread
+        thread.join(timeout=5)

@@ -1,0 +1,236 @@
+"""Whole documents packed into samples of a fixed length.
+
+A plan says which documents share a sample. It depends only on the lengths of the documents, so every rank and
+machine has the same. It is computed once and kept beside the token cache, in the same format: its "documents"
+are the samples, and their "tokens" the numbers of the documents in them.
+
+The documents are packed by best fit, longest first, in windows of :data:`WINDOW` documents in the order of
+the data set, which is shuffled. A window bounds the memory; with this many, it costs no space.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from portable.data.locked_folder import locked_folder
+from portable.data.samples.base import IGNORED, Arrays, Part, Samples
+from portable.data.samples.truncation import Truncation, slice_of
+from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+Integers = npt.NDArray[np.int64]
+WINDOW = 1 << 20
+_VERSION = 1  # of the plans; a change would alter the samples of every resumed run
+_FIELD = "documents"
+
+
+class PackedDocuments(Samples):
+    """Whole documents one after the other, padded on the right at the end of the sample.
+
+    A document of *n* tokens takes *n* - 1 positions, at most ``seq_len``: each token but the last is an
+    input, and its label is the next one. So no label is of another document, and a sample has the labels that
+    its documents have one by one. ``position_ids`` begin at 0 in each document and in the padding.
+    ``document_lengths``, int64 ``[batch, most documents of a sample + 1]``, has the positions of each
+    document, then those of the padding, then zeros; a row sums to ``seq_len``.
+
+    Args:
+        plan: from :func:`planned`.
+        pad: the padding token.
+        truncation: what is kept of a document that is longer than a sample.
+    """
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        plan: TokenCache,
+        seq_len: int,
+        pad: int,
+        truncation: Truncation = "end",
+    ) -> None:
+        sizes = PackedSizes(**plan.meta["sizes"])
+        self.num_samples = sizes.samples
+        self.waste = sizes.waste
+        self.context = sizes.seen / sizes.filled
+        self._cache = cache
+        self._plan = plan
+        self._length = seq_len
+        self._pad = pad
+        self._most = sizes.most
+        self._kept = slice_of(truncation, seq_len + 1)
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        shape = (len(places), self._length)
+        inputs, labels = np.full(shape, self._pad), np.full(shape, IGNORED)
+        positions, lengths = np.empty(shape, np.int64), np.zeros((len(places), self._most + 1), np.int64)
+        for row, (_, index) in enumerate(places):
+            at = 0
+            for count, number in enumerate(self.documents(index)):
+                tokens = self._cache.document("text", number)[self._kept]
+                end = at + len(tokens) - 1
+                inputs[row, at:end], labels[row, at:end] = tokens[:-1], tokens[1:]
+                if (trained := self._cache.trained("text", number)) is not None:
+                    labels[row, at:end][~trained[self._kept][1:]] = IGNORED
+                positions[row, at:end] = np.arange(end - at)
+                lengths[row, count] = end - at
+                at = end
+            positions[row, at:] = np.arange(self._length - at)
+            lengths[row, count + 1] = self._length - at
+        return {
+            "input_ids": inputs,
+            "labels": labels,
+            "position_ids": positions,
+            "document_lengths": lengths,
+        }
+
+    def documents(self, index: int) -> Sequence[int]:
+        numbers: list[int] = self._plan.document(_FIELD, index).tolist()
+        return numbers
+
+
+def planned(tokens: TokenCache, part: Part, seq_len: int) -> TokenCache:
+    """Return the plan for the documents of ``part``, from the cache if possible.
+
+    Any number of processes may call this concurrently: one computes the plan, the others wait.
+
+    Raises:
+        UserError: if no document has two tokens, or the cache is not writable.
+    """
+    folder = _plan_folder(tokens, part, seq_len)
+    with suppress(CacheDamagedError):
+        return TokenCache.open(folder)
+    with locked_folder(folder) as draft:
+        with suppress(CacheDamagedError):
+            return TokenCache.open(folder)
+        found = PackedSizes(seq_len)
+        with closing(TokenWriter(draft.path, [_FIELD], tokens.documents)) as writer:
+            for numbers, lengths, counts in _packed_windows(tokens, part, seq_len):
+                writer.extend(_FIELD, numbers, counts)
+                found.add(lengths, counts)
+            if not found.samples:
+                raise UserError("data.source: no text has two tokens, so there is none to predict; add text")
+            writer.finish(sizes=asdict(found))
+        draft.commit()
+    return TokenCache.open(folder)
+
+
+@dataclass
+class PackedSizes:
+    """Counts of samples, and of the tokens in them.
+
+    Attributes:
+        seq_len: positions of a sample.
+        samples: how many.
+        filled: positions with a token, in all samples.
+        seen: for each of these, the length of its document, summed.
+        most: the most documents in a sample.
+    """
+
+    seq_len: int
+    samples: int = 0
+    filled: int = 0
+    seen: int = 0
+    most: int = 0
+
+    def add(self, lengths: Integers, counts: Integers) -> None:
+        """Add samples: the lengths of their documents, and the number of documents in each."""
+        self.samples += len(counts)
+        self.filled += int(lengths.sum())
+        self.seen += int(np.dot(lengths, lengths))
+        self.most = max(self.most, int(counts.max()))
+
+    @property
+    def waste(self) -> float:
+        """The share of positions that are padding."""
+        return 1 - self.filled / max(1, self.samples * self.seq_len)
+
+
+def packed_sizes(tokens: TokenCache, part: Part, seq_len: int) -> PackedSizes:
+    """The sizes that :func:`planned` leads to, from the cache if possible. Writes nothing."""
+    found = PackedSizes(seq_len)
+    with suppress(CacheDamagedError):
+        plan = TokenCache.open(_plan_folder(tokens, part, seq_len))
+        return PackedSizes(**plan.meta["sizes"])
+    for _, lengths, counts in _packed_windows(tokens, part, seq_len):
+        found.add(lengths, counts)
+    return found
+
+
+def _plan_folder(tokens: TokenCache, part: Part, seq_len: int) -> Path:
+    """The folder of a plan, whether or not it exists."""
+    content = f"{_VERSION} {FORMAT} {tokens.fingerprint} {seq_len} {part}"
+    return tokens.folder.with_name(hashlib.blake2b(content.encode(), digest_size=16).hexdigest())
+
+
+def _packed_windows(
+    tokens: TokenCache, part: Part, seq_len: int
+) -> Iterator[tuple[Integers, Integers, Integers]]:
+    """For each window: documents in the order of the samples, their lengths, and how many a sample has."""
+    lengths = np.empty(tokens.documents, np.uint32)
+    for start in range(0, tokens.documents, WINDOW):
+        offsets = tokens.offsets["text"][start : start + WINDOW + 1].astype(np.int64)
+        lengths[start : start + WINDOW] = np.clip(np.diff(offsets) - 1, 0, seq_len)
+    for start in range(part.start, part.start + part.num_samples, WINDOW):
+        numbers = np.arange(start, min(start + WINDOW, part.start + part.num_samples))
+        if part.order is not None:
+            numbers = part.order.array(numbers)
+        sizes = lengths[numbers].astype(np.int64)
+        numbers, sizes = numbers[sizes > 0], sizes[sizes > 0]
+        if len(numbers):
+            order, counts = best_fit(sizes, seq_len)
+            yield numbers[order], sizes[order], counts
+
+
+def best_fit(lengths: Integers, capacity: int) -> tuple[Integers, Integers]:
+    """Pack items into bins: the longest first, each into the fullest bin with room for it.
+
+    Items of one length are placed together, and so are bins with the same room. The time beyond the sort
+    therefore grows with the number of different lengths, not of items.
+
+    Args:
+        lengths: of the items, from 1 to ``capacity``.
+
+    Returns:
+        the numbers of the items, bin after bin, and the number of items in each bin.
+    """
+    bin_of = np.empty(len(lengths), np.int64)  # of the items from the longest to the shortest
+    rooms: dict[int, list[tuple[int, int]]] = defaultdict(list)  # ranges of bins by their room
+    present = 0  # bit r is set if a bin has the room r
+    bins = at = 0
+    counts = np.bincount(lengths, minlength=capacity + 1)
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[length])
+        while left:
+            if fitting := present >> length:
+                room = length + (fitting & -fitting).bit_length() - 1
+                start, stop = rooms[room].pop()
+                present ^= (not rooms[room]) << room
+            else:
+                room, start = capacity, bins
+                stop = bins = bins - (-left // (capacity // length))
+            # A bin stays the fullest with enough room until no further item fits.
+            each = room // length
+            full = min(stop - start, left // each)
+            some = left - full * each if full < stop - start else 0
+            taken = full * each + some
+            bin_of[at : at + taken] = start + np.arange(taken) // each
+            at, left = at + taken, left - taken
+            ends = (start, start + full, start + full + (some > 0), stop)
+            for (first, last), used in zip(pairwise(ends), (each, some, 0), strict=True):
+                rest = room - used * length
+                if first < last and rest:
+                    rooms[rest].append((first, last))
+                    present |= 1 << rest
+    longest_first = np.argsort(-lengths, kind="stable")
+    return longest_first[np.argsort(bin_of, kind="stable")], np.bincount(bin_of)

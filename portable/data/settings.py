@@ -1,0 +1,133 @@
+"""What the ``data`` section of a config says about one source."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from portable.config.evaluation_sources import of_source
+from portable.config.sections import DataConfig
+from portable.config.training_sources import training_sources
+from portable.data.sources.opening import Fields, Source, open_source
+from portable.errors import UserError
+from portable.paths import default_cache_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.data.sources.conversations import Format
+
+CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
+    "causal-lm",
+    "masked-lm",
+    "seq2seq-lm",
+    "sequence-classification",
+)
+PREFERENCE = "preference"
+
+
+@contextmanager
+def errors_under(key: str) -> Iterator[None]:
+    """Within this context, errors about a setting of ``data`` name the same setting of ``key``."""
+    if key == "data":
+        yield
+        return
+    try:
+        yield
+    except UserError as error:
+        own = "|".join(of_source(DataConfig))
+        said = re.sub(rf"\bdata\.(?=({own})\b)", f"{key}.", str(error))
+        raise UserError(said if key in said else f"{key}: {said}") from error
+
+
+def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True) -> str:
+    """The format of the records that ``data.format`` auto means; auto if that needs a download.
+
+    Args:
+        settings: the ``data`` section.
+        task: one of ``TASKS``.
+        downloads: whether a source may be downloaded.
+
+    Raises:
+        UserError: no format fits the first record, or several do.
+    """
+    if settings.sources:
+        found = [
+            recognise_format(one.settings, task, downloads=downloads)
+            for one in training_sources(settings).values()
+        ]
+        # A run with conversations packs whole documents, and may have texts beside them.
+        return next((kind for kind in found if kind not in ("auto", "text")), found[0])
+    if settings.format != "auto" or settings.source is None or task != CAUSAL:
+        return "text" if task != CAUSAL or settings.source is None else settings.format
+    source = source_of(settings, task, cache_dir(settings), remember=False)
+    return "auto" if source.downloads and not downloads else source.recognised(fields_of(settings, task))
+
+
+def recognised(
+    settings: DataConfig, task: str, source: Source, *, remember: bool = True
+) -> tuple[DataConfig, Source]:
+    """The settings with the format of ``source``, and the source as one of that format."""
+    kind = source.recognised(fields_of(settings, task))
+    if kind == settings.format:
+        return settings, source
+    settings = settings.model_copy(update={"format": kind})
+    return settings, source_of(settings, task, cache_dir(settings), remember=remember)
+
+
+def source_of(settings: DataConfig, task: str, cache: Path, *, remember: bool = True) -> Source:
+    if task not in TASKS:
+        raise UserError(f"model.task: {task!r} is not one of {', '.join(TASKS)}")
+    if settings.seq_len < 1:
+        raise UserError(f"data.seq_len: {settings.seq_len} is less than 1; give a positive number")
+    if not 0 <= settings.eval_fraction < 1:
+        raise UserError(f"data.eval_fraction: {settings.eval_fraction} is not in [0, 1); lower it")
+    return open_source(
+        settings.source,
+        fields=fields_of(settings, task),
+        config_name=settings.config_name,
+        split=settings.split,
+        max_samples=settings.max_samples,
+        digests=cache / "digests",
+        downloads=cache / "downloads",
+        remember=remember,
+    )
+
+
+def fields_of(settings: DataConfig, task: str) -> Fields:
+    return Fields(
+        text=settings.text_field,
+        target=settings.target_field if task == SEQ2SEQ else None,
+        label=settings.label_field if task == CLASSIFICATION else None,
+        text_split=settings.text_split,
+        pair=settings.text_pair_field if task == CLASSIFICATION else None,
+        prefix=settings.source_prefix if task == SEQ2SEQ else "",
+        columns=settings.columns,
+        format=None if settings.format == "auto" and task == CAUSAL else _format(settings, task),
+    )
+
+
+def _format(settings: DataConfig, task: str) -> Format:
+    kind = settings.format
+    return "text" if kind == "auto" or task != CAUSAL else kind
+
+
+def converses(settings: DataConfig) -> bool:
+    """Whether the records are conversations, or prompts with completions; asked once the format is known."""
+    return settings.format not in ("auto", "text")
+
+
+def packs(settings: DataConfig, task: str) -> bool | Literal["documents"]:
+    return settings.packing if task in (CAUSAL, MASKED) else False
+
+
+def cache_dir(settings: DataConfig) -> Path:
+    return default_cache_dir() if settings.cache_dir is None else Path(settings.cache_dir)
+
+
+def languages_of(settings: DataConfig, task: str) -> dict[str, Any]:
+    if task != SEQ2SEQ:
+        return {}
+    return {"source_language": settings.source_language, "target_language": settings.target_language}

@@ -1,0 +1,1 @@
+"""Documents from files, object stores, the hub and the user's code."""

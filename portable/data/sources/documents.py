@@ -1,0 +1,273 @@
+"""Documents, and their conversion from rows of a data set."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from portable.data.sources.conversations import (
+    Completion,
+    Conversation,
+    Format,
+    kind_of,
+    read_conversation,
+    read_preference,
+    recognise,
+    valid,
+)
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+TextSplit = Literal["file", "paragraph", "line"]
+Label = int | float | str | tuple[int | float | str, ...]
+"""A class, several classes, a number or several numbers."""
+PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document, or a piece of a long one. Only the last piece has ``ends`` set."""
+
+    text: str
+    target: str | None = None
+    label: Label | None = None
+    ends: bool = True
+    pair: str | None = None
+    conversation: Conversation | None = None
+    """What the tokens are made of instead of ``text``, which has what is said in it."""
+    columns: tuple[float, ...] = ()
+    """Further numbers of the record, for a loss of the user's."""
+    prompt_chars: int | None = None
+    """How many characters of the text are a prompt, if it has one."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The names of the columns; ``None`` for columns that the task does not use."""
+
+    text: str = "text"
+    target: str | None = None
+    label: str | None = None
+    text_split: TextSplit = field(default="file", repr=False)
+    """How a ``.txt`` file is split into documents."""
+    pair: str | None = None
+    prefix: str = ""
+    """Prepended to every text."""
+    columns: tuple[str, ...] = field(default=(), repr=False)
+    """Further columns of numbers."""
+    format: Format | None = field(default="text", repr=False)
+    """Of the records; None: each source recognises it by its first record."""
+
+
+class Source(ABC):
+    """A stream of documents that can be read repeatedly."""
+
+    remote = False
+    """Whether opening it may download it."""
+    downloads = False
+    """Whether reading its records may download them."""
+    name: str
+    """The name for messages, such as the path as given by the user."""
+
+    def recognised(self, fields: Fields) -> Format:
+        """The format of the records by the first one, if ``fields`` leave it open.
+
+        Raises:
+            UserError: if several formats fit it, or it cannot be read.
+        """
+        if fields.format is not None:
+            return fields.format
+        first = next(self.rows(), None)
+        return "text" if first is None else recognise(first[1], fields.text, first[0])
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the place and the columns of each record; nothing for plain text."""
+        return iter(())
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Class names, if the source has them. Its labels are then indices of these."""
+        return None
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """A digest of the content and of the settings for reading it."""
+
+    @property
+    def contents(self) -> frozenset[bytes]:
+        """Digests of the local files that it reads."""
+        return frozenset()
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int | None:
+        """Estimated bytes of text; ``None`` if unknown."""
+
+    @abstractmethod
+    def documents(self) -> Iterator[Document]:
+        """Yield the nonempty documents in a fixed order."""
+
+    def documents_of_key(self) -> Iterator[Document]:
+        """Yield all documents, and check at the end that they match ``key``.
+
+        Raises:
+            UserError: at the end, if another program has changed them. Results must not be cached then.
+        """
+        yield from self.documents()
+
+    def check(self) -> None:
+        """Read the first document without writing anything. Raises ``UserError`` if reading fails."""
+        if next(self.documents(), None) is None:
+            raise self.no_text()
+
+    def no_text(self) -> UserError:
+        return UserError(
+            f"data.source: {self.name} contains no text; choose a source with at least one document"
+        )
+
+
+def changed_meanwhile(path: object) -> UserError:
+    """The error for data that changed during reading."""
+    return UserError(
+        f"data.source: {path} changed while it was read; wait until nothing writes to it, and start again"
+    )
+
+
+def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | None:
+    """Convert a row to a document; ``None`` if it has no text.
+
+    Raises:
+        UserError: if a field is missing or has the wrong type. ``where`` names the row.
+    """
+    if fields.format not in (None, "text"):
+        return _conversation_document(row, fields.format, where)
+    text = _text_of(row, "text_field", fields.text, where)
+    target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
+    label = None if fields.label is None else _label_of(row, fields.label, where)
+    pair = None if fields.pair is None else _text_of(row, "text_pair_field", fields.pair, where)
+    if not text.strip() or (target is not None and not target.strip()):
+        return None
+    return Document(fields.prefix + text, target, label, pair=pair)
+
+
+def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> Iterator[Document]:
+    """The documents of a row: one, none without text, or a preference's two, the chosen one first."""
+    columns = tuple(_number_of(row, name, where) for name in fields.columns)
+    if fields.format == "preference":
+        for read in read_preference(row, where):
+            yield replace(_document(read, where), columns=columns)
+    elif (document := read_row(row, fields, where)) is not None:
+        yield replace(document, columns=columns) if columns else document
+
+
+def _conversation_document(row: Mapping[str, Any], kind: Format, where: str) -> Document:
+    return _document(read_conversation(row, kind, where), where)
+
+
+def _document(read: Conversation | Completion, where: str) -> Document:
+    if isinstance(read, Completion):
+        if not read.completion:
+            raise UserError(f"data.source: {where}: completion is empty; remove the record")
+        return Document(read.prompt + read.completion, prompt_chars=len(read.prompt))
+    return Document(read.text, conversation=read)
+
+
+def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
+    value = _value_of(row, key, name, where)
+    if not isinstance(value, str):
+        raise UserError(
+            f"data.{key}: {where}: {name!r} is {kind_of(value)}, not a string; "
+            + (
+                f"choose a field in it, such as {name}.{next(iter(value))}"
+                if isinstance(value, dict) and value
+                else "choose a column of text or convert it"
+            )
+        )
+    return valid(value)
+
+
+def _number_of(row: Mapping[str, Any], name: str, where: str) -> float:
+    value = _value_of(row, "columns", name, where)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        shown = value if isinstance(value, float) else kind_of(value)
+        raise UserError(f"data.columns: {where}: {name!r} is {shown}, not a number; convert it")
+    return int(value) if isinstance(value, bool) else value
+
+
+def _label_of(row: Mapping[str, Any], name: str, where: str) -> Label:
+    value = _value_of(row, "label_field", name, where)
+    if isinstance(value, list | tuple):
+        # A list of booleans marks the classes of a text: these are numbers, not classes.
+        return tuple(
+            float(item) if isinstance(item, bool) else _one_label(item, name, where) for item in value
+        )
+    return _one_label(value, name, where)
+
+
+def _one_label(value: Any, name: str, where: str) -> int | float | str:
+    if not isinstance(value, int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
+        shown = value if isinstance(value, float) else kind_of(value)
+        raise UserError(
+            f"data.label_field: {where}: {name!r} is {shown}, not a class (an integer or a string), a number "
+            "or a list of these; choose a column of labels"
+        )
+    return int(value) if isinstance(value, bool) else value
+
+
+def _value_of(row: Mapping[str, Any], key: str, name: str, where: str) -> Any:
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            break
+        value = value[part]
+    else:
+        return value
+    fields = list(_fields_of(row))
+    near = get_close_matches(name, fields, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; set data.{key} to the one to read"
+    raise UserError(
+        f"data.{key}: {where}: no field {name!r}; the fields are {listed(fields) or 'none'}{hint}"
+    )
+
+
+def _fields_of(row: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the fields, with nested fields as dotted names."""
+    for name, value in row.items():
+        if isinstance(value, Mapping) and value:
+            yield from (f"{name}.{inner}" for inner in value)
+        else:
+            yield name
+
+
+def listed(names: Iterable[str]) -> str:
+    shown = list(islice(names, 21))
+    return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
+
+
+def text_only(fields: Fields, what: str) -> None:
+    if fields.format not in (None, "text"):
+        raise UserError(
+            f"data.format: {what} have only text, no {fields.format}; use a data.source with records "
+            "(.jsonl, .json, .csv, .parquet or a hub data set)"
+        )
+    for key, name in (
+        ("columns", fields.columns[0] if fields.columns else None),
+        ("target_field", fields.target),
+        ("label_field", fields.label),
+        ("text_pair_field", fields.pair),
+    ):
+        if name is not None:
+            raise UserError(
+                f"data.{key}: {what} have only text, no {name!r}; use a data.source with that column "
+                "(.jsonl, .json, .csv, .parquet or a hub data set)"
+            )

@@ -1,0 +1,419 @@
+"""Local files: .txt, .jsonl and .json are read here, other formats with the ``datasets`` library."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import io
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.data.sources.documents import (
+    PIECE_CHARS,
+    Document,
+    Fields,
+    Source,
+    changed_meanwhile,
+    listed,
+    read_rows,
+    text_only,
+)
+from portable.data.sources.library import LIBRARY_FORMATS, library_rows
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping, Sequence
+
+    from typing_extensions import Buffer
+
+FORMATS = (".txt", ".jsonl", ".json", *LIBRARY_FORMATS)
+_DIGEST_MEMO_FROM = 16 << 20  # bytes; smaller files are hashed at every start
+
+
+def local_files(name: str) -> list[Path] | None:
+    """Return the files that ``name`` matches, or ``None`` if it does not look like a local path.
+
+    Raises:
+        UserError: if there is no readable file, or the name is invalid.
+    """
+    try:
+        if "\0" in name:
+            raise ValueError("it contains a NUL character")
+        return _local_files(name)
+    except (OSError, ValueError, RuntimeError) as error:  # too long, not encodable, unknown user
+        reason = one_line(getattr(error, "strerror", None) or error)
+        shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
+        raise UserError(f"data.source: {shown}: invalid path ({reason}); check the path") from error
+
+
+def _local_files(name: str) -> list[Path] | None:
+    path = Path(name)
+    if path.is_dir():
+        found = sorted(
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in FORMATS
+            and file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        )
+        if not found:
+            raise UserError(f"data.source: {name} has no {listed(FORMATS)} files; choose another folder")
+        return found
+    if path.exists():
+        found = [path]
+    elif glob.has_magic(name):
+        matches = glob.glob(name, recursive=True)  # noqa: PTH207 (a pattern may be absolute)
+        found = sorted(file for file in map(Path, matches) if file.is_file())
+        if not found:
+            raise UserError(f"data.source: no file matches {name}; check the path and the pattern")
+    elif name.startswith((".", "/", "~")) or path.suffix.lower() in FORMATS or name.count("/") > 1:
+        raise UserError(f"data.source: {name}: no such file or folder; check the path")
+    else:
+        return None
+    for file in found:
+        if file.suffix.lower() not in FORMATS:
+            raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
+    return found
+
+
+class LocalFiles(Source):
+    """Local files, read in order. ``Fields.text_split`` splits a ``.txt`` file; other formats have a document
+    per row."""
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[Path],
+        fields: Fields | None = None,
+        max_samples: int | None = None,
+        digests: Path | None = None,
+        remember: bool = True,
+    ) -> None:
+        self.name = name
+        self._files = list(files)
+        self._fields = fields = fields or Fields()
+        self._max_samples = max_samples
+        self._digests = digests
+        self._remember = remember
+        self._key: str | None = None
+        self._known: dict[Path, bytes] = {}
+        """The digests in the key."""
+        for path in self._files:
+            if path.suffix.lower() == ".txt":
+                text_only(fields, f"{path} and other .txt files")
+
+    @property
+    def key(self) -> str:
+        if self._key is None:
+            digest = hashlib.blake2b(repr(self._settings()).encode(), digest_size=16)
+            for path in self._files:
+                found = self._known[path] = _file_digest(path, self._digests, self._remember)
+                digest.update(path.suffix.lower().encode() + b"\0" + found)
+            self._key = digest.hexdigest()
+        return self._key
+
+    @property
+    def contents(self) -> frozenset[bytes]:
+        self.key  # noqa: B018  (computes the digests)
+        return frozenset(self._known.values())
+
+    def _settings(self) -> tuple[Any, ...]:
+        """The settings that change the documents."""
+        fields = self._fields
+        values: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
+        if fields.columns:
+            return (fields, fields.format, fields.columns, self._max_samples)
+        if fields.format not in (None, "text"):
+            return (fields.format, self._max_samples)
+        values = values if fields.text_split == "file" else (*values, fields.text_split)
+        return (*values, fields.pair, fields.prefix) if fields.pair or fields.prefix else values
+
+    @property
+    def size_bytes(self) -> int | None:
+        if self._max_samples is not None or any(path.suffix.lower() == ".parquet" for path in self._files):
+            return None
+        return sum(path.stat().st_size for path in self._files)
+
+    def documents(self) -> Iterator[Document]:
+        left = self._max_samples
+        for path in self._files:
+            if left == 0:
+                return
+            left = yield from self._documents_of(self._local(path), str(path), left, _open)
+
+    def documents_of_key(self) -> Iterator[Document]:
+        """Files are hashed while they are read; those that the library reads are hashed again afterwards."""
+        self.key  # noqa: B018  (computes the digests to compare with)
+        left = self._max_samples
+        for path in self._files:
+            if left == 0:
+                return
+            opened: list[_Hashed] = []
+
+            def hashed(path: Path, opened: list[_Hashed] = opened) -> io.BufferedReader:
+                opened.append(_Hashed(path))
+                return io.BufferedReader(opened[0], buffer_size=1 << 20)
+
+            refusal = None
+            try:
+                left = yield from self._documents_of(path, str(path), left, hashed)
+            except UserError as error:  # may be an incomplete line of a file that is being written
+                refusal = error
+            read = opened[0].digest_to_the_end() if opened else _file_digest(path, None, remember=False)
+            if read != self._known[path]:
+                if self._digests is not None and self._remember:
+                    _forget(path, self._digests)
+                raise changed_meanwhile(path) from refusal
+            if refusal is not None:
+                raise refusal
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for path in self._files:
+            if path.suffix.lower() == ".txt":
+                return
+            yield from _rows(self._local(path), str(path), _open, self._fields)
+
+    def _documents_of(
+        self, path: Path, name: str, left: int | None, opening: _Opening
+    ) -> Generator[Document, None, int | None]:
+        """Yield the documents of a file, at most ``left``; return the rest of ``left``.
+
+        Args:
+            name: of the file, for error messages.
+        """
+        suffix = path.suffix.lower()
+        if suffix == ".txt":
+            split = self._fields.text_split
+            with _reading(name):
+                file = opening(path)
+            texts = _text_file(file, name) if split == "file" else _pieces_of_text(file, name, split)
+            for text in texts:
+                yield text
+                if split != "file" and text.ends and left is not None:
+                    left -= 1
+                    if left == 0:
+                        return left
+            return left - 1 if split == "file" and left is not None else left
+        for where, row in islice(_rows(path, name, opening, self._fields), left):
+            left = None if left is None else left - 1
+            yield from read_rows(row, self._fields, where)
+        return left
+
+    def _local(self, path: Path) -> Path:
+        """The local path of a file."""
+        return path
+
+
+_Opening = Callable[["Path"], io.BufferedReader]
+
+
+def _open(path: Path) -> io.BufferedReader:
+    return path.open("rb")
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is hashed while it is read sequentially."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        count = self._file.readinto(view) or 0
+        self._hash.update(view[:count])
+        return count
+
+    def close(self) -> None:
+        """A no-op: the rest of the file must be hashed, too."""
+
+    def digest_to_the_end(self) -> bytes:
+        """Hash the rest of the file, close it and return the digest."""
+        buffer = bytearray(1 << 20)
+        with self._file:
+            while self.readinto(buffer):
+                pass
+        return self._hash.digest()
+
+
+def _memo_file(path: Path, memo: Path) -> Path:
+    """The path of the cached digest of a file in its current state."""
+    stat = path.stat()
+    state = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    key = "\0".join([str(path.resolve()), *map(str, state)])
+    return memo / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def _forget(path: Path, memo: Path) -> None:
+    with suppress(OSError):
+        _memo_file(path, memo).unlink()
+
+
+def _file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
+    """The digest of a file's contents. That of a large file is cached in the folder ``memo``."""
+    try:
+        stat = path.stat()
+        # A recently modified file may change again within one tick of the file system's clock.
+        settled = time.time_ns() - stat.st_mtime_ns > 2_000_000_000
+        remembered = None
+        if memo is not None and settled and stat.st_size >= _DIGEST_MEMO_FROM:
+            remembered = _memo_file(path, memo)
+            if remembered.is_file() and len(digest := remembered.read_bytes()) == 16:
+                return digest
+        with path.open("rb") as file:
+            hasher = hashlib.blake2b(digest_size=16)
+            while chunk := file.read(1 << 22):
+                hasher.update(chunk)
+    except OSError as error:
+        raise _unreadable(str(path), error) from error
+    if remembered is not None and remember:
+        _remember(remembered, hasher.digest())
+    return hasher.digest()
+
+
+def _remember(path: Path, digest: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_bytes(digest)
+        draft.replace(path)
+    except OSError:  # the cache only saves time
+        return
+
+
+def _unreadable(name: str, error: OSError) -> UserError:
+    return UserError(f"data.source: {name}: cannot read it: {one_line(error.strerror)}")
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Convert errors of reading the file ``name`` to UserError."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.source: {name}: it is not UTF-8 text; convert it (iconv -t utf-8)") from error
+    except OSError as error:
+        raise _unreadable(name, error) from error
+
+
+def _text_file(opened: io.BufferedReader, name: str) -> Iterator[Document]:
+    """Yield the file as one document, in pieces of whole lines if it is long; nothing if it is empty."""
+    with _reading(name), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
+        piece = file.read(PIECE_CHARS)
+        while piece:
+            if len(piece) == PIECE_CHARS:
+                piece += file.readline(PIECE_CHARS)
+            following = file.read(PIECE_CHARS)
+            if following or piece.strip():
+                yield Document(piece, ends=not following)
+            piece = following
+
+
+def _pieces_of_text(opened: io.BufferedReader, name: str, split: str) -> Iterator[Document]:
+    """Yield a document per line or paragraph (separated by blank lines), without its line end.
+
+    Very long ones come in pieces.
+    """
+    held: list[str] = []
+    begun = False  # pieces of the current document were yielded
+    with _reading(name), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
+        within_line = False
+        while line := file.readline(PIECE_CHARS):
+            blank = not within_line and not line.strip()
+            within_line = not line.endswith(("\n", "\r"))
+            if not blank:
+                held.append(line)
+            if blank if split == "paragraph" else not within_line:
+                if begun or held:
+                    yield Document("".join(held).rstrip("\r\n"))
+                held, begun = [], False
+            elif sum(map(len, held)) >= PIECE_CHARS:
+                yield Document("".join(held), ends=False)
+                held, begun = [], True
+        if begun or held:
+            yield Document("".join(held).rstrip("\r\n"))
+
+
+def _rows(
+    path: Path, name: str, opening: _Opening, fields: Fields
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        return _jsonl_rows(path, name, opening)
+    if suffix == ".json":
+        return _json_rows(path, name, opening)
+    return library_rows(path, name, text_only=fields.format not in (None, "text"))
+
+
+def _jsonl_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with _reading(name), opening(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
+                raise UserError(
+                    f"data.source: {name}:{number}: not a line of JSON ({reason}); correct or remove it"
+                ) from error
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"data.source: {name}:{number}: a {type(row).__name__}, not an object; "
+                    'each line must look like {"text": "..."} or {"messages": [...]}'
+                )
+            yield f"{name}:{number}", row
+
+
+_BETWEEN = re.compile(r"[\s,]*")
+_UNFINISHED = 16  # characters before the end of a text in which an error may be of its incompleteness
+
+
+def _json_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the objects of a list, or of a file with one after the other, without reading it whole."""
+    decode = json.JSONDecoder().raw_decode
+    with _reading(name), io.TextIOWrapper(opening(path), encoding="utf-8-sig") as file:
+        text, at, number, ended, listed_rows = "", 0, 0, False, False
+        while True:
+            found = _BETWEEN.match(text, at)
+            at = at if found is None else found.end()
+            if not number and not listed_rows and text[at : at + 1] == "[":
+                listed_rows, at = True, at + 1
+                continue
+            if at == len(text) and ended:
+                if listed_rows:
+                    raise UserError(f"data.source: {name}: its list does not end; copy the file again")
+                return
+            if listed_rows and text[at : at + 1] == "]":
+                return
+            try:
+                row, at = decode(text, at)
+            except (ValueError, RecursionError) as error:
+                cut = isinstance(error, json.JSONDecodeError) and (
+                    error.pos >= len(text) - _UNFINISHED or error.msg.startswith("Unterminated")
+                )
+                if cut and not ended:
+                    more = file.read(max(PIECE_CHARS, len(text) - at))
+                    text, at, ended = text[at:] + more, 0, not more
+                    continue
+                reason = getattr(error, "msg", None) or one_line(error)
+                raise UserError(
+                    f"data.source: {name}: row {number + 1}: not JSON ({reason}); correct or remove it"
+                ) from error
+            number += 1
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"data.source: {name}: row {number}: a {type(row).__name__}, not an object; "
+                    'the file must look like [{"text": "..."}, ...] or [{"messages": [...]}, ...]'
+                )
+            yield f"{name}: row {number}", row

@@ -1,0 +1,162 @@
+"""Read .csv and .parquet files and hub data sets with the ``datasets`` library, imported lazily."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import hashlib
+import logging
+from collections.abc import Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from portable.data.sources.documents import Document, Fields, Source, read_rows
+from portable.errors import UserError, one_line
+from portable.temporary_folder import scratch_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LIBRARY_FORMATS = {".csv": "csv", ".parquet": "parquet"}
+
+
+def _datasets(need: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"data.source: {need} needs the datasets library; run: pip install datasets "
+            "(.txt, .jsonl and .json files do not need it)"
+        ) from error
+    return datasets
+
+
+def library_rows(
+    path: Path, name: str, *, text_only: bool = False
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Stream the rows of a .csv or .parquet file without caching it.
+
+    Args:
+        name: of the file, for messages.
+        text_only: the cells of a .csv file are texts, also those that look like numbers or missing values.
+    """
+    datasets = _datasets(f"reading {name}")
+    reader = LIBRARY_FORMATS[path.suffix.lower()]
+    options: dict[str, Any] = {}
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises as well
+    with scratch_folder("portable-rows") as scratch:
+        try:
+            if text_only and reader == "csv":
+                with path.open(encoding="utf-8-sig", newline="") as file:
+                    header = next(csv.reader(file), ())
+                options = {"converters": dict.fromkeys(header, str), "keep_default_na": False}
+            rows = datasets.load_dataset(
+                reader,
+                data_files=[glob.escape(str(path))],
+                split="train",
+                streaming=True,
+                cache_dir=str(scratch),
+                **options,
+            )
+            for number, row in enumerate(rows, start=1):
+                yield f"{name}: row {number}", _without_nulls(row)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"data.source: {name}: not a readable {path.suffix} file ({_reason(error)})"
+            ) from error
+
+
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the nulls inside its values.
+
+    Arrow gives each record the keys of all others, as null. A tool's argument would have those of all tools.
+    """
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cleaned(inner) for key, inner in value.items() if inner is not None}
+        if isinstance(value, list) and value and isinstance(value[0], dict | list):
+            return [cleaned(inner) for inner in value]
+        return value
+
+    return {key: cleaned(value) for key, value in row.items()}
+
+
+class HubDataset(Source):
+    """A data set of the Hugging Face hub, downloaded by the ``datasets`` library into its own cache."""
+
+    remote = True
+    downloads = True
+
+    # Loaded once per process: the key, the tokenizer and the tokens each need it.
+    _loaded: ClassVar[dict[tuple[str, str | None, str], Any]] = {}
+
+    def __init__(
+        self, name: str, fields: Fields, config_name: str | None, split: str | None, max_samples: int | None
+    ) -> None:
+        self.name = name
+        self._fields = fields
+        self._config_name = config_name
+        self._split = split or "train"
+        self._max_samples = max_samples
+
+    def _rows(self) -> Any:
+        asked = (self.name, self._config_name, self._split)
+        if asked not in self._loaded:
+            datasets = _datasets(f"the hub data set {self.name!r}")
+            try:
+                self._loaded[asked] = datasets.load_dataset(self.name, self._config_name, split=self._split)
+            except Exception as error:
+                parts = ", ".join(str(part) for part in asked if part)
+                raise UserError(
+                    f"data.source: cannot load {parts} as a local file or from the hub ({_reason(error)}); "
+                    "check the name, data.config_name, data.split and the network, or give local files"
+                ) from error
+        return self._loaded[asked]
+
+    @property
+    def key(self) -> str:
+        # The library's fingerprint covers the repository, its revision, the configuration and the split.
+        content: tuple[Any, ...] = (self._rows()._fingerprint, self._fields, self._max_samples)
+        if self._fields.format not in (None, "text"):
+            content = (content[0], self._fields.format, self._max_samples)
+        if self._fields.columns:
+            content = (*content, self._fields.columns)
+        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+
+    @property
+    def size_bytes(self) -> int | None:
+        return None
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        features = getattr(self._rows(), "features", None) or {}
+        feature = features.get(self._fields.label)
+        for part in () if feature is not None else (self._fields.label or "").split("."):
+            features = feature = features.get(part) if isinstance(features, Mapping) else None
+        if isinstance(feature, list) and len(feature) == 1:  # several classes per text
+            feature = feature[0]
+        names = getattr(getattr(feature, "feature", feature), "names", None)
+        return None if names is None else tuple(map(str, names))
+
+    def documents(self) -> Iterator[Document]:
+        for where, row in islice(self.rows(), self._max_samples):
+            yield from read_rows(row, self._fields, where)
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for number, row in enumerate(self._rows(), start=1):
+            yield f"{self.name}: row {number}", _without_nulls(row)
+
+    def check(self) -> None:
+        """A no-op: a check would download the data."""
+
+
+def _reason(error: BaseException) -> str:
+    """The root cause of a chained error in one short line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = one_line(error) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,98 @@
+"""Sources of documents: the standard library, local files, files in an object store, or a hub data set.
+
+A source streams its documents, so a data set may be larger than memory. Its ``key`` is a digest that changes
+whenever the documents do, and is cheap enough to compute at every start.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from converters.storage.object_store import is_url
+from portable import plugins
+from portable.data.sources.documents import Document, Fields, Source, text_only
+from portable.data.sources.files import LocalFiles, local_files
+from portable.data.sources.library import HubDataset
+from portable.data.sources.own_records import OwnRecords
+from portable.data.sources.remote_files import RemoteFiles, remote_files
+from portable.data.sources.standard_library import StandardLibrary
+from portable.errors import UserError
+from portable.paths import default_cache_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["Document", "Fields", "HubDataset", "LocalFiles", "Source", "StandardLibrary", "open_source"]
+
+
+def open_source(
+    source: str | Sequence[str] | None,
+    *,
+    fields: Fields | None = None,
+    config_name: str | None = None,
+    split: str | None = None,
+    max_samples: int | None = None,
+    digests: Path | None = None,
+    downloads: Path | None = None,
+    remember: bool = True,
+) -> Source:
+    """Open the source that ``data.source`` names, without reading its contents.
+
+    Args:
+        source: as in ``data.source``.
+        digests: folder that caches the digests of large local files; None for no cache.
+        downloads: folder for copies of remote files; None for the user's cache.
+        remember: whether to write to ``digests``.
+
+    Raises:
+        UserError: if the source does not exist or cannot be used.
+    """
+    fields = fields or Fields()
+    if max_samples is not None and max_samples < 1:
+        raise UserError(f"data.max_samples: {max_samples} is less than 1; give a positive number or null")
+    if source is None:
+        text_only(fields, "the standard library's sources")
+        return StandardLibrary(max_samples)
+    names = [source] if isinstance(source, str) else list(source)
+    if not names or not all(names):
+        raise UserError("data.source: it is empty; set it to a hub data set, files or null")
+    if any(map(plugins.names_code, names)):
+        if len(names) > 1 or config_name is not None:
+            raise UserError(f"data.source: {names[0]}: code of your own stands alone; name nothing else")
+        return OwnRecords(names[0], fields, max_samples)
+    if any(map(is_url, names)):
+        downloads = downloads or default_cache_dir() / "downloads"
+        return _remote_files(names, fields, config_name, max_samples, downloads)
+    local = [local_files(name) for name in names]
+    if any(files is None for files in local):
+        if len(names) == 1:
+            return HubDataset(names[0], fields, config_name, split, max_samples)
+        missing = names[local.index(None)]
+        raise UserError(f"data.source: {missing}: no such file or folder (a list may only name local files)")
+    if config_name is not None:
+        raise UserError(
+            f"data.config_name: {config_name!r} is for a hub data set, but data.source names local files; "
+            "remove it"
+        )
+    files = list(dict.fromkeys(path for found in local for path in found or ()))
+    return LocalFiles(", ".join(names), files, fields, max_samples, digests, remember)
+
+
+def _remote_files(
+    names: Sequence[str],
+    fields: Fields,
+    config_name: str | None,
+    max_samples: int | None,
+    downloads: Path,
+) -> RemoteFiles:
+    if not all(map(is_url, names)):
+        raise UserError(
+            "data.source: a list may contain URLs or local files, not both; copy one kind to the other"
+        )
+    if config_name is not None:
+        raise UserError(
+            f"data.config_name: {config_name!r} is for a hub data set, but data.source names files; remove it"
+        )
+    found = {path: listed for name in names for path, listed in remote_files(name).items()}
+    return RemoteFiles(", ".join(names), found, fields, max_samples, downloads)

@@ -1,0 +1,552 @@
+"""The token cache: the tokens of every document in memory-mapped files.
+
+A cache is a folder. For each field (``text``; ``target`` for seq2seq) it has ``<field>.bin``, the
+concatenated tokens of all documents as little-endian uint16 or uint32, and ``<field>.idx``, uint64 offsets:
+document *d* spans ``[idx[d], idx[d + 1])``. If only some tokens of the texts are trained, ``trained.bin`` has
+a bit for each, the first of a byte highest. For classification it has ``labels.bin``, an int64 per document,
+or several with ``labels.idx``; for numeric labels ``values.bin``, the same number of float64 per document,
+as ``columns.bin`` for further columns.
+``blocks.crc`` has a CRC-32 of every 64 KiB of these files, and ``meta.json`` contains its own digest. The
+folder is written under another name and renamed. One process writes; others wait on a file lock, which the
+kernel releases if the writer dies.
+
+Every read is checked. A block's CRC-32 is checked on first access, which costs a few microseconds besides the
+page fault. Small files are checked completely when the cache is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from bisect import bisect_right
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+import numpy as np
+import numpy.typing as npt
+from isal import isal_zlib
+
+from portable.errors import RunError, UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from portable.data.sources.documents import Label
+
+FORMAT = 2
+BLOCK = 1 << 16
+"""Bytes per checksum, about the system's read-ahead."""
+CHECKED_WHOLE = 64 << 20
+"""Maximum bytes of a file that is checked completely on opening, which takes milliseconds."""
+_BLOCKS_FILE = "blocks.crc"
+_META_FILE = "meta.json"
+_PROBE = 1 << 16  # bytes at either end of a file that are checked on opening
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_OFFSET = np.dtype("<u8")
+_LABEL = np.dtype("<i8")
+_CRC = np.dtype("<u4")
+_VALUE = np.dtype("<f8")
+_BITS = np.dtype("u1")
+_TRAINED_FILE = "trained.bin"
+_COLUMNS_FILE = "columns.bin"
+LabelKind = Literal["classes", "sets", "values"]
+"""One class per document, any number of classes, or a fixed number of numeric values."""
+
+
+class CacheDamagedError(Exception):
+    """The folder is not a complete cache and must be rebuilt."""
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+class _BlockSums:
+    """Computes the CRC-32 of each block of a stream."""
+
+    def __init__(self) -> None:
+        self._whole: list[int] = []
+        self._crc = self._filled = 0
+
+    def update(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            piece = view[: BLOCK - self._filled]
+            self._crc = isal_zlib.crc32(piece, self._crc)
+            self._filled += len(piece)
+            if self._filled == BLOCK:
+                self._whole.append(self._crc)
+                self._crc = self._filled = 0
+            view = view[len(piece) :]
+
+    def sums(self) -> npt.NDArray[Any]:
+        return np.array([*self._whole, *([self._crc] if self._filled else [])], dtype=_CRC)
+
+
+class _Stream:
+    """Writes a file sequentially and computes its checksums."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._path = path
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.blocks = _BlockSums()
+
+    def write(self, values: npt.NDArray[Any]) -> None:
+        data = values.tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self.blocks.update(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def meta(self) -> dict[str, Any]:
+        self._file.close()
+        size = self._path.stat().st_size
+        return {"bytes": size, "probe": _probe(self._path, size), "digest": self._hash.hexdigest()}
+
+
+def _probe(path: Path, size: int) -> int:
+    """A CRC-32 of the first and the last bytes of a file."""
+    with path.open("rb") as file:
+        crc = zlib.crc32(file.read(_PROBE))
+        file.seek(max(0, size - _PROBE))
+        return zlib.crc32(file.read(_PROBE), crc)
+
+
+class TokenWriter:
+    """Writes a token cache into a folder as a stream."""
+
+    def __init__(
+        self,
+        folder: Path,
+        fields: Sequence[str],
+        vocab_size: int,
+        *,
+        labels: bool = False,
+        masked: bool = False,
+        columns: Sequence[str] = (),
+    ) -> None:
+        self._folder = folder
+        self._trained = _BitWriter(folder / _TRAINED_FILE) if masked else None
+        self._dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self._tokens = {name: _Stream(folder / f"{name}.bin") for name in fields}
+        self._index = {name: _Stream(folder / f"{name}.idx") for name in fields}
+        self._counts = dict.fromkeys(fields, 0)
+        self._labels = _LabelWriter(folder) if labels else None
+        self._columns = _Stream(folder / _COLUMNS_FILE) if columns else None
+        self._whole = dict.fromkeys(columns, True)
+        """The columns, and whether all of their numbers are whole."""
+        self._documents = 0
+        self.in_document = False
+        """Whether tokens were added since the last document ended."""
+        for stream in self._index.values():
+            stream.write(np.zeros(1, dtype=_OFFSET))
+
+    def append(self, field: str, tokens: Sequence[int], trained: npt.NDArray[np.bool_] | None = None) -> None:
+        """Add tokens to the current document; ``trained`` says which, where only some are."""
+        if self._trained is not None and field == "text":
+            self._trained.add(np.ones(len(tokens), dtype=bool) if trained is None else trained)
+        self._tokens[field].write(np.asarray(tokens, dtype=_DTYPES[self._dtype]))
+        self._counts[field] += len(tokens)
+        self.in_document = True
+
+    def end_document(self, label: Label | None = None) -> None:
+        for field, stream in self._index.items():
+            stream.write(np.array([self._counts[field]], dtype=_OFFSET))
+        if self._labels is not None:
+            assert label is not None
+            self._labels.add(label)
+        self._documents += 1
+        self.in_document = False
+
+    def add_columns(self, values: Sequence[float]) -> None:
+        """Add the further numbers of a document, in the order of the columns."""
+        if self._columns is not None:
+            self._columns.write(np.array(values, dtype=_VALUE))
+            for name, value in zip(self._whole, values, strict=True):
+                self._whole[name] = self._whole[name] and isinstance(value, int)
+
+    def extend(
+        self,
+        field: str,
+        tokens: npt.NDArray[Any],
+        lengths: Sequence[int] | npt.NDArray[Any],
+        trained: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Add many documents of a single field: their tokens one after the other, and their lengths."""
+        if self._trained is not None and trained is not None:
+            self._trained.add(trained)
+        self._tokens[field].write(tokens.astype(_DTYPES[self._dtype]))
+        self._index[field].write((self._counts[field] + np.cumsum(lengths)).astype(_OFFSET))
+        self._counts[field] += len(tokens)
+        self._documents += len(lengths)
+
+    def finish(self, **extra: Any) -> None:
+        """Write ``meta.json``, and renumber the classes in sorted order."""
+        names: list[int | str] = []
+        labels: dict[str, _Stream] = {}
+        label_meta: dict[str, Any] = {}
+        if self._labels is not None:
+            kind, width, names, labels = self._labels.finish()
+            label_meta = {} if kind == "classes" else {"label_kind": kind, "label_width": width}
+        streams: dict[str, _Stream] = {f"{name}.bin": stream for name, stream in self._tokens.items()}
+        streams |= {f"{name}.idx": stream for name, stream in self._index.items()}
+        streams |= labels
+        if self._trained is not None:
+            streams[_TRAINED_FILE] = self._trained.finish()
+            extra["trained_tokens"] = self._trained.count
+        if self._columns is not None:
+            streams[_COLUMNS_FILE] = self._columns
+            extra["columns"] = {name: "int64" if whole else "float32" for name, whole in self._whole.items()}
+        files = {name: stream.meta() for name, stream in streams.items()}
+        blocks = np.concatenate([streams[name].blocks.sums() for name in sorted(streams)]).tobytes()
+        (self._folder / _BLOCKS_FILE).write_bytes(blocks)
+        meta: dict[str, Any] = {
+            "format": FORMAT,
+            "dtype": self._dtype,
+            "documents": self._documents,
+            "tokens": self._counts,
+            "label_names": names,
+            "files": files,
+            "blocks": hashlib.blake2b(blocks, digest_size=16).hexdigest(),
+            "fingerprint": _digest([self._dtype, names, files]),
+            **label_meta,
+            **extra,
+        }
+        meta["digest"] = _digest(meta)
+        (self._folder / _META_FILE).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        for stream in (*self._tokens.values(), *self._index.values()):
+            stream.close()
+        if self._labels is not None:
+            self._labels.close()
+        if self._trained is not None:
+            self._trained.stream.close()
+        if self._columns is not None:
+            self._columns.close()
+
+
+class _BitWriter:
+    """Writes a bit per token, eight to a byte across documents."""
+
+    def __init__(self, path: Path) -> None:
+        self.stream = _Stream(path)
+        self.count = 0
+        """Bits that are set."""
+        self._rest = np.zeros(0, dtype=bool)
+
+    def add(self, bits: npt.NDArray[np.bool_]) -> None:
+        self.count += int(bits.sum())
+        bits = np.concatenate((self._rest, bits))
+        whole = len(bits) // 8 * 8
+        self.stream.write(np.packbits(bits[:whole]))
+        self._rest = bits[whole:]
+
+    def finish(self) -> _Stream:
+        self.stream.write(np.packbits(self._rest))
+        return self.stream
+
+
+class _LabelWriter:
+    """Writes labels of any kind. Even the last label may decide the kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ids = _Stream(folder / "labels.bin")
+        self._ends = _Stream(folder / "labels.idx")
+        self._values = _Stream(folder / "values.bin")
+        self._known: dict[Any, int] | None = {}
+        """The number of each class; None once a label was not a class."""
+        self._numbers = True  # all labels so far are numbers
+        self._lists: bool | None = None
+        self._repeated = False
+        self._widths: set[int] = set()
+        self._count = 0
+        self._ends.write(np.zeros(1, dtype=_OFFSET))
+
+    def add(self, label: Label) -> None:
+        lists = isinstance(label, tuple)
+        items = label if isinstance(label, tuple) else (label,)
+        if self._lists not in (None, lists):
+            raise UserError("data.label_field: some labels are lists and some are not; use one kind")
+        self._lists = lists
+        self._count += len(items)
+        self._repeated = self._repeated or len(set(items)) < len(items)
+        if len(self._widths) < 2:  # two are enough to detect a difference
+            self._widths.add(len(items))
+        if any(isinstance(item, float) for item in items):
+            self._known = None
+        self._numbers = self._numbers and not any(isinstance(item, str) for item in items)
+        if self._known is None and not self._numbers:
+            raise _mixed()
+        if self._known is not None:
+            ids = [self._known.setdefault(item, len(self._known)) for item in items]
+            self._ids.write(np.array(ids, dtype=_LABEL))
+            self._ends.write(np.array([self._count], dtype=_OFFSET))
+        if self._numbers:
+            self._values.write(np.array(items, dtype=_VALUE))
+
+    def close(self) -> None:
+        for stream in (self._ids, self._ends, self._values):
+            stream.close()
+
+    def finish(self) -> tuple[LabelKind, int, list[int | str], dict[str, _Stream]]:
+        """Return the kind, values per document, class names and files."""
+        self.close()
+        width = min(self._widths, default=1)
+        if self._known is None:
+            if len(self._widths) > 1 or not width:
+                raise UserError(
+                    "data.label_field: the lists of numbers have different lengths; give every text the same "
+                    "number of values, or classes as integers or strings"
+                )
+            self._drop("labels.bin", "labels.idx")
+            return "values", width, [], {"values.bin": self._values}
+        names = self._sort(self._known)
+        if self._lists and self._repeated:
+            raise UserError(
+                "data.label_field: a list has a class twice; give the classes of the text, or for each class "
+                "a number with a fraction (0.0, 1.0) or a boolean"
+            )
+        if self._lists:
+            self._drop("values.bin")
+            return "sets", 0, names, {"labels.bin": self._ids, "labels.idx": self._ends}
+        self._drop("values.bin", "labels.idx")
+        return "classes", 1, names, {"labels.bin": self._ids}
+
+    def _drop(self, *names: str) -> None:
+        for name in names:
+            (self._folder / name).unlink()
+
+    def _sort(self, known: dict[Any, int]) -> list[int | str]:
+        if len({isinstance(name, str) for name in known}) > 1:
+            raise _mixed()
+        names = sorted(known, key=lambda name: (name if isinstance(name, int) else 0, str(name)))
+        final = np.zeros(len(names), dtype=_LABEL)
+        for number, name in enumerate(names):
+            final[known[name]] = number
+        if names:
+            self._ids.blocks = _BlockSums()
+            stored = np.memmap(self._folder / "labels.bin", dtype=_LABEL, mode="r+")
+            for start in range(0, len(stored), 1 << 20):
+                piece = final[stored[start : start + (1 << 20)]]
+                stored[start : start + (1 << 20)] = piece
+                self._ids.blocks.update(piece.tobytes())
+            stored.flush()
+        return names
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _mixed() -> UserError:
+    return UserError("data.label_field: some labels are numbers and some are strings; use one kind")
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+class CheckedArray:
+    """A memory-mapped array that checks the CRC-32 of each block on first access.
+
+    Args:
+        path: of the file.
+        dtype: of its values.
+        sums: the CRC-32 of each block.
+        width: values per row; None for a 1-d array.
+    """
+
+    def __init__(
+        self, path: Path, dtype: np.dtype[Any], sums: npt.NDArray[Any], width: int | None = None
+    ) -> None:
+        self.path = path
+        self.dtype = dtype
+        size = path.stat().st_size
+        # An empty file cannot be mapped.
+        self._bytes: npt.NDArray[np.uint8] = (
+            np.memmap(path, dtype=np.uint8, mode="r") if size else np.zeros(0, dtype=np.uint8)
+        )
+        values = self._bytes.view(dtype)
+        self._values: npt.NDArray[Any] = values if width is None else values.reshape(-1, width)
+        self._item_bytes = dtype.itemsize * (width or 1)
+        self._sums = sums
+        self._seen = bytearray(len(sums))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._values.shape
+
+    def __getitem__(self, at: Any) -> Any:
+        """Return a value, a slice (shared with the file) or the values at a list of indices (a copy).
+
+        Raises:
+            RunError: if the file is damaged.
+        """
+        if isinstance(at, slice):
+            start, stop, _ = at.indices(len(self._values))
+            self._check(start, stop)
+        elif isinstance(at, int | np.integer):
+            index = int(at) + (len(self._values) if at < 0 else 0)
+            self._check(index, index + 1)
+        else:
+            for index in np.asarray(at).ravel().tolist():
+                self._check(index, index + 1)
+        return self._values[at]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.asarray(self[:], dtype=dtype)
+
+    def tolist(self) -> list[Any]:
+        values: list[Any] = self[:].tolist()
+        return values
+
+    def damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
+        """Return the first damaged block in ``[first, last)``, or None."""
+        last = len(self._sums) if last is None else last
+        while (block := self._seen.find(0, first, last)) >= 0:
+            data = self._bytes[block * BLOCK : (block + 1) * BLOCK]
+            if isal_zlib.crc32(data.data) != self._sums[block]:
+                return block
+            self._seen[block] = 1
+            first = block + 1
+        return None
+
+    def _check(self, start: int, stop: int) -> None:
+        width = self._item_bytes
+        block = self.damaged_block(start * width // BLOCK, -(-stop * width // BLOCK))
+        if block is not None:
+            # Without this file the cache is invalid, and the next launch rebuilds it.
+            with suppress(OSError):
+                (self.path.parent / _META_FILE).unlink()
+            raise RunError(
+                f"data.cache_dir: {self.path}: damaged at byte {block * BLOCK:,}; run the same command to "
+                "tokenize the data again and resume from the last checkpoint"
+            )
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """An open token cache. Its pickle contains the path, not the tokens."""
+
+    folder: Path
+    meta: dict[str, Any]
+    tokens: dict[str, CheckedArray]
+    """The concatenated tokens of each field, uint16 or uint32, memory-mapped."""
+    offsets: dict[str, CheckedArray]
+    labels: CheckedArray | None
+    """Each document's class, or with ``label_offsets`` its classes."""
+    label_offsets: CheckedArray | None = None
+    values: CheckedArray | None = None
+    """``[documents, width]`` for numeric labels."""
+    trained_bits: CheckedArray | None = None
+    """A bit per token of the texts, if only some are trained; see :meth:`trained`."""
+    column_values: CheckedArray | None = None
+    """``[documents, columns]`` of further numbers; see :meth:`columns`."""
+
+    @staticmethod
+    def open(folder: Path) -> TokenCache:
+        """Open a cache. Checks the metadata, the file sizes and all small files.
+
+        Raises:
+            CacheDamagedError: if it does not exist or is damaged.
+        """
+        try:
+            meta = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
+            if meta["format"] != FORMAT:
+                raise CacheDamagedError(f"{folder}: format {meta['format']}, not {FORMAT}")
+            if _digest({key: value for key, value in meta.items() if key != "digest"}) != meta["digest"]:
+                raise CacheDamagedError(f"{folder / _META_FILE}: damaged")
+            blocks = (folder / _BLOCKS_FILE).read_bytes()
+            if hashlib.blake2b(blocks, digest_size=16).hexdigest() != meta["blocks"]:
+                raise CacheDamagedError(f"{folder / _BLOCKS_FILE}: damaged")
+            sums, at = np.frombuffer(blocks, dtype=_CRC), 0
+            dtypes = {f"{name}.bin": _DTYPES[meta["dtype"]] for name in meta["tokens"]}
+            dtypes |= {f"{name}.idx": _OFFSET for name in meta["tokens"]}
+            dtypes |= {"labels.bin": _LABEL, "labels.idx": _OFFSET, "values.bin": _VALUE}
+            dtypes |= {_TRAINED_FILE: _BITS, _COLUMNS_FILE: _VALUE}
+            widths = {"values.bin": meta.get("label_width"), _COLUMNS_FILE: len(meta.get("columns", ()))}
+            arrays: dict[str, CheckedArray] = {}
+            for name, recorded in sorted(meta["files"].items()):
+                count = -(-recorded["bytes"] // BLOCK)
+                if (folder / name).stat().st_size != recorded["bytes"]:
+                    raise CacheDamagedError(f"{folder / name}: damaged")
+                array = CheckedArray(folder / name, dtypes[name], sums[at : at + count], widths.get(name))
+                if recorded["bytes"] <= CHECKED_WHOLE and array.damaged_block() is not None:
+                    raise CacheDamagedError(f"{folder / name}: damaged")
+                arrays[name], at = array, at + count
+            tokens = {name: arrays[f"{name}.bin"] for name in meta["tokens"]}
+            offsets = {name: arrays[f"{name}.idx"] for name in meta["tokens"]}
+            labels = arrays.get("labels.bin")
+            ends, values = arrays.get("labels.idx"), arrays.get("values.bin")
+            bits, columns = arrays.get(_TRAINED_FILE), arrays.get(_COLUMNS_FILE)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
+        return TokenCache(folder, meta, tokens, offsets, labels, ends, values, bits, columns)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenCache.open, (self.folder,)
+
+    @property
+    def documents(self) -> int:
+        return int(self.meta["documents"])
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.meta["tokens"].values())
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of every token and label, independent of the machine and the source format."""
+        return str(self.meta["fingerprint"])
+
+    @property
+    def label_names(self) -> list[int | str]:
+        return list(self.meta["label_names"])
+
+    @property
+    def label_kind(self) -> LabelKind:
+        kind: LabelKind = self.meta.get("label_kind", "classes")
+        return kind
+
+    def document(self, field: str, number: int) -> npt.NDArray[Any]:
+        """The tokens of one document, including special tokens."""
+        offsets = self.offsets[field]
+        tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
+        return tokens
+
+    def columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+        """The further numbers of some documents, by name: int64 or float32 ``[len(numbers)]``."""
+        if self.column_values is None:
+            return {}
+        rows = self.column_values[list(numbers)]
+        kinds: dict[str, str] = self.meta["columns"]
+        return {name: rows[:, at].astype(kind) for at, (name, kind) in enumerate(kinds.items())}
+
+    def trained(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
+        """Which tokens of a document are trained; None if all are."""
+        if self.trained_bits is None or field != "text":
+            return None
+        offsets = self.offsets[field]
+        return self.trained_between(int(offsets[number]), int(offsets[number + 1]))
+
+    def trained_between(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Which of the tokens ``[start, stop)`` of all texts are trained; None if all are."""
+        if self.trained_bits is None:
+            return None
+        first = start // 8
+        bits = np.unpackbits(self.trained_bits[first : -(-stop // 8)])
+        return bits[start - 8 * first : stop - 8 * first].view(bool)
+
+    def documents_between(self, field: str, start: int, stop: int) -> range:
+        """The documents that contain the tokens ``[start, stop)`` of a field."""
+        offsets = self.offsets[field]
+        return range(bisect_right(offsets, start) - 1, bisect_right(offsets, stop - 1))

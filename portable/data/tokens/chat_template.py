@@ -1,0 +1,561 @@
+"""Chat templates: from a conversation to tokens, and to the tokens that are trained.
+
+The template writes a conversation as one text. Which part of it the assistant wrote is known in two ways:
+
+- The template marks it with ``{% generation %}``.
+- Otherwise from prefixes. The conversation up to an answer, with the generation prompt, is where the answer
+  begins; the conversation up to and with the answer is where it ends. Both are rendered and must be prefixes
+  of the whole. A template that shows earlier turns otherwise than the last one (Qwen3 leaves out their
+  thinking) has no such prefixes: the record is refused, and the message names what helps.
+
+After the last answer a template may write tokens that it writes nowhere else (Phi-3's end of text, GPT-OSS's
+return in place of end). Such a prefix may differ from the whole in special tokens at its end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from portable.data.sources.conversations import Conversation, valid
+from portable.data.sources.documents import listed
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from portable.data.sources.conversations import Message
+    from portable.data.sources.documents import Document
+    from portable.data.tokens.tokenize import Frame
+
+TrainOn = Literal["assistant", "completion", "last_assistant", "all"]
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\\n' }}"
+    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+BUILT_IN = {"chatml": CHATML}
+_PROBE = "What is shown of this?"
+VERSION = 2  # of how records become tokens and masks; a change makes caches anew
+DAY = "2025-01-01"
+"""The date in a prompt that tells today's, so that the tokens are the same on every day."""
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MOST_RENDERED = 1 << 30  # characters written for one conversation
+_Span = tuple[int, int]
+
+
+@dataclass
+class Encoded:
+    """The tokens of some conversations, one sample after the other."""
+
+    tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    trained: list[npt.NDArray[np.bool_]] = field(default_factory=list)
+    stopping: int = 0
+    """Samples in which the token that ends the last answer is trained."""
+    ends: Counter[int] = field(default_factory=Counter)
+    """How often each token ends a last answer."""
+    unstopped: str = ""
+    """Where the trained part of a sample ends otherwise: its last tokens, and those after it."""
+    prompt_left: str = ""
+    """What the generation prompt has beyond the beginning of an answer, if anything."""
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A rendered conversation before it is tokenized."""
+
+    text: str
+    conversation: Conversation | None
+    """None for a completion of plain text."""
+    spans: tuple[_Span, ...] = ()
+    answers: tuple[int, ...] = ()
+    """Messages whose spans follow from prefixes."""
+    opened: tuple[str, ...] = ()
+    """For each the conversation before it, with the generation prompt."""
+    closed: tuple[str, ...] = ()
+    """For each the conversation up to and with it."""
+    whole: bool = False
+    """Whether all tokens are trained."""
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    """Tokens before and after the text; the latter are trained."""
+
+
+def chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
+    """The template that ``data.chat_template`` means: a file, a name of the tokenizer's, or a built-in one.
+
+    Returns:
+        its text, or the texts of a tokenizer with several, of which ``default`` and ``tool_use`` are used.
+
+    Raises:
+        UserError: there is none.
+    """
+    own = getattr(tokenizer, "chat_template", None)
+    if setting is None:
+        if not own:
+            raise no_template()
+        if isinstance(own, dict) and "default" not in own:
+            raise UserError(f"data.chat_template: the tokenizer has several ({listed(own)}); set it to one")
+        return own  # type: ignore[no-any-return]
+    if isinstance(own, dict) and setting in own:
+        return str(own[setting])
+    path = Path(setting)
+    if path.suffix in (".jinja", ".jinja2", ".j2", ".txt") or path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise UserError(
+                f"data.chat_template: {setting}: cannot read it ({reason}); check the path"
+            ) from error
+    if setting in BUILT_IN:
+        return BUILT_IN[setting]
+    names = [*(own if isinstance(own, dict) else ()), *BUILT_IN]
+    raise UserError(
+        f"data.chat_template: {setting!r} is no file and no name; use a path or one of {listed(names)}"
+    )
+
+
+def no_template() -> UserError:
+    return UserError(
+        "data.chat_template: the tokenizer has none; set it to a file with a template, or to chatml if the "
+        f"tokenizer has its tokens ({' '.join(CHATML_TOKENS)})"
+    )
+
+
+class ChatTemplate:
+    """Renders, tokenizes and masks conversations.
+
+    Args:
+        tokenizer: a fast one. The positions of its tokens in the text are needed.
+        templates: from :func:`chat_template`; None if there is none, which only completions do without.
+        frame: the special tokens around a completion.
+        train_on: which tokens are trained; None: the completion of a record with a prompt, else what the
+            assistant says.
+        split_turns: make a sample of each answer, with what was said before it.
+        kwargs: further variables of the template.
+
+    Raises:
+        UserError: the template or the tokenizer cannot be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        templates: str | dict[str, str] | None,
+        frame: Frame,
+        *,
+        train_on: TrainOn | None = None,
+        split_turns: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError(
+                f"data.tokenizer: {type(tokenizer).__name__} is not a fast tokenizer, as conversations need; "
+                "use one with a tokenizer.json"
+            )
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self._frame = frame
+        self._train_on = train_on
+        self._split_turns = split_turns
+        self._kwargs = {**tokenizer.special_tokens_map, **(kwargs or {})}
+        self._parts: dict[str, bool] = {}
+        for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
+            self._compiled(text)
+
+    @property
+    def key(self) -> str:
+        """What the tokens depend on, besides the source and the tokenizer."""
+        content = [VERSION, self._templates, self._train_on, self._split_turns, self._kwargs, DAY]
+        return json.dumps(content, sort_keys=True, default=str)
+
+    def encode(self, documents: Sequence[Document]) -> Encoded:
+        """Tokenize conversations and completions.
+
+        Raises:
+            UserError: naming the record, if its template fails or its mask cannot be told.
+        """
+        drafts = [draft for document in documents for draft in self._drafts(document)]
+        encoded = Encoded()
+        found = self._encodings([draft.text for draft in drafts])
+        for draft, encoding in zip(drafts, found, strict=True):
+            tokens = np.array([*draft.prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
+            within = self._trained(draft, encoding, encoded)
+            ends = np.full(len(draft.prefix), draft.whole), within, np.ones(len(draft.suffix), dtype=bool)
+            trained = np.concatenate(ends)
+            encoded.tokens.append(tokens)
+            encoded.trained.append(trained)
+            self._count_stops(draft, tokens, trained, encoded)
+        return encoded
+
+    # -- rendering ------------------------------------------------------------------------------------------
+
+    def _drafts(self, document: Document) -> list[_Draft]:
+        conversation = document.conversation
+        if conversation is None:
+            return [self._completion(document.text, document.prompt_chars or 0)]
+        if not self._split_turns:
+            return [self._draft(conversation, self._train_on)]
+        drafts = []
+        for at in conversation.answers:
+            if conversation.prompt is None or at >= conversation.prompt:
+                part = replace(conversation, messages=conversation.messages[: at + 1], prompt=None)
+                drafts.append(self._draft(part, "last_assistant"))
+        return drafts
+
+    def _completion(self, text: str, prompt: int) -> _Draft:
+        """A prompt and its completion without a template, ended by the tokenizer's end token."""
+        whole = self._train_on == "all"
+        ended = text.endswith(str(self._tokenizer.eos_token))
+        suffix = () if ended else self._frame.suffix
+        return _Draft(
+            text, None, ((prompt, len(text)),), whole=whole, prefix=self._frame.prefix, suffix=suffix
+        )
+
+    def _draft(self, conversation: Conversation, train_on: TrainOn | None) -> _Draft:
+        if train_on is None:
+            train_on = "assistant" if conversation.prompt is None else "completion"
+        conversation = self._with_arguments(self._with_parts(conversation))
+        messages = conversation.messages
+        marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
+        if marked:
+            text, spans = self._marked(conversation, messages)
+        else:
+            text = self._render(conversation, messages)
+        if train_on == "all":
+            return _Draft(text, conversation, whole=True)
+        if train_on == "completion":
+            if conversation.prompt is None:
+                raise UserError(
+                    f"data.train_on: {conversation.where}: completion is for records with a prompt and a "
+                    "completion; use assistant or last_assistant"
+                )
+            opened = self._render(conversation, messages[: conversation.prompt], prompted=True)
+            return _Draft(text, conversation, (), (conversation.prompt,), (opened,), (text,))
+        answers = conversation.answers if train_on == "assistant" else conversation.answers[-1:]
+        if not answers:
+            raise UserError(
+                f"data.source: {conversation.where}: the assistant says nothing; remove the record"
+            )
+        if marked:
+            if train_on == "last_assistant" and answers[0]:
+                _, before = self._marked(conversation, messages[: answers[0]])
+                spans = spans[len(before) :]
+            if not spans:
+                raise self._failure(conversation, "{% generation %} marks nothing in it")
+            return _Draft(text, conversation, tuple(spans))
+        if 2 * len(answers) * len(text) > _MOST_RENDERED:
+            raise self._failure(
+                conversation,
+                f"{len(answers):,} answers in {len(text):,} characters are too many to find by their "
+                "prefixes; cut the record into shorter ones, or use a template with {% generation %}",
+            )
+        opened_at = tuple(self._render(conversation, messages[:at], prompted=True) for at in answers)
+        closed_at = tuple(
+            text if at + 1 == len(messages) else self._render(conversation, messages[: at + 1])
+            for at in answers
+        )
+        return _Draft(text, conversation, (), tuple(answers), opened_at, closed_at)
+
+    def _template(self, conversation: Conversation) -> str:
+        if isinstance(self._templates, str):
+            return self._templates
+        if self._templates is None:
+            raise no_template()
+        name = "tool_use" if conversation.tools and "tool_use" in self._templates else "default"
+        return self._templates[name]
+
+    def _compiled(self, text: str) -> Any:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        try:
+            return _compile_jinja_template(text)
+        except Exception as error:
+            raise UserError(
+                f"data.chat_template: it is no valid template ({one_line(error)}); correct it"
+            ) from error
+
+    def _variables(self, conversation: Conversation) -> dict[str, Any]:
+        kwargs = {**self._kwargs, **conversation.template_kwargs}
+        day = datetime.fromisoformat(str(kwargs.pop("strftime_now", DAY)))
+        return {
+            "strftime_now": day.strftime,
+            "tools": None if conversation.tools is None else list(conversation.tools),
+            "documents": None,
+            **kwargs,
+        }
+
+    def _render(
+        self, conversation: Conversation, messages: Sequence[Message], *, prompted: bool = False
+    ) -> str:
+        try:
+            text = self._compiled(self._template(conversation)).render(
+                messages=list(messages), add_generation_prompt=prompted, **self._variables(conversation)
+            )
+            return valid(str(text))
+        except UserError:
+            raise
+        except Exception as error:  # templates are foreign code
+            raise self._failure(conversation, f"the template fails ({_reason(error)})") from error
+
+    def _marked(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, list[_Span]]:
+        """The rendered text, and what the template marks in it."""
+        from transformers.utils.chat_template_utils import _render_with_assistant_indices
+
+        try:
+            text, spans = _render_with_assistant_indices(
+                compiled_template=self._compiled(self._template(conversation)),
+                messages=list(messages),
+                add_generation_prompt=False,
+                **self._variables(conversation),
+            )
+        except Exception as error:
+            raise self._failure(conversation, f"the template fails ({_reason(error)})") from error
+        return valid(text), [(start, end) for start, end in spans if end > start]
+
+    def _with_parts(self, conversation: Conversation) -> Conversation:
+        """The conversation with lists of parts for texts, if the template would pass over a string."""
+        if not self._takes_parts(self._template(conversation)):
+            return conversation
+        messages = tuple(map(_text_parts, conversation.messages))
+        return replace(conversation, messages=messages)
+
+    def _takes_parts(self, template: str) -> bool:
+        """Whether a template, such as that of a model for images, shows a text only in a list of parts."""
+        if template not in self._parts:
+            message = {"role": "user", "content": _PROBE}
+            self._parts[template] = not self._shows(template, message) and self._shows(
+                template, _text_parts(message)
+            )
+        return self._parts[template]
+
+    def _shows(self, template: str, message: Message) -> bool:
+        probe = Conversation((message,), "")
+        try:
+            return _PROBE in self._compiled(template).render(
+                messages=[message], add_generation_prompt=False, **self._variables(probe)
+            )
+        except Exception:  # templates are foreign code; what they take is shown by the data
+            return False
+
+    def _with_arguments(self, conversation: Conversation) -> Conversation:
+        """The conversation with its calls' arguments as a string, if the template cannot take objects.
+
+        Raises:
+            UserError: the template fails with both, or leaves a call out.
+        """
+        calls = [
+            call["function"] for message in conversation.messages for call in message.get("tool_calls", ())
+        ]
+        if not calls:
+            return conversation
+        as_text = replace(conversation, messages=tuple(map(_text_arguments, conversation.messages)))
+        try:
+            text = self._render(conversation, conversation.messages)
+        except UserError as refusal:
+            try:
+                conversation, text = as_text, self._render(as_text, as_text.messages)
+            except UserError:
+                raise refusal from None
+        objects = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
+        if any(arguments and str(arguments) in text for arguments in objects):  # written as Python has it
+            conversation = as_text
+        left_out = next((call["name"] for call in calls if valid(call["name"]) not in text), None)
+        if left_out is not None:
+            raise self._failure(
+                conversation, f"the template leaves out the call of {left_out!r}; use one that writes calls"
+            )
+        return conversation
+
+    def _failure(self, conversation: Conversation, what: str) -> UserError:
+        return UserError(f"data.chat_template: {conversation.where}: {what}")
+
+    # -- masks ----------------------------------------------------------------------------------------------
+
+    def _encodings(self, texts: list[str]) -> Any:
+        if not texts:
+            return []
+        found = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return found.encodings
+
+    def _trained(self, draft: _Draft, encoding: Any, encoded: Encoded) -> npt.NDArray[np.bool_]:
+        trained = np.zeros(len(encoding.ids), dtype=bool)
+        if draft.whole:
+            trained[:] = True
+        for start, end in draft.spans:
+            trained[_token_with(encoding, start) : _token_after(encoding, end, len(draft.text))] = True
+        for at, opened, closed in zip(draft.answers, draft.opened, draft.closed, strict=True):
+            assert draft.conversation is not None
+            first = self._start(draft, draft.conversation, encoding, at, opened, encoded)
+            last = self._end(draft, draft.conversation, encoding, at, closed)
+            if last <= first:
+                raise self._failure(
+                    draft.conversation, f"the template writes nothing for message {at + 1}, an answer"
+                )
+            trained[first:last] = True
+        return trained
+
+    def _start(
+        self,
+        draft: _Draft,
+        conversation: Conversation,
+        encoding: Any,
+        at: int,
+        opened: str,
+        encoded: Encoded,
+    ) -> int:
+        """The first token of an answer."""
+        if draft.text.startswith(opened):
+            return _token_with(encoding, len(opened))
+        # The generation prompt may begin the answer itself, such as "<think>".
+        before = self._render(conversation, conversation.messages[:at])
+        context, rest = self._common(encoding, before)
+        first, left = self._common(encoding, opened)
+        ids = encoding.ids
+        # A header ends with an added token or a space. What else is alike is so by chance.
+        while first > context and not (ids[first - 1] in self._added or self._is_blank(ids[first - 1])):
+            first -= 1
+            left.insert(0, ids[first])
+        begins = first > context or opened == before  # the answer, with part of the generation prompt
+        if not self._only_special(rest) or not begins or first < context or first == len(ids):
+            raise self._unstable(conversation, at)
+        encoded.prompt_left = encoded.prompt_left or self._tokenizer.decode(left)
+        return first
+
+    def _end(self, draft: _Draft, conversation: Conversation, encoding: Any, at: int, closed: str) -> int:
+        """The token after an answer."""
+        if draft.text.startswith(closed):
+            return _token_after(encoding, len(closed), len(draft.text))
+        last, rest = self._common(encoding, closed)
+        if not self._only_special(rest):
+            raise self._unstable(conversation, at)
+        return last
+
+    def _common(self, encoding: Any, text: str) -> tuple[int, list[int]]:
+        """How many first tokens of ``text`` are those of the whole, and the others of ``text``."""
+        ids: list[int] = self._encodings([text])[0].ids
+        count = next(
+            (at for at, (one, other) in enumerate(zip(ids, encoding.ids, strict=False)) if one != other),
+            min(len(ids), len(encoding.ids)),
+        )
+        return count, ids[count:]
+
+    def _unstable(self, conversation: Conversation, at: int) -> UserError:
+        return self._failure(
+            conversation,
+            f"the template shows message {at + 1} otherwise once others follow it, so its tokens cannot be "
+            "told in the whole; set data.split_turns true (a sample for each answer), data.train_on "
+            "last_assistant, or a template that marks answers with {% generation %}",
+        )
+
+    # -- the token that ends a turn --------------------------------------------------------------------------
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.all_special_ids) | {
+            number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
+        }
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return self._special | frozenset(self._tokenizer.get_added_vocab().values())
+
+    @cached_property
+    def _blank(self) -> dict[int, bool]:
+        return {}
+
+    def _is_blank(self, token: int) -> bool:
+        if token not in self._blank:
+            self._blank[token] = not self._tokenizer.decode([token]).strip()
+        return self._blank[token]
+
+    def _only_special(self, tokens: list[int]) -> bool:
+        return all(token in self._special or self._is_blank(token) for token in tokens)
+
+    def _count_stops(
+        self,
+        draft: _Draft,
+        tokens: npt.NDArray[np.int64],
+        trained: npt.NDArray[np.bool_],
+        encoded: Encoded,
+    ) -> None:
+        """Whether the sample teaches the end of its last answer, and the token of that end.
+
+        It is the first of the special tokens after the last words, or any added token.
+        """
+        last = int(np.flatnonzero(trained)[-1]) if trained.any() else -1
+        untrained = np.flatnonzero(~trained[: last + 1])
+        begin = int(untrained[-1]) + 1 if len(untrained) else 0
+        spoke_last = draft.conversation is None or draft.conversation.messages[-1]["role"] == "assistant"
+        at = (len(tokens) if spoke_last else last + 1) - 1
+        while at >= begin and self._is_blank(int(tokens[at])) and tokens[at] not in self._added:
+            at -= 1
+        end = at if at >= begin and tokens[at] in self._added else None
+        while at >= begin and (tokens[at] in self._special or self._is_blank(int(tokens[at]))):
+            end = at if tokens[at] in self._special else end
+            at -= 1
+        if end is not None:
+            encoded.ends[int(tokens[end])] += 1
+        if end is not None and trained[end]:
+            encoded.stopping += 1
+        elif not encoded.unstopped:
+            decode = self._tokenizer.decode
+            said, rest = decode(tokens[trained][-8:]), decode(tokens[last + 1 : last + 9])
+            encoded.unstopped = f"{said!r}" + (f", and then comes {rest!r}" if rest else "")
+
+
+def _token_with(encoding: Any, char: int) -> int:
+    """The token that contains a character, or the next one that contains any."""
+    if (found := encoding.char_to_token(char)) is None:  # normalized away, such as a space
+        starts = ((at, span[0]) for at, span in enumerate(encoding.offsets))
+        found = next((at for at, start in starts if start >= char), len(encoding.ids))
+    return int(found)
+
+
+def _token_after(encoding: Any, char: int, length: int) -> int:
+    """The first token that begins at a character or later."""
+    if char >= length:
+        return len(encoding.ids)
+    found = _token_with(encoding, char)
+    begins = found < len(encoding.ids) and encoding.token_to_chars(found)[0] < char
+    return found + 1 if begins else found
+
+
+def _text_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _text_arguments(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def _reason(error: BaseException) -> str:
+    text = one_line(error) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

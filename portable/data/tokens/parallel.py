@@ -1,0 +1,130 @@
+"""Map a function over batches in several processes, in order.
+
+Batch *i* goes to process *i* modulo their number, and results are taken in the same order, so that the result
+does not depend on how many there are. A process has at most one batch at a time, which bounds the memory.
+
+The processes are plain children that run this file, so the program's main module is not imported again, as
+``multiprocessing`` would. Each ends when its connection closes, also if this process is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from itertools import islice
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from portable.errors import RunError, UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, alone: int = 0) -> Iterator[R]:
+    """Yield ``work(item)`` for every item, in order.
+
+    Args:
+        work: a picklable function. A ``UserError`` of it is raised here.
+        processes: how many to start; with less than two, this process does all.
+        alone: items that this process does itself before it starts others, which takes seconds.
+
+    Raises:
+        RunError: a process died, or ``work`` failed in it.
+    """
+    rest = iter(items)
+    yield from map(work, rest if processes < 2 else islice(rest, alone))
+    first = next(rest, None)
+    if first is None:
+        return
+    with ExitStack() as stack:
+        workers = [stack.enter_context(_Worker(work)) for _ in range(processes)]
+        at = 0
+        workers[0].send(first)
+        for at, item in enumerate(rest, start=1):
+            worker = workers[at % processes]
+            if at >= processes:
+                yield worker.receive()
+            worker.send(item)
+        for left in range(max(0, at + 1 - processes), at + 1):
+            yield workers[left % processes].receive()
+
+
+class _Worker:
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        ours, theirs = Pipe()
+        paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 ("" is the current folder)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "from portable.data.tokens.parallel import serve; serve()",
+                str(theirs.fileno()),
+            ],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._connection = ours
+        self._connection.send(work)
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def send(self, item: Any) -> None:
+        try:
+            self._connection.send(item)
+        except OSError as error:
+            raise self._died() from error
+
+    def receive(self) -> Any:
+        try:
+            result = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if isinstance(result, UserError | RunError):
+            raise result
+        return result
+
+    def _died(self) -> RunError:
+        code = self._process.wait()
+        return RunError(
+            f"data.source: a process that tokenizes ended with code {code}, most likely for lack of memory; "
+            "free some and run the same command again"
+        )
+
+
+def serve() -> None:
+    """The loop of a process."""
+    connection = Connection(int(sys.argv[1]))
+    try:
+        work = connection.recv()
+        while True:
+            item = connection.recv()
+            try:
+                result = work(item)
+            except UserError as error:
+                result = error
+            except Exception as error:
+                said = f"{type(error).__name__}: {one_line(error)}"
+                result = RunError(f"data.source: a process that tokenizes failed ({said})")
+            connection.send(result)
+    except (EOFError, OSError):  # the other side is done, or dead
+        os._exit(0)

@@ -1,0 +1,262 @@
+"""Tokenize documents into a token cache."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter, deque
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from portable.data.locked_folder import locked_folder
+from portable.data.sources.documents import PIECE_CHARS, Document, Fields, Source
+from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
+from portable.data.tokens.parallel import cores, ordered_map
+from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
+from portable.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from portable.data.tokens.chat_template import ChatTemplate
+
+_BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, and little memory
+_BATCH_DOCUMENTS = 4096
+_CHAT_CHARS = 1 << 18  # small enough to keep all processes busy
+_ALONE = 16  # batches of it: about as long as processes take to start
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The special tokens around each document."""
+
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    target: Frame | None = field(default=None, repr=False)
+    """The special tokens around a target text, if different."""
+
+
+def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
+    """The special tokens that ``task`` puts around a document.
+
+    A causal document starts with the tokenizer's prefix and ends with its end token. Other tasks use the
+    tokenizer's prefix and suffix, or the end token if it has no suffix.
+
+    Args:
+        task: one of ``TASKS``.
+        vocabulary: of the texts.
+        target: of the targets, if there are any.
+
+    Raises:
+        UserError: if the tokenizer has no end token.
+    """
+    if target is not None:
+        framed, apart = frame(task, vocabulary), frame(task, target)
+        return framed if apart == framed else replace(framed, target=apart)
+    if task == "sequence-classification":
+        return Frame(vocabulary.prefix, vocabulary.suffix)
+    if task != "causal-lm" and vocabulary.suffix:
+        return Frame(vocabulary.prefix, vocabulary.suffix)
+    if vocabulary.end is None:
+        raise UserError(
+            "data.tokenizer: it has no eos_token for the end of a document; set one in its "
+            "tokenizer_config.json, or use another tokenizer"
+        )
+    return Frame(vocabulary.prefix, (vocabulary.end,))
+
+
+def token_cache_folder(
+    source: Source, tokenizer: Any, framed: Frame, cache: Path, chat: ChatTemplate | None = None
+) -> Path:
+    """The folder of the token cache of ``source``, whether or not it exists."""
+    content = f"{FORMAT} {source.key} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
+    content += "" if framed.target is None else f" {framed.target}"
+    content += "" if chat is None else f" {chat.key}"
+    return cache / "tokens" / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def tokenize(
+    source: Source,
+    tokenizer: Any,
+    vocabulary: Vocabulary,
+    fields: Fields,
+    framed: Frame,
+    cache: Path,
+    *,
+    chat: ChatTemplate | None = None,
+    progress: bool = False,
+) -> TokenCache:
+    """Return the tokens of ``source``, from the cache if possible.
+
+    With ``chat``, its records are conversations or completions, tokenized by all cores.
+
+    Any number of processes may call this concurrently: one builds the cache, the others wait. A damaged cache
+    is rebuilt. One batch of documents is in memory at a time.
+
+    Raises:
+        UserError: if the source cannot be read or has no text, or the cache is not writable.
+    """
+    folder = token_cache_folder(source, tokenizer, framed, cache, chat)
+    try:
+        return TokenCache.open(folder)
+    except CacheDamagedError:
+        pass
+    with locked_folder(folder) as draft:
+        try:
+            return TokenCache.open(folder)
+        except CacheDamagedError as error:
+            if folder.exists():
+                print(f"warning: data.cache_dir: {error}; tokenizing again", file=sys.stderr)
+        names = ["text"]
+        names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
+        writer = TokenWriter(
+            draft.path,
+            names,
+            vocabulary.size,
+            labels=fields.label is not None,
+            masked=chat is not None,
+            columns=fields.columns,
+        )
+        with closing(writer), parallel_tokenizers():
+            written = 0
+            bar = tqdm(
+                total=source.size_bytes,
+                unit="B",
+                unit_scale=True,
+                delay=1,
+                desc="tokenizing",
+                disable=not progress,
+            )
+            facts: dict[str, Any] = {}
+            with bar:
+                if chat is not None:
+                    written, facts = _write_conversations(source, chat, writer, bar)
+                else:
+                    for batch in _batches(source.documents_of_key()):
+                        written += _write(batch, tokenizer, framed, writer)
+                        bar.update(sum(_size(document) for document in batch))
+            if not written:
+                raise source.no_text()
+            writer.finish(suffix=list(framed.suffix), source=source.name, **facts)
+        draft.commit()
+    try:
+        return TokenCache.open(folder)
+    except CacheDamagedError as error:
+        raise RunError(f"data.cache_dir: {error}, just written; choose a folder on another disk") from error
+
+
+def _write_conversations(
+    source: Source, chat: ChatTemplate, writer: TokenWriter, bar: Any
+) -> tuple[int, dict[str, Any]]:
+    """Write all records. Returns the number of samples, and what is known about the ends of answers."""
+    sizes: deque[int] = deque()
+    columns: deque[list[tuple[float, ...]]] = deque()
+
+    def batches() -> Iterator[list[Document]]:
+        for batch in _batches(source.documents_of_key(), _CHAT_CHARS, whole=True):
+            sizes.append(sum(_size(document) for document in batch))
+            columns.append([document.columns for document in batch])
+            yield batch
+
+    written, stopping, ends, prompt_left, unstopped = 0, 0, Counter[int](), "", ""
+    for encoded in ordered_map(chat.encode, batches(), processes=cores(), alone=_ALONE):
+        bar.update(sizes.popleft())
+        lengths = [len(tokens) for tokens in encoded.tokens]
+        writer.extend("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
+        for values in columns.popleft():
+            writer.add_columns(values)
+        written += len(lengths)
+        stopping, ends = stopping + encoded.stopping, ends + encoded.ends
+        prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
+        if not stopping:  # not one of thousands: the template's, not the record's
+            raise UserError(
+                "data.chat_template: the trained tokens never include the one that ends an answer, so the "
+                f"model would never stop: they end in {unstopped}; end the turn with a special token "
+                "of the tokenizer, inside {% generation %} if the template has it"
+            )
+    end = min(ends, key=lambda token: (-ends[token], token)) if ends else None
+    return written, {"end_of_turn": end, "prompt_left": prompt_left}
+
+
+def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWriter) -> int:
+    """Write a batch; return the number of documents that end in it."""
+    texts = _encode(tokenizer, [document.text for document in batch])
+    pairs = [
+        (number, document.target) for number, document in enumerate(batch) if document.target is not None
+    ]
+    targets = dict(
+        zip(
+            (number for number, _ in pairs),
+            _encode(tokenizer, [text for _, text in pairs], targets=True),
+            strict=True,
+        )
+    )
+    seconds = [(number, document.pair) for number, document in enumerate(batch) if document.pair is not None]
+    encoded = _encode(tokenizer, [text for _, text in seconds])
+    others = dict(zip((number for number, _ in seconds), encoded, strict=True))
+    around = framed.target or framed
+    ended = 0
+    for number, document in enumerate(batch):
+        if not writer.in_document:
+            writer.append("text", framed.prefix)
+        writer.append("text", texts[number])
+        if document.ends:
+            writer.append("text", framed.suffix)
+            if number in targets:
+                writer.append("target", [*around.prefix, *targets[number], *around.suffix])
+            if number in others:
+                writer.append("pair", others[number])
+            writer.end_document(document.label)
+            writer.add_columns(document.columns)
+            ended += 1
+    return ended
+
+
+def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
+    if not texts:
+        return []
+    encoded: list[list[int]] = tokenizer(
+        **{"text_target" if targets else "text": texts},
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # ignore the tokenizer's length limit: documents are truncated later
+    )["input_ids"]
+    return encoded
+
+
+def _batches(
+    documents: Iterator[Document], chars: int = _BATCH_CHARS, *, whole: bool = False
+) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    held = 0
+    for document in documents if whole else _in_pieces(documents):
+        batch.append(document)
+        held += len(document.text) + len(document.target or "") + len(document.pair or "")
+        if held >= chars or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _in_pieces(documents: Iterator[Document]) -> Iterator[Document]:
+    """Split very long texts, at line ends if possible, to limit the memory of a call."""
+    for document in documents:
+        text, start = document.text, 0
+        while len(text) - start > 2 * PIECE_CHARS:
+            least = start + PIECE_CHARS
+            cut = text.find("\n", least, least + PIECE_CHARS) + 1 or least
+            yield Document(text[start:cut], ends=False)
+            start = cut
+        yield replace(document, text=text[start:])
+
+
+def _size(document: Document) -> int:
+    texts = (document.text, document.target or "", document.pair or "")
+    return sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)

@@ -1,0 +1,394 @@
+"""The tokenizer: a given one, or a byte-level BPE that is trained once on the source.
+
+The trained one is a normal ``PreTrainedTokenizerFast``: ``save_pretrained`` and ``AutoTokenizer`` support it,
+and decoding restores the text byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
+from converters.manifest import MANIFEST
+from portable.data.locked_folder import locked_folder
+from portable.data.sources.documents import listed
+from portable.data.tokens.chat_template import CHATML, CHATML_TOKENS
+from portable.errors import UserError, one_line
+from portable.temporary_folder import scratch_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from portable.data.sources.documents import Source
+
+END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
+DEFAULT_VOCAB_SIZE = 4096
+MAX_VOCAB_SIZE = 1_000_000  # of a trained tokenizer
+_FORMAT = 1
+_TRAIN_CHARS = 16_000_000  # more text barely changes the merges of a small vocabulary
+
+
+def load_tokenizer(
+    name_or_path: str,
+    *,
+    offline: bool = False,
+    trust_remote_code: bool = False,
+    source_language: str | None = None,
+    target_language: str | None = None,
+) -> Any:
+    """Load a tokenizer from the hub or a local folder.
+
+    Args:
+        name_or_path: hub id or folder.
+        offline: use only local files.
+        trust_remote_code: run Python code of the tokenizer; otherwise raise if there is any.
+        source_language: of the texts, for a multilingual tokenizer.
+        target_language: of the targets, likewise.
+
+    Raises:
+        UserError: if it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    languages = {"src_lang": source_language, "tgt_lang": target_language}
+    languages = {key: code for key, code in languages.items() if code is not None}
+    try:
+        # Without trust_remote_code, transformers asks on stdin.
+        return AutoTokenizer.from_pretrained(
+            name_or_path, local_files_only=offline, trust_remote_code=bool(trust_remote_code), **languages
+        )
+    except ValueError as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"data.tokenizer: {name_or_path!r} contains Python code, which runs only if "
+                "model.trust_remote_code is true; set it if you trust the code, or use another tokenizer"
+            ) from error
+        raise _unloadable(name_or_path, error) from error
+    except Exception as error:  # damaged files and network failures raise many classes
+        raise _unloadable(name_or_path, error) from error
+
+
+def _unloadable(name_or_path: str, error: Exception) -> UserError:
+    reason = one_line(error)
+    reason = reason if len(reason) <= 200 else reason[:197] + "..."
+    return UserError(
+        f"data.tokenizer: cannot load {name_or_path!r} ({reason}); use a folder with tokenizer files, a hub "
+        "id, or null to train one on the source"
+    )
+
+
+def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -> None:
+    """Check that a multilingual tokenizer has its languages, and that other tokenizers have none.
+
+    Raises:
+        UserError: if a language is missing, unknown or not supported.
+    """
+    several = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
+    given = {"source": source, "target": target}
+    for side, key in (("source", "src_lang"), ("target", "tgt_lang")):
+        name, code = f"data.{side}_language", given[side]
+        if not several:
+            if code is not None:
+                raise UserError(
+                    f"{name}: {code!r} is for a multilingual tokenizer, and {type(tokenizer).__name__} is "
+                    "not one; remove it"
+                )
+            continue
+        known = code or tokenizer.init_kwargs.get(key) or (side == "target" and tokenizer.tgt_lang)
+        if not known:
+            raise UserError(
+                f"{name}: missing; {type(tokenizer).__name__} marks texts with their language, so set one of "
+                f"its codes ({listed(_languages(tokenizer))})"
+            )
+    if several and tokenizer.unk_token_id is not None:
+        for side in ("source", "target"):
+            vocabulary = Vocabulary.of(tokenizer, targets=side == "target")
+            if tokenizer.unk_token_id in (*vocabulary.prefix, *vocabulary.suffix):
+                codes = _languages(tokenizer)
+                code = given[side] or ""
+                near = get_close_matches(code, codes, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it has {listed(codes)}"
+                raise UserError(f"data.{side}_language: the tokenizer has no language {code!r}; {hint}")
+
+
+def _languages(tokenizer: Any) -> list[str]:
+    """The language codes that a tokenizer lists."""
+    known = getattr(tokenizer, "lang_code_to_id", None) or ()
+    known = known or [str(token) for token in getattr(tokenizer, "extra_special_tokens", None) or ()]
+    known = known or getattr(tokenizer, "additional_special_tokens", None) or ()
+    return sorted(map(str, known))
+
+
+def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
+    """The vocabulary size of a trained tokenizer.
+
+    Raises:
+        UserError: if it is too small for all bytes, or too large to train.
+    """
+    size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+    least = 256 + 2 + mask
+    if size < least:
+        raise UserError(
+            f"data.vocab_size: {size} is too small for a byte-level tokenizer; use at least {least} "
+            "(256 bytes and the special tokens)"
+        )
+    if size > MAX_VOCAB_SIZE:
+        raise UserError(
+            f"data.vocab_size: {size} is too large to train a tokenizer; use at most {MAX_VOCAB_SIZE} "
+            "(the default is the model's vocab_size)"
+        )
+    return size
+
+
+def trained_tokenizer_folder(
+    source: Source,
+    vocab_size: int,
+    cache: Path,
+    *,
+    mask: bool = False,
+    ends: bool = False,
+    chat: bool = False,
+) -> Path:
+    """The folder of the tokenizer trained on ``source``, whether or not it exists."""
+    content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}{' ends' if ends else ''}"
+    content += f" {CHATML}" if chat else ""
+    return cache / "tokenizers" / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def is_trained(folder: Path) -> bool:
+    """Whether ``folder`` has an intact tokenizer. A damaged one may load without an error."""
+    try:
+        return check_manifest(folder) is not None
+    except CheckpointError:
+        return False
+
+
+def train_tokenizer(
+    source: Source,
+    vocab_size: int | None,
+    cache: Path,
+    *,
+    mask: bool = False,
+    ends: bool = False,
+    chat: bool = False,
+) -> Any:
+    """Train a byte-level BPE on the start of ``source``, or load it from the cache.
+
+    ``vocab_size`` includes the special tokens; a small source may have fewer. ``mask`` adds a mask token,
+    ``ends`` appends the end token to each text, and ``chat`` adds the template ChatML and its tokens. Any
+    number of processes may call this concurrently: one trains, the others wait.
+    """
+    size = trained_vocab_size(vocab_size, mask=mask)
+    folder = trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)
+    if tokenizer := _open(folder):
+        return tokenizer
+    with locked_folder(folder) as draft:
+        if tokenizer := _open(folder):
+            return tokenizer
+        _train(source, size, mask, ends, chat).save_pretrained(draft.path)
+        (draft.path / MANIFEST).write_text(manifest_text(manifest_entries(draft.path)), "utf-8")
+        draft.commit()
+    return load_tokenizer(str(folder))
+
+
+def _open(folder: Path) -> Any:
+    if not is_trained(folder):
+        return None
+    try:
+        return load_tokenizer(str(folder))
+    except UserError:  # damaged: train it again
+        return None
+
+
+def _train(source: Source, vocab_size: int, mask: bool, ends: bool, chat: bool) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [END, PAD, *([MASK] if mask else []), *(CHATML_TOKENS if chat else ())]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with parallel_tokenizers():
+        bpe.train_from_iterator(_head(source), trainer)
+    if ends:
+        bpe.post_processor = processors.TemplateProcessing(
+            single=f"$A {END}",
+            pair=f"$A {END} $B {END}",
+            special_tokens=[(END, bpe.token_to_id(END))],
+        )
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
+        tokenizer_object=bpe,
+        eos_token=END,
+        bos_token=END,
+        pad_token=PAD,
+        mask_token=MASK if mask else None,
+        chat_template=CHATML if chat else None,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1 << 30,
+    )
+
+
+def _head(source: Source) -> Iterator[str]:
+    left = _TRAIN_CHARS
+    found = False
+    for document in source.documents():
+        found = True
+        for text in (document.text, document.target):
+            if text and left > 0:
+                yield text[:left]
+                left -= len(text)
+        if left <= 0:
+            return
+    if not found:
+        raise source.no_text()
+
+
+_parallelism_is_ours = False
+
+
+@contextmanager
+def parallel_tokenizers() -> Iterator[None]:
+    """Enable the threads of the tokenizers library within this context, and disable them afterwards.
+
+    Otherwise the library prints a warning in every process that is forked later.
+    """
+    global _parallelism_is_ours
+    if "TOKENIZERS_PARALLELISM" in os.environ and not _parallelism_is_ours:
+        yield
+        return
+    _parallelism_is_ours = True
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The special tokens of a tokenizer, and its size."""
+
+    size: int
+    """One more than the largest id: the minimum size of a model's embedding."""
+    end: int | None
+    """The end of a document: the end-of-sequence token, or BERT's separator."""
+    pad: int
+    mask: int | None
+    special: tuple[int, ...]
+    prefix: tuple[int, ...]
+    """The tokens that the tokenizer puts before a text, such as ``[CLS]``."""
+    suffix: tuple[int, ...]
+    """The tokens that the tokenizer puts after a text, such as ``[SEP]``."""
+
+    @staticmethod
+    def of(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
+        """Inspect ``tokenizer`` for texts, or for the ``targets`` of a translation."""
+        text = {"text_target" if targets else "text": "a"}
+        bare: list[int] = tokenizer(**text, add_special_tokens=False)["input_ids"]
+        framed: list[int] = tokenizer(**text, add_special_tokens=True)["input_ids"]
+        starts = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+        start = next(starts, 0) if bare else 0
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        pad = tokenizer.pad_token_id
+        return Vocabulary(
+            size=max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1),
+            end=end,
+            pad=pad if pad is not None else (end or 0),
+            mask=tokenizer.mask_token_id,
+            special=tuple(sorted(tokenizer.all_special_ids)),
+            prefix=tuple(framed[:start]),
+            suffix=tuple(framed[start + len(bare) :]) if bare else (),
+        )
+
+
+@dataclass(frozen=True)
+class PairFrame:
+    """The special tokens that a tokenizer puts before, between and after two texts.
+
+    Attributes:
+        types: the token types of the five parts (before, first, between, second, after) and of the padding,
+            if the tokenizer has any: one per special token, and one for all tokens of a text.
+    """
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    types: tuple[tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...], int] | None
+
+    @staticmethod
+    def of(tokenizer: Any) -> PairFrame:
+        """Inspect ``tokenizer`` with an example.
+
+        Raises:
+            UserError: if it does not concatenate the texts.
+        """
+        first, second = "a", "b"
+        one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second))
+        typed = "token_type_ids" in tokenizer.model_input_names
+        encoded = tokenizer(first, second, return_token_type_ids=typed)
+        ids: list[int] = encoded["input_ids"]
+        start = _find(ids, one, 0)
+        following = _find(ids, two, start + len(one))
+        if not one or not two or start < 0 or following < 0:
+            raise UserError(
+                "data.text_pair_field: this tokenizer does not concatenate two texts; join them into one "
+                "field, or use another data.tokenizer"
+            )
+        cuts = [0, start, start + len(one), following, following + len(two), len(ids)]
+        types = None
+        if typed:
+            parts = [tuple(encoded["token_type_ids"][a:b]) for a, b in pairwise(cuts)]
+            types = (parts[0], parts[1][0], parts[2], parts[3][0], parts[4], tokenizer.pad_token_type_id)
+        return PairFrame(tuple(ids[:start]), tuple(ids[cuts[2] : following]), tuple(ids[cuts[4] :]), types)
+
+    @property
+    def length(self) -> int:
+        """The number of special tokens."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+
+def _find(tokens: list[int], part: list[int], start: int) -> int:
+    """The index of ``part`` in ``tokens`` from ``start``, or -1."""
+    return next((at for at in range(start, len(tokens)) if tokens[at : at + len(part)] == part), -1)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """A digest of everything that determines the ids of a text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state["truncation"] = state["padding"] = None  # changed by every call, and not used here
+    else:
+        state = {
+            "class": type(tokenizer).__name__,
+            "vocab": sorted(tokenizer.get_vocab().items()),
+            "files": _files_digest(tokenizer),
+        }
+    ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
+    content = json.dumps([state, ids], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _files_digest(tokenizer: Any) -> str:
+    """A digest of the files of a Python tokenizer, such as Marian's two sentencepiece models."""
+    hasher = hashlib.blake2b(digest_size=16)
+    with scratch_folder("portable-vocabulary") as folder:
+        with suppress(NotImplementedError, OSError, ValueError):  # without files, the vocabulary suffices
+            tokenizer.save_vocabulary(str(folder))
+        for path in sorted(folder.iterdir()):
+            hasher.update(path.name.encode() + b"\0" + path.read_bytes())
+    return hasher.hexdigest()

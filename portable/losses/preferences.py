@@ -1,0 +1,171 @@
+"""Losses of preferences: pairs of a chosen and a rejected answer to a prompt.
+
+A sample has two sequences, the chosen one first (``data.format: preference``); labels mark their answers.
+Each loss is a mean over pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor, nn
+
+    from portable.backend import Batch
+    from portable.model.loss import LossValue, Outputs, Statistic
+
+IGNORED = -100
+REFERENCE = "reference_log_probs"
+
+
+def _pairs(batch: Batch) -> Tensor:
+    """Which samples are pairs, bool ``[batch]``; others fill up a batch."""
+    labels = batch["labels"]
+    if labels.dim() != 3 or labels.shape[1] != 2:
+        raise ValueError("it needs pairs; set data.format to preference")
+    return (labels != IGNORED).any(dim=-1).all(dim=-1)
+
+
+class _Preference:
+    """What the losses of pairs have in common."""
+
+    needs: ClassVar[tuple[Statistic, ...]] = ("log_probs",)
+
+    def weight(self, batch: Batch) -> float:
+        """The number of pairs."""
+        return float(_pairs(batch).sum())
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
+        assert outputs.log_probs is not None
+        pairs = _pairs(batch)
+        lengths = (batch["labels"] != IGNORED).sum(dim=-1).clamp(min=1)
+        log_probs = outputs.log_probs.sum(dim=-1)
+        losses, rewards = self.losses(log_probs, lengths, batch)
+        chosen, rejected = rewards.detach().unbind(dim=1)
+        numbers = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "logps/chosen": log_probs[:, 0].detach(),
+            "logps/rejected": log_probs[:, 1].detach(),
+        }
+        sums = {name: torch.where(pairs, value, 0.0).sum() for name, value in numbers.items()}
+        return torch.where(pairs, losses, 0.0).sum(), pairs.sum(), sums
+
+    def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of each pair, ``[batch]``, and the rewards, ``[batch, 2]``.
+
+        Args:
+            log_probs: of the answers, summed over their tokens, ``[batch, 2]``.
+            lengths: how many tokens they have, ``[batch, 2]``.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class DPO(_Preference):
+    """Direct preference optimization (Rafailov et al., 2023).
+
+    Attributes:
+        beta: how strongly the model is held to the reference.
+        label_smoothing: the probability that a preference is the wrong way round (cDPO).
+        reference: ``"adapter"``: the base model, by a pass with the adapter switched off. A folder or hub id
+            of a model: each rank keeps a frozen copy. None: the weights that the run starts from, of which
+            the log-probabilities are computed once and cached with the data.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    reference: str | None = None
+    _copy: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # A loss has either of the two.
+        self.once = _reference_log_probs if self.reference is None else None
+        self.before = None if self.reference is None else self._of_reference
+
+    def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        ratios = log_probs - batch[REFERENCE].to(log_probs.dtype)
+        rewards = self.beta * ratios
+        return self.of_ratios(ratios, lengths), rewards
+
+    def of_ratios(self, ratios: Tensor, lengths: Tensor) -> Tensor:
+        """The loss of each pair, from the log-ratios to the reference."""
+        margin = self.beta * (ratios[:, 0] - ratios[:, 1])
+        right, wrong = -functional.logsigmoid(margin), -functional.logsigmoid(-margin)
+        return (1 - self.label_smoothing) * right + self.label_smoothing * wrong
+
+    def _of_reference(self, forward: Callable[..., Outputs], batch: Batch) -> Mapping[str, Tensor]:
+        if self.reference == "adapter":
+            return _reference_log_probs(lambda: forward(adapter=False), batch)
+        if self._copy is None:
+            self._copy = _frozen(str(self.reference), batch["labels"].device)
+        return _reference_log_probs(lambda: forward(self._copy), batch)
+
+
+@dataclass
+class IPO(DPO):
+    """Identity preference optimization (Azar et al., 2023); log-ratios are means over tokens, as in TRL."""
+
+    def of_ratios(self, ratios: Tensor, lengths: Tensor) -> Tensor:
+        means = ratios / lengths
+        return (means[:, 0] - means[:, 1] - 1 / (2 * self.beta)).square()
+
+
+@dataclass
+class SimPO(_Preference):
+    """Simple preference optimization, without a reference (Meng et al., 2024).
+
+    Attributes:
+        beta: scales the mean log-probabilities.
+        gamma: the margin by which the chosen answer has to win.
+    """
+
+    beta: float = 2.0
+    gamma: float = 1.0
+
+    def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        rewards = self.beta * log_probs / lengths
+        return -functional.logsigmoid(rewards[:, 0] - rewards[:, 1] - self.gamma), rewards
+
+
+@dataclass
+class ORPO(_Preference):
+    """Odds ratio preference optimization, without a reference (Hong et al., 2024).
+
+    Attributes:
+        beta: weighs the odds ratio (the paper's lambda) against the chosen answer's mean loss.
+    """
+
+    beta: float = 0.1
+
+    def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        means = log_probs / lengths
+        # The mean log-probability of a certain answer is 0, whose odds are infinite.
+        log_odds = means - torch.log1p(-means.exp().clamp(max=1 - 1e-7))
+        ratio = functional.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+        return -means[:, 0] - self.beta * ratio, self.beta * means
+
+
+def _reference_log_probs(forward: Callable[[], Outputs], batch: Batch) -> Mapping[str, Tensor]:
+    log_probs = forward().log_probs
+    assert log_probs is not None
+    return {REFERENCE: log_probs.float().sum(dim=-1)}
+
+
+def _frozen(name: str, device: torch.device) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(name)
+    model.eval().requires_grad_(False).to(device)
+    if device.type == "xla":  # which unties them
+        model.tie_weights()
+    copy: nn.Module = model
+    return copy

@@ -1,0 +1,403 @@
+"""Code of the user's that a run calls: losses, metrics, callbacks, sources of data, changes of the model.
+
+A setting names it as ``package.module:name``, or with arguments as ``package.module:name(gamma=2.0)``. A
+class is made with the arguments; a function gets them at each call. :func:`portable.train` takes the objects
+themselves and turns them into such names. What is defined in a notebook or a script travels to the ranks as
+source text, in a module that :func:`install` makes there. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import functools
+import hashlib
+import importlib
+import inspect
+import linecache
+import re
+import sys
+import textwrap
+import traceback
+import types
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import RunError, UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+NOTEBOOK = "notebook_"
+"""Begins the name of a module made from a notebook or script; a digest of its text follows."""
+SOURCES = "plug-ins of this notebook"
+"""The key under which a config carries such modules to the ranks; see ``RunConfig.with_document``."""
+_WRITTEN = re.compile(r"(?:(?P<module>[A-Za-z_][\w.]*):)?(?P<name>[A-Za-z_][\w.]*)\s*(?:\((?P<given>.*)\))?")
+_SHOWN = 3  # arguments in a message
+_objects: dict[str, Any] = {}
+"""Objects that this process itself was given, by their names."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a setting names.
+
+    Attributes:
+        module: None for a name that the setting itself knows.
+        name: in the module, possibly dotted.
+        arguments: plain values, by name.
+    """
+
+    module: str | None
+    name: str
+    arguments: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{key}={value!r}" for key, value in sorted(self.arguments.items()))
+        start = "" if self.module is None else f"{self.module}:"
+        return start + self.name + (f"({given})" if given else "")
+
+
+def parse(text: str) -> Name:
+    """Read the name in a setting.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    match = _WRITTEN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no package.module:name or package.module:name(argument=value)")
+    arguments: dict[str, Any] = {}
+    if given := match["given"]:
+        try:
+            call = ast.parse(f"_({given})", mode="eval").body
+            if not isinstance(call, ast.Call) or call.args:
+                raise ValueError("give arguments by name")
+            for keyword in call.keywords:
+                if keyword.arg is None:
+                    raise ValueError("give arguments by name")
+                arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        except (SyntaxError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{text!r}: its arguments are not name=value of plain values: {error}"
+            ) from error
+    return Name(match["module"], match["name"], arguments)
+
+
+def names_code(text: object) -> bool:
+    """Whether a setting names code of the user's, not a path or something built in."""
+    if not isinstance(text, str):
+        return False
+    match = _WRITTEN.fullmatch(text.strip())
+    return match is not None and match["module"] is not None
+
+
+def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
+    """The object that a setting names: a function, or what a class makes of the arguments.
+
+    Args:
+        key: the setting, for messages.
+        text: its value.
+        known: where to find what the setting has by name.
+
+    Raises:
+        UserError: if there is none, or it does not take the arguments.
+    """
+    try:
+        named = parse(text)
+    except ValueError as error:
+        raise UserError(f"{key}: {one_line(error)}") from error
+    if str(named) in _objects:
+        return _objects[str(named)]
+    told = f"{key}: {text}"
+    if named.module is None:
+        if named.name not in (known or {}):
+            near = _near(named.name, known or {})
+            raise UserError(
+                f"{told}: there is no such name here{near}; the names are "
+                f"{', '.join(known or {}) or 'none'}, and package.module:name is one of your own"
+            )
+        place = parse((known or {})[named.name])
+        named = Name(place.module, place.name, named.arguments)
+    found = _found(told, named)
+    return _made(told, found, named.arguments)
+
+
+def _found(told: str, named: Name) -> Any:
+    assert named.module is not None
+    found = _module(told, named.module)
+    for part in named.name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            public = [name for name in dir(found) if not name.startswith("_")]
+            raise UserError(f"{told}: {named.module} has no {named.name}{_near(part, public)}") from error
+    return found
+
+
+def _module(told: str, name: str) -> types.ModuleType:
+    if name.startswith(NOTEBOOK) and name not in sys.modules:
+        raise UserError(f"{told}: was defined in a notebook or script; start the run from there")
+    here = str(Path.cwd())
+    if here not in sys.path:  # as if the program were a script beside it
+        sys.path.append(here)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever importing it raises
+        near = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
+            near = _near(name, [path.stem for path in Path.cwd().glob("*.py")])
+        raise UserError(
+            f"{told}: cannot be imported ({type(error).__name__}: {one_line(error)}){near}; give "
+            "package.module:name of a module in this folder or on PYTHONPATH"
+        ) from error
+
+
+def _made(told: str, found: Any, arguments: Mapping[str, Any]) -> Any:
+    if not callable(found):
+        if arguments:
+            raise UserError(f"{told}: is a {type(found).__name__}, which takes no arguments")
+        return found
+    if not inspect.isclass(found) and not arguments:
+        return found
+    try:
+        signature = inspect.signature(found)
+        signature.bind(**arguments) if inspect.isclass(found) else signature.bind_partial(**arguments)
+    except TypeError as error:
+        takes = list(inspect.signature(found).parameters)
+        wrong = next((name for name in arguments if name not in takes), "")
+        raise UserError(f"{told}: {one_line(error)}{_near(wrong, takes)}") from error
+    except ValueError:  # a signature that Python cannot tell
+        pass
+    if not inspect.isclass(found):
+        return functools.update_wrapper(functools.partial(found, **arguments), found)
+    try:
+        return found(**arguments)
+    except (UserError, RunError):
+        raise
+    except Exception as error:  # foreign code
+        raise UserError(f"{told}: cannot be made ({_said(error)})") from error
+
+
+def _near(word: str, names: Iterable[str]) -> str:
+    near = get_close_matches(word, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+@contextmanager
+def told_as(what: str) -> Iterator[None]:
+    """Within this context, an error of foreign code ends the run in one line that begins with ``what``."""
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        if "out of memory" in str(error).lower():  # the run says what to do about it
+            raise
+        raise UserError(f"{what}: fails ({_said(error)}); correct it") from error
+
+
+def _said(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"; {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {one_line(error)}{where}"
+
+
+# -- identity ----------------------------------------------------------------------------------------------
+
+
+def digest(text: str) -> str:
+    """A digest of the code that a setting names: its whole module, without comments and layout.
+
+    Empty for what this package has itself, and for a name that cannot be imported.
+    """
+    try:
+        module = parse(text).module
+    except ValueError:
+        return ""
+    if module is None or module.partition(".")[0] == __name__.partition(".")[0]:
+        return ""
+    try:
+        return _code_digest(inspect.getsource(_module("", module)))
+    except (UserError, OSError, TypeError):  # compiled code has no source
+        return ""
+
+
+def file_of(text: str) -> str:
+    """The file of the module that a setting names; empty for none."""
+    module = parse(text).module
+    return "" if module is None else str(getattr(_module(text, module), "__file__", ""))
+
+
+def _code_digest(source: str) -> str:
+    tree = ast.dump(ast.parse(source))
+    return hashlib.blake2b(tree.encode(), digest_size=6).hexdigest()
+
+
+# -- objects -----------------------------------------------------------------------------------------------
+
+
+def name_of(key: str, given: Any, sources: dict[str, str]) -> str:
+    """The name of an object, under which ranks find it.
+
+    Args:
+        key: the argument that it was given as, for messages.
+        given: a function or class, a ``functools.partial`` of one, or an object of a dataclass.
+        sources: modules by name, to which the text of what a notebook or script defines is added.
+
+    Raises:
+        UserError: if ranks could not make the same object.
+    """
+    if isinstance(given, str):
+        return given
+    arguments: dict[str, Any] = {}
+    target = given
+    if isinstance(given, functools.partial):
+        if given.args:
+            raise UserError(f"{key}: a partial with arguments without names; name them")
+        target, arguments = given.func, dict(given.keywords)
+    elif not inspect.isclass(given) and not inspect.isfunction(given):
+        target = type(given)
+        if dataclasses.is_dataclass(given):
+            arguments = {
+                field.name: getattr(given, field.name)
+                for field in dataclasses.fields(given)
+                if field.init and not _is_default(field, getattr(given, field.name))
+            }
+        elif vars(given) if hasattr(given, "__dict__") else True:
+            raise UserError(
+                f"{key}: an object of {target.__name__}, of which ranks cannot be told how it was made; make "
+                "the class a dataclass, or give the class itself"
+            )
+    for name, value in arguments.items():
+        if not _is_plain(value):
+            raise UserError(
+                f"{key}: {getattr(target, '__name__', target)}: {name} is a {type(value).__name__}; "
+                "arguments are numbers, text, and lists or mappings of these, so that ranks can be told"
+            )
+    module, name = target.__module__, target.__qualname__
+    if module == "__main__" or "<locals>" in name or "<lambda>" in name:
+        text = _source_with_globals(key, target)
+        module = f"{NOTEBOOK}{_code_digest(text)}"
+        sources[module] = text
+    elif _object_at(module, name) is not target:
+        raise UserError(f"{key}: {module}:{name} is another object there; define it at the top of a module")
+    found = str(Name(module, name, arguments))
+    _objects[found] = given if not inspect.isclass(given) else given(**arguments)
+    return found
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    return field.default is not dataclasses.MISSING and value is field.default
+
+
+def _object_at(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return False
+
+
+def _source_with_globals(key: str, target: Any) -> str:
+    """The text of a module with ``target``, and with all that it uses of the module that defines it."""
+    parts: dict[str, str] = {}
+    _gather(key, target, parts)
+    return "from __future__ import annotations\n\n" + "\n\n".join(parts.values()) + "\n"
+
+
+def _gather(key: str, target: Any, parts: dict[str, str]) -> None:
+    name = target.__name__
+    if name in parts:
+        return
+    if "<" in target.__qualname__:
+        raise UserError(f"{key}: {target.__qualname__} is defined within a function; define it at the top")
+    text = _source_of(target)
+    if text is None:
+        raise UserError(f"{key}: the source of {name} cannot be read; define it in a module")
+    parts[name] = ""  # it may use itself
+    space = vars(sys.modules[target.__module__])
+    before: dict[str, str] = {}
+    for used in sorted(_names_in(text)):
+        if used == name or used not in space or (hasattr(builtins, used) and used not in space):
+            continue
+        value = space[used]
+        if isinstance(value, types.ModuleType):
+            before[used] = (
+                f"import {value.__name__} as {used}"
+                if "." in value.__name__ or (value.__name__ != used)
+                else f"import {used}"
+            )
+        elif getattr(value, "__module__", None) == target.__module__ and hasattr(value, "__qualname__"):
+            _gather(key, value, parts)
+        elif hasattr(value, "__module__") and hasattr(value, "__qualname__"):
+            before[used] = f"from {value.__module__} import {value.__qualname__} as {used}"
+        elif _is_plain(value):
+            before[used] = f"{used} = {value!r}"
+        elif type(value).__module__ == "__future__":
+            continue
+        else:
+            raise UserError(
+                f"{key}: {name} uses {used}, a {type(value).__name__} of the notebook or script, which ranks "
+                "do not have; make it an argument, or define both in a module"
+            )
+    own = parts.pop(name)
+    assert not own
+    parts |= {used: line for used, line in before.items() if used not in parts}
+    parts[name] = text
+
+
+def _source_of(target: Any) -> str | None:
+    try:
+        return textwrap.dedent(inspect.getsource(target))
+    except (OSError, TypeError):
+        pass
+    if not inspect.isclass(target):
+        return None
+    # Python finds no class of a notebook, whose cells are no files. Its methods know their cell; a class
+    # without any is looked for in all, the newest first.
+    files = [getattr(getattr(one, "__code__", None), "co_filename", "") for one in vars(target).values()]
+    cells = [name for name in reversed(linecache.cache) if not Path(name).is_file()]
+    for file in (*filter(None, files), *cells):
+        cell = "".join(linecache.getlines(file))
+        if f"class {target.__name__}" not in cell:
+            continue
+        for node in ast.walk(ast.parse(cell)):
+            if isinstance(node, ast.ClassDef) and node.name == target.__name__:
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                lines = cell.splitlines(keepends=True)[first - 1 : node.end_lineno]
+                return textwrap.dedent("".join(lines))
+    return None
+
+
+def _names_in(text: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+
+
+def install(sources: Mapping[str, str]) -> None:
+    """Make the modules of a notebook or script importable in this process."""
+    for name, text in sources.items():
+        if name in sys.modules:
+            continue
+        module = types.ModuleType(name)
+        file = f"<{name}>"
+        module.__file__ = file
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        sys.modules[name] = module
+        try:
+            exec(compile(text, file, "exec"), vars(module))
+        except Exception as error:
+            del sys.modules[name]
+            raise UserError(
+                f"a function or class of the notebook cannot be defined in a rank ({_said(error)})"
+            ) from error

@@ -1,0 +1,144 @@
+"""What a loss computes once for every sample, with the weights that the run starts from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from portable import plugins
+from portable.data import EvalLoader
+from portable.data.samples.computed import ComputedSamples, Table, write_table
+from portable.data.tokens.cache import CacheDamagedError
+from portable.errors import UserError
+from portable.model.loss import OncePass, training_loss
+from portable.paths import default_cache_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from portable.backend import Backend, Engine
+    from portable.config import RunConfig
+    from portable.data import Data, Samples
+    from portable.run.prepare import Prepared
+
+_BETWEEN = 64  # micro-batches between two exchanges of ranks
+
+
+def with_computed(config: RunConfig, backend: Backend, data: Data) -> Data:
+    """``data`` whose samples have what the loss computes once, if it does.
+
+    Raises:
+        UserError: where that cannot be computed.
+    """
+    loss = training_loss(config)
+    if loss is None or loss.once is None:
+        return data
+    if config.train.micro_batch_size == "auto":
+        raise UserError(
+            f"train.micro_batch_size: {loss.key} computes numbers of each sample before the training, which "
+            "auto cannot try; set a number"
+        )
+    if backend.one_program and backend.world_size > 1:
+        raise UserError(f"{loss.key}: on several hosts, XLA computes nothing once; name a reference")
+    root = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
+
+    def wrapped(name: str, samples: Samples) -> ComputedSamples:
+        return ComputedSamples(samples, root / "computed" / _digest(config, data, name, samples))
+
+    evals = {name: wrapped(f"evaluation {name}", samples) for name, samples in data.evals.items()}
+    return replace(data, train=wrapped("training", data.train), evals=evals)
+
+
+def _digest(config: RunConfig, data: Data, name: str, samples: Samples) -> str:
+    """Of all that the numbers of ``samples`` depend on."""
+    model, settings = config.model, config.data
+    weights: list[Any] = []
+    if model.name_or_path is not None and Path(model.name_or_path).is_dir():
+        files = sorted(file for file in Path(model.name_or_path).iterdir() if file.is_file())
+        weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    content = [
+        name,
+        len(samples),
+        data.fingerprint,
+        dict(data.eval_fingerprints),
+        config.train.loss,
+        plugins.digest(config.train.loss or ""),
+        model.model_dump(mode="json"),
+        config.adapter.model_dump(mode="json"),
+        plugins.digest(model.function or ""),
+        weights,
+        config.seed if model.from_scratch else None,
+        config.precision,
+        (settings.seq_len, settings.truncation, settings.eval_fraction, settings.packing),
+    ]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
+def missing(prepared: Prepared) -> list[ComputedSamples]:
+    """The samples whose numbers some rank's machine lacks; all ranks call it."""
+    found = []
+    for samples in (prepared.data.train, *prepared.data.evals.values()):
+        if isinstance(samples, ComputedSamples):
+            try:
+                Table(samples.folder)
+                lacks = False
+            except CacheDamagedError:
+                lacks = True
+            if prepared.backend.any(lacks):
+                found.append(samples)
+    return found
+
+
+def compute(prepared: Prepared, engine: Engine, wanted: list[ComputedSamples]) -> None:
+    """Compute the numbers of ``wanted`` with the weights that ``engine`` has; all ranks call it."""
+    for samples in wanted:
+        shapes: dict[str, list[int]] = {}
+        rows = _rows(prepared, engine, samples, shapes)
+        first = next(rows)  # which tells the shapes
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            write_table(samples.folder, shapes, _all(first, rows))
+        else:
+            for _ in rows:
+                pass
+        prepared.backend.barrier()
+
+
+def _all(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+def _rows(
+    prepared: Prepared, engine: Engine, samples: ComputedSamples, shapes: dict[str, list[int]]
+) -> Iterator[npt.NDArray[np.float64]]:
+    """Parts of the table, in order; fills ``shapes``. Ranks exchange what each computed."""
+    backend, size, left = prepared.backend, prepared.plan.micro_batch_size, len(samples)
+    loader = EvalLoader(samples.plain, batch_size=size, rank=backend.rank, world_size=backend.world_size)
+    bar = tqdm(
+        loader, unit="batch", desc="computing once", leave=False, delay=1.0,
+        disable=backend.rank != 0 or not sys.stderr.isatty(),
+    )  # fmt: skip
+    held: list[Any] = []
+    for number, batch in enumerate(bar, start=1):
+        found = engine.evaluate(backend.place(batch), OncePass(), {})
+        shapes |= {name: list(value.shape[1:]) for name, value in found.items()}
+        flat = np.array(backend.read(list(found.values())))
+        counts = np.cumsum([value.numel() for value in found.values()])[:-1]
+        parts = [part.reshape(size, -1) for part in np.split(flat, counts)]
+        held.append(np.concatenate(parts, axis=1).tolist())
+        if number % _BETWEEN == 0 or number == len(loader):
+            ranks = [json.loads(text) for text in backend.gather(json.dumps(held))]
+            rows = np.array([row for batches in zip(*ranks, strict=True) for part in batches for row in part])
+            held = []
+            yield rows[:left]
+            left -= len(rows[:left])

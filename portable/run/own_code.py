@@ -1,0 +1,53 @@
+"""The code of the user's that a run calls: found before it starts, and compared when it goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portable import plugins
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portable.config import RunConfig
+
+
+def prepare_code(config: RunConfig) -> None:
+    """Make what a notebook defines importable here, and load what the settings name.
+
+    Raises:
+        UserError: for what is not there, or is not what it should be.
+    """
+    plugins.install(config.documents.get(plugins.SOURCES, {}))
+    if config.model.function is not None:
+        plugins.load("model.function", config.model.function)
+    if config.train.loss is not None:
+        from portable.model.loss import training_loss
+
+        training_loss(config)
+    if config.train.callbacks:
+        from portable.run.callbacks import check
+
+        check(config.train.callbacks)
+
+
+def named_code(config: RunConfig) -> dict[str, str]:
+    """The code of the user's that the steps and evaluations of a run call, by the setting that names it."""
+    train = config.train
+    alone = {"train.loss": train.loss, "model.function": config.model.function}
+    named = {key: name for key, name in alone.items() if name is not None}
+    named |= {f"train.metrics {name}": name for name in train.metrics or () if plugins.names_code(name)}
+    return named | {f"train.callbacks {name}": name for name in train.callbacks}
+
+
+def digests(config: RunConfig) -> dict[str, str]:
+    """A digest of each piece of it. The tokens that ``data.source`` comes to are compared themselves."""
+    found = {key: plugins.digest(name) for key, name in named_code(config).items()}
+    return {key: value for key, value in found.items() if value}
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The settings whose code has changed: those that the training depends on, and others."""
+    differ = [key for key, value in now.items() if before.get(key, value) != value]
+    harmless = [key for key in differ if key.startswith(("train.metrics", "train.callbacks"))]
+    return [key for key in differ if key not in harmless], harmless

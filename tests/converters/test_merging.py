@@ -1,0 +1,600 @@
+"""`--merge-into` against peft: `merge_and_unload`, and the logits of the model that was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from converters import find_adapter, open_checkpoint, write_merged
+from converters.adapters.base_names import BaseNames
+from converters.adapters.merging import INPUTS_FIRST
+from converters.cli import main
+from tests.tiny_models import tiny_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+peft: Any = pytest.importorskip("peft")
+transformers: Any = pytest.importorskip("transformers")
+
+ANY = "all-linear"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def model_of(kind: str, head: str = "AutoModelForCausalLM", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    values = {key: value for key, value in tiny_config(kind).items() if key != "model_type"} | changes
+    config = transformers.AutoConfig.for_model(kind, **values)
+    return getattr(transformers, head).from_config(config).eval()
+
+
+def lora(**settings: Any) -> Any:
+    # A scaling that is no power of two, so that the order of roundings shows.
+    return peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], **settings})
+
+
+def shake(model: Any) -> None:
+    """Give what is trained other values than those it starts from, which add nothing."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+class Pair:
+    """A base model and an adapter, saved by transformers and peft below `folder`."""
+
+    def __init__(self, folder: Path, model: Any, config: Any, dtype: str = "float32") -> None:
+        self.base, self.adapter, self.out = folder / "base", folder / "adapter", folder / "out"
+        self.kind = type(model)
+        self.dtype = DTYPES[dtype]
+        model.to(self.dtype).save_pretrained(self.base)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.trained = peft.get_peft_model(self.load(self.base), config).eval()
+            shake(self.trained)
+            self.trained.save_pretrained(self.adapter)
+
+    def load(self, folder: Path, dtype: torch.dtype | None = None) -> Any:
+        return self.kind.from_pretrained(folder, dtype=dtype or self.dtype).eval()
+
+    def merge(self, *more: str) -> Any:
+        """The model that we write, loaded; everything in the files was used."""
+        arguments = [str(self.adapter), str(self.out), "--merge-into", str(self.base), "--quiet", *more]
+        assert main(arguments) == 0
+        loaded, report = self.kind.from_pretrained(self.out, dtype=self.dtype, output_loading_info=True)
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        return loaded.eval()
+
+    def truth(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """The state of peft's own merge."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            again = peft.PeftModel.from_pretrained(self.load(self.base, dtype), self.adapter)
+            state: dict[str, torch.Tensor] = again.merge_and_unload().state_dict()
+        return state
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], before: Any) -> None:
+    """Equal to float32 rounding; and the adapter has changed something."""
+    assert ours.keys() == theirs.keys()
+    moved = 0
+    for name, value in theirs.items():
+        torch.testing.assert_close(
+            ours[name], value, rtol=1e-6, atol=1e-6 * float(value.abs().max()), msg=name
+        )
+        moved += not torch.equal(value, before[name])
+    assert moved
+
+
+CAUSAL = (
+    *("llama", "qwen3", "gpt2", "gemma", "mistral", "phi3", "opt", "falcon", "bloom", "gpt_neox", "mixtral"),
+    *("qwen3_moe", "granitemoe", "gpt_oss"),
+)
+MORE = (
+    *("gptj", "gemma3_text", "olmo2", "starcoder2", "gpt_bigcode", "stablelm", "cohere", "phi", "mpt"),
+    *(
+        "qwen2_moe",
+        "jamba",
+        "phimoe",
+        "lfm2_moe",
+        "llama4_text",
+        "deepseek_v3",
+        "olmoe",
+        "minimax",
+        "glm4_moe",
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", [*CAUSAL, *(pytest.param(k, marks=pytest.mark.exhaustive) for k in MORE)])
+def test_every_linear_layer_of_an_architecture(kind: str, tmp_path: Path) -> None:
+    """The adapter has the names of the live model, the base those of the files: they differ for experts."""
+    pair = Pair(tmp_path, model_of(kind), lora(target_modules=ANY))
+    assert_same(pair.merge().state_dict(), pair.truth(), pair.load(pair.base).state_dict())
+
+
+@pytest.mark.exhaustive
+def test_no_live_name_is_taken_for_another_tensor(tmp_path: Path) -> None:
+    """Of every architecture: a live parameter has the values that are found for it, or is not found."""
+    from tests.architectures import auto_class, pairs
+
+    found = missing = 0
+    for kind, task in pairs():
+        try:
+            torch.manual_seed(0)
+            values = {key: value for key, value in tiny_config(kind, task).items() if key != "model_type"}
+            model = auto_class(task).from_config(transformers.AutoConfig.for_model(kind, **values))
+            model.save_pretrained(tmp_path / "model")
+        except Exception:
+            continue
+        checkpoint = open_checkpoint(tmp_path / "model")
+        names = BaseNames(checkpoint.tensors, checkpoint.aliases)
+        for name, parameter in model.named_parameters():
+            place = names.find(name)
+            if place is None:
+                missing += 1
+                continue
+            found += 1
+            assert place.shape == tuple(parameter.shape), (kind, name)
+            live = (
+                parameter.detach().float().numpy().reshape(-1, parameter.shape[-1] if parameter.ndim else 1)
+            )
+            for region in place.regions:
+                tensor = checkpoint.tensors[checkpoint.aliases.get(region.name, region.name)]
+                held = tensor.read().astype(np.float32).reshape(-1, live.shape[-1])
+                if place.whole:
+                    assert np.array_equal(held, live), (kind, name)
+                else:
+                    rows = held[region.row : region.row + region.stop - region.start]
+                    assert np.array_equal(rows, live[region.start : region.stop]), (kind, name)
+        del checkpoint
+        shutil.rmtree(tmp_path / "model")
+    assert found > 50 * missing
+
+
+SEQ2SEQ = partial(model_of, "t5", "AutoModelForSeq2SeqLM")
+BERT = partial(model_of, "bert", "AutoModelForSequenceClassification")
+UNTIED = partial(model_of, "llama", tie_word_embeddings=False)
+OPT = partial(model_of, "opt")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "dora": (UNTIED, lora(use_dora=True, target_modules=["embed_tokens", "q_proj", "down_proj"])),
+    "dora-conv1d": (partial(model_of, "gpt2"), lora(use_dora=True, target_modules=["c_attn", "c_proj"])),
+    "rslora": (UNTIED, lora(use_rslora=True)),
+    "patterns": (
+        UNTIED,
+        lora(
+            target_modules=ANY,
+            rank_pattern={"q_proj": 6, "layers.1.mlp.up_proj": 2},
+            alpha_pattern={r".*\.layers\.0\..*v_proj": 11},
+        ),
+    ),
+    "bias-all": (OPT, lora(bias="all")),
+    "bias-lora": (OPT, lora(bias="lora_only", target_modules=["q_proj", "fc1"])),
+    "lora-bias": (OPT, lora(lora_bias=True)),
+    "embeddings": (UNTIED, lora(target_modules=["embed_tokens", "lm_head"])),
+    "modules-to-save": (UNTIED, lora(modules_to_save=["embed_tokens", "lm_head", "input_layernorm"])),
+    "tokens": (UNTIED, lora(trainable_token_indices=[3, 7, 380])),
+    "tokens-alone": (
+        UNTIED,
+        peft.TrainableTokensConfig(token_indices=[3, 9], target_modules=["embed_tokens"]),
+    ),
+    "ia3": (OPT, peft.IA3Config(target_modules=["k_proj", "v_proj", "fc2"], feedforward_modules=["fc2"])),
+    "ia3-conv1d": (
+        partial(model_of, "gpt2"),
+        peft.IA3Config(target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"]),
+    ),
+    "t5": (SEQ2SEQ, lora(target_modules=ANY)),
+    "bert": (BERT, lora(target_modules=ANY, bias="all", modules_to_save=["classifier", "pooler"])),
+    "layers": (UNTIED, lora(layers_to_transform=[1], target_modules=["q_proj"])),
+    "experts": (partial(model_of, "qwen3_moe"), lora(target_modules=[], target_parameters=EXPERTS)),
+    "one-expert-matrix": (partial(model_of, "mixtral"), lora(target_parameters=EXPERTS[1:])),
+    "experts-inputs-first": (
+        partial(model_of, "gpt_oss"),
+        lora(target_modules=[], target_parameters=EXPERTS),
+    ),
+    "square-experts": (
+        partial(model_of, "gpt_oss", intermediate_size=32),
+        lora(target_modules=[], target_parameters=EXPERTS),
+    ),
+    "router": (partial(model_of, "qwen3_moe"), lora(modules_to_save=["mlp.gate"])),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_adapter(kind: str, tmp_path: Path) -> None:
+    make, config = KINDS[kind]
+    pair = Pair(tmp_path, make(), config)
+    assert_same(pair.merge("--verify").state_dict(), pair.truth(), pair.load(pair.base).state_dict())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["patterns", "dora", "dora-conv1d", "experts"])
+def test_rounds_once_to_the_dtype_of_the_base(kind: str, dtype: str, tmp_path: Path) -> None:
+    """At most one unit in the last place from the float32 merge of the same weights, and hardly ever that."""
+    make, config = KINDS[kind]
+    pair = Pair(tmp_path, make(), config, dtype)
+    ours, exact = pair.merge().state_dict(), pair.truth(torch.float32)
+    total = differ = 0
+    for name, value in exact.items():
+        wanted = value.to(pair.dtype)
+        assert ours[name].dtype == pair.dtype
+        steps = ordered(ours[name]) - ordered(wanted)
+        assert int(steps.abs().max()) <= 1, name
+        total, differ = total + steps.numel(), differ + int(steps.count_nonzero())
+    assert differ <= total // 1000
+
+
+def ordered(value: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the 16-bit floats; neighbours differ by one."""
+    bits = value.contiguous().view(torch.int16).to(torch.int32)
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+def test_dtype_is_applied_to_the_exact_sum(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, UNTIED(), KINDS["patterns"][1], "bfloat16")
+    pair.dtype = torch.float32
+    ours = pair.merge("--dtype", "float32").state_dict()
+    assert json.loads((pair.out / "config.json").read_text())["dtype"] == "float32"
+    exact = pair.truth(torch.float32)
+    assert_same(ours, exact, pair.load(pair.base).state_dict())
+
+
+@pytest.mark.parametrize("only", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("how", ["target_modules", "modules_to_save"])
+def test_unties_embeddings_that_no_longer_agree(only: str, how: str, tmp_path: Path) -> None:
+    """peft changes both or warns; the model that was trained changes one of them."""
+    settings = {how: [only], **({"target_modules": ["q_proj"]} if how != "target_modules" else {})}
+    pair = Pair(tmp_path, model_of("llama", tie_word_embeddings=True), lora(**settings))
+    assert_same_logits(pair.merge(), pair.trained)
+    assert json.loads((pair.out / "config.json").read_text())["tie_word_embeddings"] is False
+    loaded = load_file(pair.out / "model.safetensors")
+    assert not torch.equal(loaded["lm_head.weight"], loaded["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"trainable_token_indices": [3, 7]},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
+        {},
+    ],
+    ids=str,
+)
+def test_keeps_tied_what_stays_equal(settings: dict[str, Any], tmp_path: Path) -> None:
+    pair = Pair(tmp_path, model_of("llama", tie_word_embeddings=True), lora(**settings))
+    assert_same_logits(pair.merge(), pair.trained)
+    assert "lm_head.weight" not in load_file(pair.out / "model.safetensors")
+
+
+def assert_same_logits(ours: Any, theirs: Any) -> None:
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "saved"),
+    [
+        ("t5", "AutoModelForSeq2SeqLM", "lm_head"),
+        ("t5", "AutoModelForSeq2SeqLM", "shared"),
+        ("bert", "AutoModelForMaskedLM", "word_embeddings"),
+    ],
+)
+def test_embeddings_that_cannot_be_untied(
+    kind: str, head: str, saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    query = {"t5": "q", "bert": "query"}[kind]
+    pair = Pair(tmp_path, model_of(kind, head), lora(target_modules=[query], modules_to_save=[saved]))
+    assert "cannot be untied" in refused(pair, capsys)
+
+
+def test_a_new_head_and_a_resized_embedding(tmp_path: Path) -> None:
+    model = model_of("llama", "AutoModelForSequenceClassification", num_labels=5, pad_token_id=0)
+    model.base_model.save_pretrained(tmp_path / "bare")
+    pair = Pair(tmp_path / "labels", model, lora(task_type="SEQ_CLS"))
+    shutil.rmtree(pair.base)
+    shutil.copytree(tmp_path / "bare", pair.base)
+    assert_same_logits(pair.merge(), pair.trained)
+
+    bigger = UNTIED()
+    bigger.resize_token_embeddings(391)
+    pair = Pair(tmp_path / "tokens", bigger, lora(modules_to_save=["embed_tokens", "lm_head"]))
+    shutil.rmtree(pair.base)
+    UNTIED().save_pretrained(pair.base)
+    merged = pair.merge()
+    assert merged.config.vocab_size == 391
+    wanted = pair.trained.merge_and_unload().state_dict()
+    assert all(
+        torch.equal(merged.state_dict()[n], wanted[n])
+        for n in ("model.embed_tokens.weight", "lm_head.weight")
+    )
+
+
+def refused(pair: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """The one line of a refusal, after which nothing was written."""
+    arguments = [str(pair.adapter), str(pair.out), "--merge-into", str(pair.base), *more]
+    capsys.readouterr()
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert not pair.out.exists()
+    return err
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("saved"), UNTIED(), lora(modules_to_save=["lm_head"]))
+
+
+@pytest.fixture
+def pair(saved: Pair, tmp_path: Path) -> Pair:
+    """A copy of one pair, to be damaged."""
+    copied = object.__new__(Pair)
+    copied.__dict__ |= saved.__dict__
+    copied.base, copied.adapter, copied.out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
+    shutil.copytree(saved.base, copied.base)
+    shutil.copytree(saved.adapter, copied.adapter)
+    return copied
+
+
+def test_merging_twice_is_refused_and_another_adapter_is_not(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair.merge()
+    record = json.loads((pair.out / "merged_adapters.json").read_text())
+    assert [known["type"] for known in record["merged"]] == ["LORA"]
+    # Not even after a conversion of the merged model.
+    assert main([str(pair.out), str(tmp_path / "half"), "--dtype", "bfloat16", "--quiet"]) == 0
+    pair.base, pair.out = tmp_path / "half", tmp_path / "again"
+    assert "is merged into it already" in refused(pair, capsys)
+    change(pair, lambda tensors: {name: value * 2 for name, value in tensors.items()})
+    pair.merge()
+    record = json.loads((pair.out / "merged_adapters.json").read_text())
+    assert len({known["adapter"] for known in record["merged"]}) == 2
+
+
+def change(pair: Pair, how: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    path = pair.adapter / "adapter_model.safetensors"
+    save_file({name: value.contiguous() for name, value in how(load_file(path)).items()}, path)
+
+
+def configure(pair: Pair, **values: Any) -> None:
+    path = pair.adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+QUERY = "base_model.model.model.layers.1.self_attn.q_proj"
+DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
+    "no B": (
+        lambda t: {k: v for k, v in t.items() if k != f"{QUERY}.lora_B.weight"},
+        "layers.1.self_attn.q_proj: lora_B is missing",
+    ),
+    "another rank": (
+        lambda t: {
+            k: v.repeat(2, 1) if "lora_A" in k else v.repeat(1, 2) if "lora_B" in k else v
+            for k, v in t.items()
+        },
+        "has rank 6, ",
+    ),
+    "ranks differ": (lambda t: t | {f"{QUERY}.lora_B.weight": torch.ones(32, 4)}, "do not fit each other"),
+    "another base": (
+        lambda t: t | {f"{QUERY}.lora_B.weight": torch.ones(40, 3)},
+        "'model.layers.1.self_attn.q_proj.weight' has shape [32, 32]",
+    ),
+    "another model": (
+        lambda t: {k.replace("q_proj", "q_prj"): v for k, v in t.items()},
+        "the nearest is 'model.layers.0.self_attn.q_proj.weight'",
+    ),
+    "another head": (
+        lambda t: t | {"base_model.model.lm_head.weight": torch.ones(384, 31)},
+        "has shape [384, 32]",
+    ),
+    "not a number": (lambda t: t | {f"{QUERY}.lora_A.weight": torch.full((3, 32), torch.nan)}, "holds NaN"),
+    "an unknown replacement": (
+        lambda t: t | {"base_model.model.extra.weight": torch.ones(3)},
+        "holds no 'extra.weight'",
+    ),
+    "a magnitude": (lambda t: t | {f"{QUERY}.lora_magnitude_vector": torch.ones(32)}, "use_dora is false"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_adapters_are_refused_in_one_line(
+    what: str, pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how, message = DAMAGE[what]
+    change(pair, how)
+    assert message in refused(pair, capsys)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"peft_type": "VERA"}, "peft_type 'VERA' is not supported"),
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported"),
+        ({"peft_type": None}, "peft_type 'None' is not supported"),
+        ({"peft_type": ["LORA"]}, "is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is set"),
+        ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication is set"),
+        ({"use_something_new": True}, "use_something_new is set"),
+        ({"r": 0}, "r is 0, not a positive integer"),
+        ({"r": True}, "r is True, not a positive integer"),
+        ({"r": 10**400}, "not a positive integer"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan, not a number"),
+        ({"lora_alpha": "5"}, "lora_alpha is '5', not a number"),
+        ({"rank_pattern": {"(a+)+$": 3}}, "not a simple pattern"),
+        ({"rank_pattern": {".*.*.*.*q_proj": 3}}, "not a simple pattern"),
+        ({"rank_pattern": {"(": 3}}, "not a regular expression"),
+        ({"rank_pattern": [1]}, "not a table of names and numbers"),
+        ({"alpha_pattern": {"q_proj": None}}, "not a number"),
+        ({"use_rslora": "yes"}, "use_rslora is 'yes', not true or false"),
+        ({"bias": "some"}, "bias 'some' is not one of none, all, lora_only"),
+        ({"target_parameters": [1]}, "not a list of names"),
+        ({"trainable_token_indices": [-1]}, "not a list of token numbers"),
+        ({"use_dora": True}, "lora_magnitude_vector is missing"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_hostile_settings_are_refused_in_one_line(
+    values: dict[str, Any], message: str, pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(pair, **values)
+    assert message in refused(pair, capsys)
+
+
+def test_settings_that_are_no_table(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    path = pair.adapter / "adapter_config.json"
+    for text, message in (
+        ("[" * 100_000, "not readable as JSON"),
+        ("[]", "not a table"),
+        ("{", "not readable as JSON"),
+        ('"\ud800"'.encode("utf-8", "surrogatepass").decode("latin-1"), "not readable as JSON"),
+    ):
+        path.write_text(text, encoding="latin-1")
+        assert message in refused(pair, capsys)
+
+
+def test_a_pickle_that_calls_something_is_refused(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return print, ("executed",)
+
+    state = load_file(pair.adapter / "adapter_model.safetensors")
+    (pair.adapter / "adapter_model.safetensors").unlink()
+    torch.save(state, pair.adapter / "adapter_model.bin")
+    pair.merge()
+    shutil.rmtree(pair.out)
+    torch.save({**state, "payload": Payload()}, pair.adapter / "adapter_model.bin")
+    assert "print" in refused(pair, capsys)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_what_else_is_no_base_or_no_adapter(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = pair.base
+    pair.base = pair.adapter
+    assert "holds the adapter alone" in refused(pair, capsys)
+    pair.base = tmp_path / "other"
+    shutil.copytree(pair.adapter, pair.base)
+    assert "give the base model alone" in refused(pair, capsys)
+    pair.base, adapter = base, pair.adapter
+    pair.adapter = tmp_path / "model"
+    shutil.copytree(base, pair.adapter)
+    assert "holds no adapter" in refused(pair, capsys)
+    pair.adapter = adapter
+    assert "leave it out" in refused(pair, capsys, "--optimizer")
+    pair.out = base / "inside"
+    assert "lies inside" in refused(pair, capsys)
+    pair.out = tmp_path / "out"
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    assert "is quantised (gptq)" in refused(pair, capsys)
+
+
+def test_another_base_than_the_one_trained_on(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """Our checkpoints record a fingerprint, and an adapter made from them does."""
+    from converters import fingerprint
+
+    tensors = load_file(pair.adapter / "adapter_model.safetensors")
+    digest = fingerprint(open_checkpoint(pair.base))
+    save_file(tensors, pair.adapter / "adapter_model.safetensors", metadata={"base_fingerprint": digest})
+    pair.merge()
+    shutil.rmtree(pair.out)
+    weights = load_file(pair.base / "model.safetensors")
+    weights["model.norm.weight"][16] += 1
+    save_file(weights, pair.base / "model.safetensors", metadata={"format": "pt"})
+    assert "was trained on other weights" in refused(pair, capsys)
+
+
+def test_settings_from_elsewhere_and_several_adapters(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = (pair.adapter / "adapter_config.json").rename(tmp_path / "settings.json")
+    assert "give it with --adapter-config FILE" in refused(pair, capsys)
+    pair.merge("--adapter-config", str(config))
+    shutil.rmtree(pair.out)
+    model = peft.get_peft_model(UNTIED(), lora())
+    model.add_adapter("ref", lora())
+    shake(model)
+    model.set_adapter("ref")
+    shake(model)
+    shutil.rmtree(pair.adapter)
+    pair.adapter.mkdir()
+    torch.save(model.state_dict(), pair.adapter / "model.pt")
+    shutil.copy(config, pair.adapter / "adapter_config.json")
+    assert "holds several adapters (default, ref)" in refused(pair, capsys)
+    assert "holds no adapter 'first'" in refused(pair, capsys, "--adapter-name", "first")
+    ours = pair.merge("--adapter-name", "ref").state_dict()
+    assert_same(ours, model.merge_and_unload(adapter_names=["ref"]).state_dict(), UNTIED().state_dict())
+
+
+def test_every_setting_of_peft_is_known() -> None:
+    """A setting that a later peft adds, and that is set, is refused by name until it is read here."""
+    from dataclasses import fields
+
+    from converters.adapters.config import KNOWN
+
+    kinds = (peft.LoraConfig, peft.IA3Config, peft.TrainableTokensConfig)
+    refused = {field.name for kind in kinds for field in fields(kind)} - KNOWN
+    assert refused == {
+        *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
+        *("monteclora_config", "use_bdlora", "use_qalora"),
+    }
+
+
+def test_where_transformers_has_inputs_as_rows() -> None:
+    from pathlib import Path
+
+    models = Path(transformers.__file__).parent / "models"
+    found = set()
+    for path in models.glob("*/modeling_*.py"):
+        text = path.read_text()
+        if " = Conv1D(" in text or "is_transposed=True" in text:
+            found.add(path.parent.name)
+    kinds = {"openai" if kind == "openai-gpt" else kind for kind in INPUTS_FIRST}
+    assert found == kinds - {"clvp_decoder", "aria_text"}
+
+
+def test_memory_is_one_block(tmp_path: Path) -> None:
+    """A tensor is computed in pieces: reading a row of it reads about that much of the base."""
+    import tracemalloc
+
+    rows, columns = 4096, 2048
+    weight = np.ones((rows, columns), np.float32)
+    from safetensors.numpy import save_file as save
+
+    (tmp_path / "base").mkdir()
+    (tmp_path / "adapter").mkdir()
+    save({"a.q_proj.weight": weight}, tmp_path / "base" / "model.safetensors")
+    factors = {"lora_A": np.ones((2, columns), np.float32), "lora_B": np.ones((rows, 2), np.float32)}
+    save(
+        {f"base_model.model.a.q_proj.{kind}.weight": value for kind, value in factors.items()},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    adapter = find_adapter(open_checkpoint(tmp_path / "adapter"))
+    assert adapter is not None
+    base = open_checkpoint(tmp_path / "base")
+    tracemalloc.start()
+    write_merged(adapter, base, tmp_path / "out", progress=False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < weight.nbytes // 2
+    merged = open_checkpoint(tmp_path / "out").tensors["a.q_proj.weight"]
+    assert (merged.read() == 3).all()

@@ -1,0 +1,198 @@
+"""Adapters in the model and in the config: what is refused, where values come from, what they cost."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import peft
+import pytest
+import torch
+
+from portable.adapters.adapter import adapt
+from portable.adapters.settings import as_json, settled
+from portable.errors import UserError
+from portable.model import build as models
+from portable.model.initialize import derived_seed
+from portable.model.parameters import materialize, stored_tensors
+from tests.parity import opened
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.adapters.adapter import Adapter
+
+UNTIED = {**TINY_MODEL, "tie_word_embeddings": False}
+MOE = {
+    **TINY_MODEL,
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def adapted(folder: Path, **settings: Any) -> tuple[Any, Adapter]:
+    """A model on the meta device with its adapter."""
+    config = settled(configured(folder, folder, **{"adapter__type": "lora", **settings}))
+    model_config = models.model_config(config.model)
+    model = models.training_model(model_config, config)
+    found = adapt(model, model_config, config)
+    assert found is not None
+    return model, found
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"target_modules": ["q_prj", "v_proj"]}, r"adapter\.target_modules: the model has no q_prj; .* q_proj"),
+    ({"target_modules": "q_proj"}, r"adapter\.target_modules: 'q_proj' matches no whole .* in a list"),
+    ({"target_modules": "(q"}, r"adapter\.target_modules: '\(q' is not a regular expression"),
+    ({"target_modules": ["norm"]}, r"adapter: LlamaForCausalLM: Target module .* is not supported"),
+    ({"target_modules": ["lm_head"]}, r"adapter\.target_modules: lm_head shares its weights .* leave it out"),
+    ({"modules_to_save": ["lm_head"]}, r"adapter\.modules_to_save: lm_head shares .* leave it out"),
+    ({"modules_to_save": ["model.embed_tokens"]}, r"adapter\.modules_to_save: model.embed_tokens shares"),
+    ({"modules_to_save": ["haed"]}, r"adapter\.modules_to_save: the model has no haed"),
+    ({"target_parameters": ["experts.gate"]}, r"adapter\.target_parameters: the model has no experts.gate"),
+    ({"layers": [2]}, r"adapter\.layers: the model has no linear layers in \[2\]"),
+    ({"layers": [0], "target_modules": ".*q_proj"}, r"adapter\.layers: goes with names"),
+    ({"base": "bf16"}, r"adapter\.base: bf16 does not work with precision fp32"),
+    ({"init": "orthogonal", "r": 3}, r"adapter: .*rank to be even"),
+    ({"type": None, "r": 4}, r"adapter\.r has no effect without adapter\.type"),
+    ({"type": "ia3", "r": 4}, r"adapter\.r is for lora"),
+    ({"init": "pissa"}, r"adapter\.init must be true \| false or gaussian \| orthogonal"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_the_model_cannot_have_is_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        adapted(tmp_path, **{f"adapter__{name}": value for name, value in settings.items()})
+    assert "\n" not in str(error.value)
+
+
+def test_parameters_that_are_no_modules(tmp_path: Path) -> None:
+    settings = {"model__config": MOE, "adapter__target_parameters": ["mlp.experts.gate_up_proj"]}
+    with pytest.raises(UserError, match=r"adapter\.layers does not work with adapter\.target_parameters"):
+        adapted(tmp_path, **settings, adapter__layers=[0])
+    with pytest.raises(UserError, match=r"does not work with use_dora"):
+        adapted(tmp_path, **settings, adapter__use_dora=True)
+    with pytest.raises(UserError, match=r"no gate_up; the nearest are gate_up_proj"):
+        adapted(tmp_path, model__config=MOE, adapter__target_parameters=["gate_up"])
+    model, _ = adapted(tmp_path, **settings)
+    assert "model.layers.1.mlp.experts.lora_A.default.weight" in stored_tensors(model)
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"adapter__use_dora": True, "adapter__modules_to_save": ["lm_head"], "model__config": UNTIED},
+    {"adapter__bias": "all", "model__config": {**TINY_MODEL, "attention_bias": True}},
+    {"adapter__bias": "lora_only", "model__config": {**TINY_MODEL, "attention_bias": True}},
+    {"adapter__type": "ia3", "adapter__target_modules": ["k_proj", "down_proj"]},
+    {"adapter__target_parameters": ["mlp.experts.gate_up_proj"], "model__config": MOE},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_stored_and_its_names_are_pefts(kind: dict[str, Any], tmp_path: Path) -> None:
+    model, adapter = adapted(tmp_path, **kind)
+    materialize(model, torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.get_peft_model_state_dict(model)
+    ours = {adapter._files[name]: tensor for name, tensor in stored_tensors(model).items()}
+    assert set(ours) == {f"base_model.model.{name}" for name in theirs}
+    assert all(ours[f"base_model.model.{name}"].shape == tensor.shape for name, tensor in theirs.items())
+
+
+def test_initial_values_are_pefts_for_the_seed_and_the_name(tmp_path: Path) -> None:
+    from peft.tuners.lora import Linear
+
+    for init in (True, "gaussian", "orthogonal"):
+        _, adapter = adapted(tmp_path, adapter__init=init, adapter__r=4)
+        values = adapter.initial()
+        name = "model.layers.1.mlp.up_proj"
+        layer = torch.nn.Linear(48, 80, bias=False)
+        torch.manual_seed(derived_seed(0, name))
+        lone = Linear(layer, "default", adapter.config, r=4, lora_alpha=32)
+        if init == "orthogonal":  # which draws after what it replaces was made
+            torch.manual_seed(derived_seed(0, name))
+            layers: Any = lone
+            layers.lora_A["default"].reset_parameters()
+            layers.lora_B["default"].reset_parameters()
+            layers.orthogonal_init("default")
+        for part in ("lora_A", "lora_B"):
+            wanted = getattr(lone, part)["default"].weight.detach()
+            assert torch.equal(torch.from_numpy(values[f"{name}.{part}.default.weight"].read()), wanted), init
+    other, _ = adapted(tmp_path, adapter__r=4, seed=1)
+    del other
+    first, second = (values[f"model.layers.{i}.mlp.up_proj.lora_A.default.weight"].read() for i in range(2))
+    assert abs(first - second).max() > 0.01
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_frozen_parameter_costs_its_own_bytes_and_no_more(
+    precision: str, tmp_path: Path, corpus: Path
+) -> None:
+    settings = {"adapter__type": "lora", "precision": precision, "train__micro_batch_size": 3}
+    with opened(configured(tmp_path, corpus, **settings)) as trial:
+        trial.step()
+        engine = trial.engine
+        engine.accumulate(next(trial.batches), torch.tensor(100), last=False)
+        frozen = [p for p in engine.model.parameters() if not p.requires_grad]
+        trained = [p for p in engine.model.parameters() if p.requires_grad]
+        assert {p.itemsize for p in frozen} == {2 if precision == "bf16" else 4}
+        assert all(p.grad is None for p in frozen)
+        assert {p.dtype for p in trained} == {torch.float32} == {p.grad.dtype for p in trained}
+        state = engine._optimizer.state
+        assert set(state) == set(trained)
+        moments = sum(t.nbytes for s in state.values() for t in s.values() if t.dim())
+        assert moments == 8 * sum(p.numel() for p in trained)
+
+
+def test_a_file_of_peft_decides(tmp_path: Path) -> None:
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 2}, use_rslora=True
+    )
+    config.save_pretrained(str(tmp_path))
+    path = tmp_path / "adapter_config.json"
+    model, adapter = adapted(tmp_path, adapter__type=None, adapter__config=str(path))
+    shapes = {name: tuple(t.shape) for name, t in stored_tensors(model).items()}
+    assert shapes["model.layers.0.self_attn.q_proj.lora_A.default.weight"] == (3, 48)
+    assert shapes["model.layers.0.mlp.up_proj.lora_A.default.weight"] == (2, 48)
+    assert {key: as_json(adapter.config)[key] for key in ("lora_alpha", "use_rslora")} == {
+        "lora_alpha": 5,
+        "use_rslora": True,
+    }
+    with pytest.raises(UserError, match=r"adapter\.r: 4, but .* has 3; remove adapter\.r"):
+        adapted(tmp_path, adapter__config=str(path), adapter__r=4)
+    document = json.loads(path.read_text())
+    for changed, message in (
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication .* is not supported"),
+        ({"peft_type": "VERA"}, "type VERA are not supported, only LORA and IA3"),
+    ):
+        path.write_text(json.dumps({**document, **changed}))
+        with pytest.raises(UserError, match=f"adapter.config: .*{message}"):
+            adapted(tmp_path, adapter__config=str(path))
+    path.write_text("[]")
+    with pytest.raises(UserError, match="is not a mapping"):
+        adapted(tmp_path, adapter__config=str(path))
+    with pytest.raises(UserError, match="no such file"):
+        adapted(tmp_path, adapter__config=str(tmp_path / "none.json"))
+
+
+def test_the_heads_of_classifiers_are_trained(tmp_path: Path) -> None:
+    """A pretrained model has none, so the adapter is worth nothing without it."""
+    for kind, head in (("bert", "classifier"), ("bart", "classification_head")):
+        small = {"model_type": kind, "vocab_size": 384, "max_position_embeddings": 64}
+        if kind == "bert":
+            small |= {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+        else:
+            small |= {"d_model": 48, "encoder_layers": 1, "decoder_layers": 1}
+        model, adapter = adapted(tmp_path, model__task="sequence-classification", model__config=small)
+        assert any(name.startswith(f"{head}.modules_to_save.") for name in stored_tensors(model))
+        assert as_json(adapter.config)["task_type"] == "SEQ_CLS"
+        assert head in as_json(adapter.config)["modules_to_save"]

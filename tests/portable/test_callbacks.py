@@ -1,0 +1,276 @@
+"""Callbacks, and objects of a notebook that reach the ranks."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from portable import UserError, plugins, train
+from portable.api import with_objects
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from portable.run.callbacks import Run
+    from tests.ranks import RankPool
+
+HERE = __name__
+
+
+@dataclass
+class Watching:
+    """Notes every call, logs numbers, saves once, and stops."""
+
+    stop_at: int = 6
+    seen: list[str] = field(default_factory=list, init=False)
+
+    def on_start(self, run: Run) -> None:
+        self.seen.append(f"start {run.step}")
+
+    def on_step(self, run: Run) -> None:
+        assert run.world_size >= 1
+        run.log({"twice": torch.tensor(2.0 * run.step), "rank": run.rank})
+        if run.step == 3 and run.rank == run.world_size - 1:
+            run.save()
+        if run.step == self.stop_at and run.rank == run.world_size - 1:
+            run.stop()
+
+    def on_log(self, run: Run, values: Mapping[str, float]) -> None:
+        assert values["loss"] > 0 and "learning_rate" in values
+        self.seen.append(f"log {run.step}")
+
+    def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
+        self.seen.append(f"evaluation {run.step}: {sorted(values)[-1]}")
+
+    def on_save(self, run: Run) -> None:
+        self.seen.append(f"save {run.step}")
+        assert len(run.generate("a line of", max_new_tokens=2)) >= 1
+
+    def on_end(self, run: Run) -> None:
+        self.seen.append(f"end {run.step}")
+
+
+def test_what_callbacks_see_and_do(tmp_path: Path, corpus: Path, brief_runs: None) -> None:
+    """In this process, the object is the one that was given."""
+    watching = Watching()
+    config = configured(tmp_path / "run", corpus, train__eval_every=4, log__every_steps=2)
+    result = train(config, callbacks=[watching])
+    assert watching.seen == [
+        "start 0", "log 2", "save 3", "log 4", "evaluation 4: eval_perplexity", "save 4", "log 6", "save 6",
+        "end 6",
+    ]  # fmt: skip
+    rows = [row for row in result.metrics if "loss" in row]
+    assert [(row["step"], row["twice"], row["rank"]) for row in rows] == [
+        (2, 4.0, 0),
+        (4, 8.0, 0),
+        (6, 12.0, 0),
+    ]
+    assert result.final is not None and not result.stopped
+    again = train(configured(tmp_path / "run", corpus, train__eval_every=4, log__every_steps=2))
+    assert again.metrics[-1]["step"] == 8  # without the callback, nothing ends it
+
+
+class Failing:
+    """Fails on one rank alone, in the hook that the argument names."""
+
+    def __init__(self, hook: str, rank: int) -> None:
+        self.rank = rank
+        setattr(self, hook, self._fail)
+
+    def _fail(self, run: Run, *_: Any) -> None:
+        if run.rank == self.rank and run.step != 1:
+            raise OSError("disk\nfull")
+
+
+@pytest.mark.parametrize("hook", ["on_start", "on_step", "on_save", "on_end"])
+def test_one_that_fails_ends_the_run_with_its_name(
+    hook: str, tmp_path: Path, corpus: Path, brief_runs: None
+) -> None:
+    config = configured(
+        tmp_path / "run", corpus, train__steps=3, train__callbacks=f"{HERE}:Failing(hook='{hook}', rank=0)"
+    )
+    with pytest.raises(UserError, match=rf"Failing\(.*: {hook}: fails \(OSError: disk full; test_callbacks"):
+        train(config)
+
+
+@pytest.mark.slow
+def test_one_that_fails_on_one_rank_alone(tmp_path: Path, corpus: Path) -> None:
+    """Two ranks that are really started: the error of the one ends both, in a line."""
+    config = configured(
+        tmp_path / "run",
+        corpus,
+        train__callbacks=f"{HERE}:Failing(hook='on_step', rank=1)",
+        log__hang_timeout=60,
+    )
+    with pytest.raises(UserError, match=r"on_step: fails \(OSError: disk full; test_callbacks") as caught:
+        train(config, nproc=2)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Nothing", "has none of the methods on_start, on_step"),
+        ("Misspelt", "there is no on_stop; there are on_start"),
+        ("Watching(stop=3)", "unexpected keyword argument 'stop'; did you mean stop_at"),
+    ],
+)
+def test_what_is_no_callback(name: str, told: str, tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.callbacks") as caught:
+        train(configured(tmp_path / "run", corpus, train__callbacks=f"{HERE}:{name}"))
+    assert told in str(caught.value) and not (tmp_path / "run").exists()
+
+
+class Nothing:
+    pass
+
+
+class Misspelt:
+    def on_start(self, run: Run) -> None: ...
+
+    def on_stop(self, run: Run) -> None: ...
+
+
+# -- objects of a notebook ---------------------------------------------------------------------------------
+
+CELL = """
+import math
+from dataclasses import dataclass
+import torch
+from torch.nn import functional as F
+
+SCALE = 0.5
+
+def scaled(x):
+    return SCALE * x
+
+class Base:
+    needs = ("log_probs",)
+
+@dataclass
+class Weighted(Base):
+    power: float = 1.0
+
+    def weight(self, batch):
+        return float((batch["labels"] != -100).sum()) * 2.0
+
+    def __call__(self, outputs, batch):
+        valid = batch["labels"] != -100
+        loss = scaled(-outputs.log_probs) ** self.power
+        return torch.where(valid, loss, 0.0).sum(), 2.0 * valid.sum()
+
+def longest(outputs, batch):
+    valid = batch["labels"] != -100
+    return {"share": (valid.sum() * math.e, valid.sum())}
+
+class Seen:
+    def on_end(self, run):
+        open(f"{run.folder}/rank{run.rank}.txt", "w").write(str(run.step))
+
+tensor = torch.ones(3)
+
+def uses_a_tensor(outputs, batch):
+    return tensor.sum(), 1
+"""
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a cell defines, in a ``__main__`` that is no file."""
+    main = type(sys)("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    file = "/nowhere/cell-1.py"
+    linecache.cache[file] = (len(CELL), None, CELL.splitlines(keepends=True), file)
+    exec(compile(CELL, file, "exec"), vars(main))
+    yield main
+    del linecache.cache[file]
+
+
+def on_rank(config: RunConfig) -> int:
+    return run_rank("cpu", config)
+
+
+def test_what_a_notebook_defines_reaches_the_ranks(
+    notebook: Any, tmp_path: Path, corpus: Path, ranks: RankPool, brief_runs: None
+) -> None:
+    def config(name: str) -> RunConfig:
+        return with_objects(
+            configured(tmp_path / name, corpus, train__steps=2),
+            loss=notebook.Weighted(power=2.0),
+            metrics=[notebook.longest],
+            callbacks=[notebook.Seen],
+        )
+
+    sent = config("two")
+    assert sent.train.loss is not None and sent.train.loss.endswith(":Weighted(power=2.0)")
+    ranks.run(2, on_rank, sent)
+    assert [(tmp_path / "two" / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["2", "2"]
+    two = read_metrics(tmp_path / "two")
+    run_rank("cpu", config("one"))
+    assert [row.get("loss") for row in two] == pytest.approx(
+        [row.get("loss") for row in read_metrics(tmp_path / "one")]
+    )
+    assert two[-1]["eval_share"] == pytest.approx(2.718281828)
+
+
+def test_what_ranks_could_not_make_is_refused(notebook: Any, tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path, corpus)
+    for loss, told in (
+        (notebook.uses_a_tensor, "uses_a_tensor uses tensor, a Tensor of the notebook"),
+        (lambda outputs, batch: None, "is defined within a function"),
+        (functools.partial(notebook.longest, torch.ones(1)), "arguments without names"),
+        (notebook.Weighted(power=torch.ones(1)), "power is a Tensor; arguments are numbers"),
+    ):
+        with pytest.raises(UserError, match="loss: ") as caught:
+            with_objects(config, loss=loss)
+        assert told in str(caught.value)
+
+
+# -- identity ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_the_same_code_alone(
+    tmp_path: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    brief_runs: None,
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "code_of_mine.py"
+    text = (
+        "def loss(outputs, batch):\n"
+        "    valid = batch['labels'] != -100\n"
+        "    return -outputs.log_probs.sum() * FACTOR, valid.sum()\n"
+        "loss.needs = ('log_probs',)\n"
+        "class Idle:\n"
+        "    def on_start(self, run): pass\n"
+    )
+
+    def trained(code: str, steps: int, **more: Any) -> None:
+        file.write_text(code)
+        sys.modules.pop("code_of_mine", None)
+        linecache.checkcache()
+        plugins._objects.clear()
+        named = {"train__loss": "code_of_mine:loss", **more}
+        train(configured(tmp_path / "run", corpus, train__stop_after=steps, **named))
+
+    trained("FACTOR = 1\n" + text, 2)
+    trained("# a comment\nFACTOR = 1\n" + text, 4, train__callbacks="code_of_mine:Idle")
+    with pytest.raises(
+        UserError, match=r"step-000004 was trained with other code of train\.loss; restore that"
+    ):
+        trained("FACTOR = 2\n" + text, 6)
+    with pytest.raises(UserError, match=r"has another run \(train\.loss"):
+        trained("FACTOR = 1\n" + text, 6, train__loss=None)

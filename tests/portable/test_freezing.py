@@ -1,0 +1,142 @@
+"""Which parameters are frozen, and in which dtype they are kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from converters import open_checkpoint
+from portable.errors import UserError
+from portable.model.build import model_config, training_model
+from portable.model.freezing import freeze, frozen_names, keep_as_stored, tie_notes
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.runs import configured, write_pretrained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from portable.config import RunConfig
+
+
+@pytest.fixture
+def run_of(tmp_path: Path, corpus: Path) -> Any:
+    return lambda **settings: configured(tmp_path, corpus, **settings)
+
+
+def model_of(config: RunConfig) -> PreTrainedModel:
+    return training_model(model_config(config.model), config)
+
+
+def trained(model: torch.nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_patterns_choose(run_of: Any) -> None:
+    untied = {"model__config__tie_word_embeddings": False}
+    model = model_of(run_of(train__trainable=["lm_head", r"layers\.1\."], train__frozen="norm", **untied))
+    found = trained(model)
+    assert "lm_head.weight" in found and "model.embed_tokens.weight" not in found
+    assert {name.split(".")[2] for name in found if "layers" in name} == {"1"}
+    assert not any("norm" in name for name in found)
+    assert sorted(found + frozen_names(model)) == sorted(name for name, _ in model.named_parameters())
+    assert (
+        len(trained(model_of(run_of(train__frozen="embed", **untied))))
+        == len(found + frozen_names(model)) - 1
+    )
+
+
+def test_a_tied_parameter_is_one(run_of: Any) -> None:
+    config = run_of(train__trainable="lm_head", model__config__tie_word_embeddings=True)
+    model = model_of(config)
+    assert trained(model) == ["model.embed_tokens.weight"]
+    (note,) = tie_notes(model, config.train)
+    assert note == "model.embed_tokens.weight and lm_head.weight are tied, so both are trained"
+    assert not tie_notes(model, run_of().train)
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    freeze(model, ["lm_head.weight"], torch.bfloat16)
+    assert head.weight is embedding.weight and embedding.weight.dtype == torch.bfloat16
+    assert not trained(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"train__frozen": "embed_token$"},
+            "train.frozen: 'embed_token$' matches no parameter; did you mean embed_tokens?",
+        ),
+        ({"train__trainable": ["lm_hea$"]}, "train.trainable: 'lm_hea$' matches no parameter"),
+        (
+            {"train__frozen": r"layers\.7\."},
+            r"train.frozen: 'layers\\.7\\.' matches no parameter; parameters are named like model.layers.1.",
+        ),
+        ({"train__frozen": "(("}, "train.frozen: '((' is not a regular expression"),
+        ({"train__frozen": "."}, "train.frozen: nothing is left to train"),
+        ({"train__trainable": "norm", "train__frozen": "norm"}, "train.frozen: nothing is left to train"),
+    ],
+)
+def test_what_fits_no_parameter_is_refused(settings: dict[str, Any], message: str, run_of: Any) -> None:
+    with pytest.raises(UserError) as raised:
+        model_of(run_of(**settings))
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+class Stored:
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+
+def test_values_stay_exact(run_of: Any) -> None:
+    """A weight is kept in 16 bits only where its file has exactly those."""
+    model = model_of(run_of(train__trainable="norm"))
+    name, *others = frozen_names(model)
+    files = {name: Stored("BF16"), **dict.fromkeys(others, Stored("F16")), others[0]: Stored("F32")}
+
+    def kept(tensors: Any, precision: str) -> dict[str, torch.dtype]:
+        keep_as_stored(model, tensors, precision)
+        return {name: p.dtype for name, p in model.named_parameters() if not p.requires_grad}
+
+    found = kept(files, "bf16")
+    assert found.pop(name) == torch.bfloat16
+    assert set(found.values()) == {torch.float32}
+    assert set(kept({}, "bf16").values()) == {torch.float32}
+    assert set(kept(files, "fp32").values()) == {torch.float32}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_a_run_from_start_to_end(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped, gone on, and exported: what is frozen is bit for bit what was read."""
+    source = write_pretrained(tmp_path / "pretrained", corpus)
+    settings: dict[str, Any] = {
+        "strategy": "no_shard",
+        "precision": "bf16",
+        "model__config": None,
+        "model__name_or_path": str(source),
+        "train__trainable": ["lm_head", r"layers\.2"],
+        "train__parameter_groups": [{"pattern": "lm_head", "learning_rate": 1e-2}],
+    }
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert run_rank("cpu", configured(whole, corpus, **settings)) == 0
+    assert run_rank("cpu", configured(run, corpus, **settings, train__stop_after=4)) == 0
+    assert "parameters, of which 36,960 are trained" in capsys.readouterr().err
+    other = {**settings, "train__frozen": "q_proj"}
+    with pytest.raises(UserError, match=r"train\.frozen: \[\] and"):
+        run_rank("cpu", configured(run, corpus, **other))
+    assert run_rank("cpu", configured(run, corpus, **settings)) == 0
+    given, alone, ours = (
+        open_checkpoint(folder).tensors for folder in (source, whole / "final", run / "final")
+    )
+    for name, tensor in given.items():
+        trained = name == "lm_head.weight" or "layers.2" in name
+        assert ours[name].dtype == alone[name].dtype == ("F32" if trained else tensor.dtype)
+        assert ours[name].read().tobytes() == alone[name].read().tobytes()
+        assert trained or ours[name].read().tobytes() == tensor.read().tobytes()
+    (row, *_) = read_metrics(run)
+    assert row["learning_rate/lm_head"] == pytest.approx(row["learning_rate"] / 3e-3 * 1e-2)

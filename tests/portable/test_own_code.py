@@ -1,0 +1,214 @@
+"""Data and models from code of the user's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from portable import UserError, plugins, train
+from portable.api import with_objects
+from portable.data.sources.documents import Fields
+from portable.data.sources.opening import open_source
+from portable.model.build import build_model, model_config
+from portable.model.initialize import Blueprint
+from tests.parity import opened
+from tests.portable.data_support import write_jsonl
+from tests.runs import SENTENCE, configured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from portable.backend import Batch
+    from portable.config import RunConfig
+    from portable.model.loss import Outputs
+    from tests.engines import Engines
+
+HERE = __name__
+
+# -- data --------------------------------------------------------------------------------------------------
+
+
+def records(count: int = 40) -> Iterator[dict[str, Any]]:
+    for number in range(count):
+        yield {"text": f"{number}: {SENTENCE[number % 9 :]}"}
+
+
+class Growing:
+    """One record more each time."""
+
+    def __init__(self) -> None:
+        self.count = 30
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.count += 1
+        return records(self.count)
+
+
+def nothing() -> None: ...
+
+
+def texts() -> list[str]:
+    return ["a", "b"]
+
+
+def failing() -> Iterator[dict[str, Any]]:
+    yield {"text": "one"}
+    raise ValueError("no\nmore")
+
+
+def of_tensors() -> list[dict[str, Any]]:
+    return [{"text": "one", "more": torch.ones(1)}]
+
+
+def test_records_of_code_are_those_of_a_file(tmp_path: Path) -> None:
+    written = write_jsonl(tmp_path / "rows.jsonl", list(records()))
+    losses = []
+    for name in (str(written), f"{HERE}:records"):
+        with opened(configured(tmp_path / "run", written, data__source=name)) as trial:
+            losses.append([float(trial.step().loss) for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_the_key_follows_the_records() -> None:
+    def key(name: str) -> str:
+        return open_source(name, fields=Fields()).key
+
+    assert key(f"{HERE}:records") == key(f"{HERE}:records()") != key(f"{HERE}:records(count=41)")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Growing", "Growing changed while it was read"),
+        ("nothing", "gives a NoneType, not an iterable of records"),
+        ("texts", "record 1 is a str, not a mapping"),
+        ("failing", "fails (ValueError: no more; test_own_code.py, line"),
+        ("of_tensors", "record 1 is not of plain values"),
+        ("recrds", "did you mean records?"),
+    ],
+)
+def test_what_gives_no_records_is_refused_in_a_line(name: str, told: str, tmp_path: Path) -> None:
+    config = configured(tmp_path / "run", tmp_path / "corpus.jsonl", data__source=f"{HERE}:{name}")
+    with pytest.raises(UserError) as caught:
+        train(config)
+    assert str(caught.value).startswith("data.source: ") and told in str(caught.value)
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
+    rows = list(records())
+    config = with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
+    again = with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
+    assert config.data.source == again.data.source
+    source = open_source(config.data.source, fields=Fields())
+    assert [document.text for document in source.documents()] == [row["text"] for row in rows]
+    with pytest.raises(UserError, match="data: record 2 is a str"):
+        with_objects(config, data=[{"text": "a"}, "b"])
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+class WithValue(LlamaForCausalLM):  # type: ignore[misc]
+    """A further head, whose values are added to what the model returns."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.value = nn.Linear(config.hidden_size, 1)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, output_hidden_states=True, **kwargs)
+        output["scores"] = self.value(output.hidden_states[-1].to(self.value.weight.dtype))[..., 0]
+        output["hidden_states"] = None
+        return output
+
+
+def with_value(model: Any) -> Any:
+    return WithValue(model.config)
+
+
+def more_layers(model: Any) -> None:
+    model.gate = nn.Linear(4, 3)
+
+
+def no_model(model: Any) -> Any:
+    return "model"
+
+
+def failing_model(model: Any) -> Any:
+    raise ValueError("no head")
+
+
+class Valued:
+    needs = ("log_probs",)
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> Any:
+        assert outputs.log_probs is not None
+        valid = batch["labels"] != -100
+        values = torch.where(valid, outputs.model["scores"].float().square(), 0.0).sum()
+        return values - outputs.log_probs.sum(), valid.sum(), {"values": values}
+
+
+def with_a_value(config: RunConfig) -> tuple[list[float], dict[str, float], list[str]]:
+    with opened(config) as trial:
+        results = [trial.step() for _ in range(4)]
+        losses = trial.backend.read([result.loss for result in results])
+        assert results[-1].numbers is not None
+        numbers = trial.engine.objective.named(trial.backend.read([results[-1].numbers]))
+        return losses, numbers, [name for name, _ in trial.engine.model.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "settings"),
+    [
+        ("full_shard", 2, {"strategy": "full_shard"}),
+        ("zero3", 2, {"strategy": "zero3"}),
+        ("xla", 2, {"backend": "xla"}),
+    ],
+)
+def test_a_head_of_ones_own(
+    name: str, size: int, settings: dict[str, Any], corpus: Path, tmp_path: Path, engines: Engines
+) -> None:
+    own = {"model__function": f"{HERE}:with_value", "train__loss": f"{HERE}:Valued"}
+    common = {"train__micro_batch_size": 1, "train__global_batch_size": 4, **own}
+    truth, numbers, names = with_a_value(configured(tmp_path, corpus, **common))
+    assert "value.weight" in names and numbers["values"] > 0
+    found = engines.run(name, size, with_a_value, configured(tmp_path, corpus, **common, **settings))
+    assert found[0] == pytest.approx(truth, rel=1e-5) and found[1] == pytest.approx(numbers, rel=1e-4)
+
+
+def initial(model: Any, **options: int) -> dict[str, Any]:
+    parts = Blueprint.of(model).initial_weights(3, **options)
+    return {name: torch.as_tensor(one.read()) for part in parts for name, one in part.items()}
+
+
+def test_what_is_added_is_initialized_as_transformers_does_the_rest(tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path, corpus, model__function=f"{HERE}:more_layers")
+    model = build_model(model_config(config.model), config.model)
+    assert all(parameter.is_meta for parameter in model.parameters()) and hasattr(model, "gate")
+    whole, parts = initial(model), initial(model, part_bytes=1)
+    plain = configured(tmp_path, corpus)
+    for name, value in initial(build_model(model_config(plain.model), plain.model)).items():
+        torch.testing.assert_close(whole[name], value, rtol=0, atol=0)
+    assert set(parts) == set(whole) and "gate.weight" in parts
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_model", "no_model: returns a str, not a transformers model or None"),
+        ("failing_model", "failing_model: fails (ValueError: no head; test_own_code.py, line"),
+        ("with_valu", "did you mean with_value?"),
+    ],
+)
+def test_what_makes_no_model_is_refused(name: str, told: str, tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path / "run", corpus, model__function=f"{HERE}:{name}")
+    with pytest.raises(UserError) as caught:
+        train(config)
+    assert str(caught.value).startswith("model.function: ") and told in str(caught.value)
+    assert plugins.names_code(config.model.function) and not (tmp_path / "run").exists()

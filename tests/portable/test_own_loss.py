@@ -1,0 +1,297 @@
+"""Losses of the user's: exact on every engine, against a plain loop; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from torch.nn import functional
+
+from portable import RunError, UserError
+from portable.evaluation.evaluate import evaluate
+from portable.model.loss import IGNORED, Outputs
+from portable.run.batches import eval_batches
+from portable.run.rank import run_rank
+from tests.gpu.test_parity import STEPS, plain_losses
+from tests.parity import opened
+from tests.portable.data_support import write_jsonl
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from portable.backend import Batch
+    from portable.config import RunConfig
+    from tests.engines import Engines
+
+HERE = __name__
+PADDED: dict[str, Any] = {
+    "data__packing": False,
+    "train__global_batch_size": 12,
+    "train__micro_batch_size": 2,
+    "train__steps": STEPS,
+}
+
+
+def factor(labels: Tensor) -> Tensor:
+    return torch.where(labels == IGNORED, 0.0, 0.25 + (labels % 4).float())
+
+
+class Focal:
+    """Focal loss of tokens, each with a weight that follows from its label."""
+
+    needs = ("log_probs",)
+
+    def __init__(self, gamma: float = 1.0) -> None:
+        self.gamma = gamma
+
+    def weight(self, batch: Batch) -> float:
+        return float(factor(batch["labels"]).sum())
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> Any:
+        assert outputs.log_probs is not None
+        share = factor(batch["labels"])
+        losses = -outputs.log_probs * (1 - outputs.log_probs.exp()) ** self.gamma
+        return (share * losses).sum(), share.sum(), {"plain": -(share * outputs.log_probs).sum()}
+
+
+def plain_focal(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    labels = batch["labels"]
+    log_p = logits.float().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return (-factor(labels) * log_p * (1 - log_p.exp()) ** 2).sum(), float(factor(labels).sum())
+
+
+def squared(outputs: Outputs, batch: Batch) -> Any:
+    """With all logits: as far as they are from one at the label."""
+    assert outputs.logits is not None
+    labels = batch["labels"]
+    wanted = functional.one_hot(labels.clamp(min=0), outputs.logits.shape[-1])
+    losses = (outputs.logits.float() - wanted).square().mean(-1)
+    return torch.where(labels == IGNORED, 0.0, losses).sum(), (labels != IGNORED).sum()
+
+
+def plain_squared(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    total, count = squared(Outputs(logits=logits), batch)
+    return total, float(count)
+
+
+def plain_variant(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    labels = batch["labels"].flatten()
+    logits = logits.flatten(0, 1)
+    smooth = functional.cross_entropy(
+        logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=0.2
+    )
+    z = logits.logsumexp(-1).square()[labels != IGNORED].sum()
+    return smooth + 0.01 * z, int((labels != IGNORED).sum())
+
+
+def by_column(outputs: Outputs, batch: Batch) -> Any:
+    """Records weigh what a column says; another column is a whole number."""
+    assert outputs.log_probs is not None and not batch["group"].is_floating_point()
+    share = torch.where(batch["labels"] == IGNORED, 0.0, batch["share"][:, None] + batch["group"][:, None])
+    return -(share * outputs.log_probs).sum(), share.sum()
+
+
+by_column.needs = ("log_probs",)  # type: ignore[attr-defined]
+by_column.weight = lambda batch: by_column(  # type: ignore[attr-defined]
+    Outputs(log_probs=torch.zeros(batch["labels"].shape)), batch
+)[1]
+
+
+def plain_by_column(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    log_p = logits.log_softmax(-1).gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+    total, weight = by_column(Outputs(log_probs=log_p), batch)
+    return total, float(weight)
+
+
+LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
+    "focal": ({"train__loss": f"{HERE}:Focal(gamma=2.0)"}, plain_focal),
+    "squared": ({"train__loss": f"{HERE}:squared", "train__learning_rate": 1e-2}, plain_squared),
+    "column": (
+        {"train__loss": f"{HERE}:by_column", "data__columns": ["share", "group"], "data__source": "columns"},
+        plain_by_column,
+    ),
+    "smooth": ({"train__label_smoothing": 0.2, "train__z_loss": 0.01}, plain_variant),
+}
+ENGINES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "no_shard": ("no_shard", 2, {"strategy": "no_shard"}),
+    "full_shard": ("full_shard", 3, {"strategy": "full_shard"}),
+    "chunks": ("full_shard", 2, {"strategy": "full_shard", "memory__loss_chunk_tokens": 7}),
+    "zero2": ("zero2", 2, {"strategy": "zero2"}),
+    "zero3": ("zero3", 3, {"strategy": "zero3"}),
+    "xla": ("xla", 2, {"backend": "xla"}),
+}
+
+
+@pytest.fixture(scope="module", params=LOSSES)
+def kind(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The settings of a loss, and what a plain loop with it comes to."""
+    settings, criterion = LOSSES[request.param]
+    if "data__source" in settings:
+        rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+        rows = [{**row, "share": 0.5 + (i % 3) / 2, "group": i % 4} for i, row in enumerate(rows)]
+        settings = {**settings, "data__source": str(write_jsonl(corpus.parent / "columns.jsonl", rows))}
+    config = configured(tmp_path_factory.mktemp("truth"), corpus, **PADDED, **settings)
+    return settings, plain_losses(config, criterion=criterion)
+
+
+def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, float]]:
+    """Losses and norms of the steps, the numbers of the last one, and what an evaluation comes to."""
+    with opened(config) as trial:
+        results = [trial.step() for _ in range(STEPS)]
+        backend, objective = trial.backend, trial.engine.objective
+        found = [tuple(backend.read([result.loss, result.grad_norm])) for result in results]
+        numbers = results[-1].numbers
+        assert numbers is not None and trial.run.data.eval is not None
+        batches = eval_batches(trial.run, trial.run.data.eval)
+        evaluated = evaluate(backend, trial.engine, batches, trial.run.measures)
+        graphs: Any = getattr(trial.engine, "graphs", None)
+        assert graphs is None or all(count == 1 for count in graphs.distinct.values()), graphs.distinct
+        return found, objective.named(backend.read([numbers])), evaluated
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_equals_a_plain_loop(
+    name: str, kind: Any, engines: Engines, corpus: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    settings, truth = kind
+    engine, size, own = ENGINES[name]
+    config = configured(tmp_path, corpus, **{**PADDED, **settings, **own})
+    found, numbers, evaluated = engines.run(engine, size, seen, config)
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in truth], rel=1e-5)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in truth], rel=1e-4)
+    assert found[-1][0] < found[0][0] - 0.001
+    if "train__loss" in settings:
+        assert "perplexity" not in evaluated and evaluated["loss"] == pytest.approx(found[-1][0], rel=0.3)
+    else:  # the loss of an evaluation stays the plain one
+        assert numbers["cross_entropy"] < found[-1][0]
+        assert evaluated["perplexity"] == pytest.approx(
+            torch.tensor(evaluated["loss"]).exp().item(), rel=1e-5
+        )
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+def mean(outputs: Outputs, batch: Batch) -> Any:
+    valid = batch["labels"] != IGNORED
+    assert outputs.logits is not None
+    return outputs.logits.float()[valid].square().mean(), valid.sum()
+
+
+def alone(outputs: Outputs, batch: Batch) -> Any:
+    assert outputs.logits is not None
+    return outputs.logits.sum()
+
+
+def per_row(outputs: Outputs, batch: Batch) -> Any:
+    assert outputs.logits is not None
+    return outputs.logits.sum(dim=(1, 2)), 1.0
+
+
+def of_rows(outputs: Outputs, batch: Batch) -> Any:
+    assert outputs.logits is not None
+    return outputs.logits.float().square().sum(), float(len(batch["labels"]))
+
+
+def failing(outputs: Outputs, batch: Batch) -> Any:
+    raise KeyError("no such\ncolumn")
+
+
+class Needy:
+    needs = ("log_probs", "hidden")
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> Any: ...
+
+
+NOTHING = 3
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("mean", r"mean: is \S+ for a micro-batch and \S+ for its halves together: .*return the sum"),
+        ("alone", r"alone: returns a tensor; return the sum and the weight, as in return"),
+        ("per_row", r"per_row: the sum has shape \[2\], but is one number"),
+        (
+            "of_rows",
+            r"of_rows: the weights that it returns are 0\.\d+ times the number of labels .*weight\(batch\)",
+        ),
+        ("failing", r"failing: fails \(KeyError: 'no such.*column'; test_own_loss.py, line \d+\)"),
+        ("Needy", r"Needy: needs is \('log_probs', 'hidden'\); it is 'logits', or"),
+        ("NOTHING", r"NOTHING: needs is|NOTHING: is no function"),
+        ("focl", r"has no focl; did you mean Focal"),
+        ("Focal(gama=1)", r"got an unexpected keyword argument 'gama'; did you mean gamma"),
+        ("Focal(1)", r"give arguments by name"),
+    ],
+)
+def test_what_is_no_loss_is_refused_in_a_line(name: str, told: str, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        config = configured(tmp_path, corpus, **PADDED, train__loss=f"{HERE}:{name}")
+        with opened(config) as trial:
+            result = trial.step()
+            assert result.numbers is not None
+            trial.engine.objective.named(trial.backend.read([result.numbers]))
+    assert str(caught.value).startswith("train.loss") and "\n" not in str(caught.value)
+
+
+def not_finite(outputs: Outputs, batch: Batch) -> Any:
+    assert outputs.logits is not None
+    valid = batch["labels"] != IGNORED
+    return torch.where(valid, outputs.logits.float().sum(-1), 0.0).sum() * torch.nan, valid.sum()
+
+
+def test_one_that_is_not_finite_ends_the_run_in_a_line(corpus: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path / "run", corpus, **PADDED, train__loss=f"{HERE}:not_finite")
+    with pytest.raises(RunError, match=r"step 1 \(samples 0 to 11\): the loss is not finite; the update"):
+        run_rank("cpu", config)
+
+
+def test_a_variant_of_cross_entropy_is_not_for_a_loss_of_ones_own(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.z_loss 0\.1 changes the cross-entropy"):
+        configured(tmp_path, corpus, train__loss=f"{HERE}:squared", train__z_loss=0.1)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"data__packing": True}, r"data\.packing true makes other samples"),
+        ({"train__loss": None}, r"data\.columns is for a loss of your own; set train\.loss"),
+        ({"data__columns": "labels"}, "labels is an input of models; rename the column"),
+        ({"data__columns": "txet"}, r"data\.columns: .*: no field 'txet'.*did you mean 'text'"),
+        ({"data__columns": "text"}, r"data\.columns: .*: 'text' is of type str, not a number"),
+    ],
+)
+def test_columns_that_cannot_be_had(more: dict[str, Any], told: str, corpus: Path, tmp_path: Path) -> None:
+    settings = {**PADDED, "data__columns": "share", "train__loss": f"{HERE}:by_column", **more}
+    with pytest.raises(UserError, match=told), opened(configured(tmp_path, corpus, **settings)):
+        pass
+
+
+def test_noise_on_embeddings(corpus: Path, tmp_path: Path) -> None:
+    """Against a plain loop that adds the same noise, drawn from the seed of the step."""
+    config = configured(
+        tmp_path, corpus, train__neftune_noise_alpha=5.0, train__micro_batch_size=6, strategy="no_shard"
+    )
+    with opened(config) as trial:
+        batch = next(iter(trial.batches))
+        loader, trial.batches = trial.batches, cast("Any", iter([batch]))
+        model, labels = trial.engine.model, batch["labels"]
+        with torch.no_grad():
+            torch.manual_seed(trial.run.plan.dropout_seed(0, 0))
+            embedded = model.model.embed_tokens.weight[batch["input_ids"]]
+            bound = 5.0 / (embedded.shape[1] * embedded.shape[2]) ** 0.5
+            noisy = embedded + torch.zeros_like(embedded).uniform_(-bound, bound)
+            logits = model(inputs_embeds=noisy, use_cache=False).logits
+            truth = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+            plain = functional.cross_entropy(
+                model(inputs_embeds=embedded, use_cache=False).logits.flatten(0, 1), labels.flatten()
+            )
+        loss = trial.step().loss
+        assert float(loss) == pytest.approx(float(truth), rel=1e-6)
+        assert abs(float(loss) - float(plain)) > 1e-3
+        trial.batches = loader

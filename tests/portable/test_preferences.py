@@ -1,0 +1,371 @@
+"""Losses of pairs: against TRL, against their formulas, and on every engine."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from portable import UserError
+from portable.data.sources.conversations import read_preference, recognise
+from portable.losses import DPO, IPO, ORPO, SimPO
+from portable.model.loss import IGNORED, Outputs
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.parity import opened
+from tests.portable.chat_support import tokenizer
+from tests.portable.data_support import write_jsonl
+from tests.runs import SENTENCE, TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.engines import Engines
+
+WORDS = SENTENCE.split()
+
+
+def said(start: int, count: int) -> str:
+    return " ".join(WORDS[(start + at) % len(WORDS)] for at in range(count))
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    """Preferences of different lengths."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"{said(i, 1 + i % 4)}?"}],
+            "chosen": [{"role": "assistant", "content": f"falls {said(i * 3, i % 5)}."}],
+            "rejected": [{"role": "assistant", "content": f"reads {said(i * 5, (i * 7) % 6)}."}],
+        }
+        for i in range(count)
+    ]
+
+
+LOSSES = {
+    "dpo": DPO(beta=0.3), "ipo": IPO(beta=0.3), "simpo": SimPO(beta=2.5, gamma=1.4), "orpo": ORPO(beta=0.2)
+}  # fmt: skip
+PAIRS: dict[str, Any] = {
+    "data__seq_len": 48,
+    "data__chat_template": "chatml",
+    "data__eval_fraction": 0.1,
+    "train__global_batch_size": 4,
+    "train__micro_batch_size": 1,
+    "train__steps": 4,
+    "train__learning_rate": 2e-2,
+    "train__loss": "dpo",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", pairs(60))
+
+
+def log_sigmoid(x: Any) -> float:
+    return float(functional.logsigmoid(torch.as_tensor(x, dtype=torch.float64)))
+
+
+# -- formulas ----------------------------------------------------------------------------------------------
+
+
+def test_losses_by_their_formulas() -> None:
+    torch.manual_seed(0)
+    labels = torch.randint(0, 9, (3, 2, 6))
+    labels[:, :, :2], labels[0, 1, 4:], labels[2] = IGNORED, IGNORED, IGNORED  # the last only fills up
+    log_probs = torch.where(labels == IGNORED, 0.0, -torch.rand(3, 2, 6))
+    reference = -4 * torch.rand(3, 2)
+    batch = {"labels": labels, "reference_log_probs": reference}
+    outputs = Outputs(log_probs=log_probs)
+
+    def plain(kind: str, i: int) -> float:
+        n = [int((labels[i, j] != IGNORED).sum()) for j in (0, 1)]
+        lp = [float(log_probs[i, j].sum()) for j in (0, 1)]
+        ratio = [lp[j] - float(reference[i, j]) for j in (0, 1)]
+        mean = torch.tensor([lp[j] / n[j] for j in (0, 1)], dtype=torch.float64)
+        if kind == "dpo":
+            return -log_sigmoid(0.3 * (ratio[0] - ratio[1]))
+        if kind == "ipo":
+            return (ratio[0] / n[0] - ratio[1] / n[1] - 1 / 0.6) ** 2
+        if kind == "simpo":
+            return -log_sigmoid(2.5 * float(mean[0] - mean[1]) - 1.4)
+        odds = mean - torch.log(1 - mean.exp())
+        return -float(mean[0]) - 0.2 * log_sigmoid(odds[0] - odds[1])
+
+    for kind, loss in LOSSES.items():
+        total, weight, numbers = loss(outputs, batch)  # type: ignore[misc]
+        assert float(total) == pytest.approx(plain(kind, 0) + plain(kind, 1), rel=1e-5), kind
+        assert float(weight) == 2 == loss.weight(batch)
+        assert float(numbers["rewards/margins"]) == pytest.approx(
+            float(numbers["rewards/chosen"] - numbers["rewards/rejected"]), rel=1e-4
+        )
+
+
+# -- beside TRL --------------------------------------------------------------------------------------------
+
+STEPS = 10
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo"])
+def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None) -> None:
+    """The same rows in the same order, over ten steps of two micro-batches; the reference is the start."""
+    trl: Any = pytest.importorskip("trl", reason="TRL needs Python 3.11")
+    import transformers
+    from datasets import Dataset
+
+    from portable.data.samples.order import locate
+
+    rows = pairs(40)
+    write_jsonl(tmp_path / "pairs.jsonl", rows)
+    tokens = tokenizer("chatml")
+    tokens.save_pretrained(tmp_path / "tokenizer")
+    config = configured(
+        tmp_path / "run",
+        tmp_path / "pairs.jsonl",
+        data__source=str(tmp_path / "pairs.jsonl"),
+        data__tokenizer=str(tmp_path / "tokenizer"),
+        data__seq_len=63,
+        data__eval_fraction=0,
+        model__config={**TINY_MODEL, "vocab_size": len(tokens)},
+        train__loss=f"{kind}(beta=0.3)",
+        train__global_batch_size=4,
+        train__micro_batch_size=2,
+        train__steps=STEPS,
+        train__learning_rate=1e-2,
+        train__betas=[0.9, 0.999],
+        train__weight_decay=0.0,
+        train__schedule="linear",
+    )
+    run_rank("cpu", config)
+    ours = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
+    with opened(config.replaced({"output_dir": str(tmp_path / "again")})) as trial:
+        order = [
+            trial.run.data.train.documents(locate(at, 40, config.seed)[1])[0] // 2 for at in range(4 * STEPS)
+        ]
+        model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
+        model.load_state_dict(trial.engine.model.state_dict())
+    assert len(order) == len(ours) * 4
+
+    class InOrder(trl.DPOTrainer):  # type: ignore[misc]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return list(range(len(order)))
+
+    settings = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "bf16": False}
+    trainer = InOrder(
+        model=model,
+        ref_model=copy.deepcopy(model),
+        args=trl.DPOConfig(
+            output_dir=str(tmp_path / "theirs"),
+            beta=0.3,
+            loss_type=["sigmoid" if kind == "dpo" else "ipo"],
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=STEPS,
+            learning_rate=1e-2,
+            lr_scheduler_type="linear",
+            warmup_steps=0,
+            max_length=64,
+            logging_steps=1,
+            save_strategy="no",
+            gradient_checkpointing=False,
+            **settings,
+        ),
+        train_dataset=Dataset.from_list([rows[index] for index in order]),
+        processing_class=tokens,
+    )
+    trainer.train()
+    theirs = [row for row in trainer.state.log_history if "loss" in row]
+    for one, other in zip(ours, theirs, strict=True):
+        # TRL rounds what it logs to a number of digits.
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-5), (one, other)
+        for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
+
+
+# -- on engines --------------------------------------------------------------------------------------------
+
+
+def losses(config: RunConfig) -> list[dict[str, float]]:
+    with opened(config) as trial:
+        backend, objective = trial.backend, trial.engine.objective
+        results = [trial.step() for _ in range(config.train.steps or 0)]
+        found = []
+        for result in results:
+            assert result.numbers is not None
+            loss, *numbers = backend.read([result.loss, result.numbers])
+            found.append({"loss": loss, **objective.named(numbers)})
+        return found
+
+
+@pytest.fixture(scope="module")
+def truth(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    folder = tmp_path_factory.mktemp("truth")
+    found = losses(configured(folder, data, **{**PAIRS, "train__micro_batch_size": 4}))
+    assert found[0]["loss"] == pytest.approx(0.6931472, rel=1e-6)  # no step yet: the reference is the model
+    assert found[-1]["loss"] < 0.6
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "settings"),
+    [
+        ("full_shard", 2, {"strategy": "full_shard"}),
+        ("full_shard", 2, {"strategy": "full_shard", "memory__loss_chunk_tokens": 16}),
+        ("zero2", 2, {"strategy": "zero2"}),
+        ("zero3", 2, {"strategy": "zero3"}),
+        ("xla", 2, {"backend": "xla"}),
+    ],
+)
+def test_every_engine_has_the_same(
+    name: str, size: int, settings: dict[str, Any], truth: Any, data: Path, tmp_path: Path, engines: Engines
+) -> None:
+    config = configured(tmp_path, data, **PAIRS, **settings, data__cache_dir=str(tmp_path / "cache"))
+    found = engines.run(name, size, losses, config)
+    for one, other in zip(found, truth, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_a_resumed_run_has_the_reference_of_its_start(data: Path, tmp_path: Path, brief_runs: None) -> None:
+    """Also where the cache is gone, and from an exported copy in place of it."""
+
+    def run(name: str, **more: Any) -> list[Any]:
+        settings = {**PAIRS, "data__cache_dir": str(tmp_path / "cache"), **more}
+        run_rank("cpu", configured(tmp_path / name, data, **settings))
+        return [row for row in read_metrics(tmp_path / name) if "loss" in row or "eval_loss" in row]
+
+    whole = run("whole", train__eval_every=2)
+    assert {"eval_loss", "eval_rewards/accuracies"} <= whole[-1].keys()
+    run("halves", train__eval_every=2, train__stop_after=2)
+    shutil.rmtree(tmp_path / "cache" / "computed")
+    resumed = run("halves", train__eval_every=2)
+    wanted = ("loss", "eval_loss", "rewards/margins", "eval_rewards/margins")
+    for one, other in zip(resumed, whole, strict=True):
+        assert [one.get(name) for name in wanted] == [other.get(name) for name in wanted]
+
+
+def test_a_frozen_copy_is_the_same_reference(data: Path, tmp_path: Path, brief_runs: None) -> None:
+    base = configured(
+        tmp_path / "base",
+        data,
+        **{**PAIRS, "train__loss": "simpo", "train__steps": 1, "checkpoint__async": False},
+    )
+    run_rank("cpu", base)
+    found = []
+    for loss in ("dpo", f"dpo(reference='{tmp_path}/base/final')"):
+        settings = {**PAIRS, "model__config": None, "train__loss": loss}
+        config = configured(tmp_path / "run", data, **settings, model__name_or_path=f"{tmp_path}/base/final")
+        found.append(losses(config))
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+# -- with an adapter ---------------------------------------------------------------------------------------
+
+LORA: dict[str, Any] = {
+    **PAIRS,
+    "adapter__type": "lora",
+    "adapter__r": 4,
+    "adapter__dropout": 0.0,
+    "train__learning_rate": 2e-2,
+    "train__steps": 6,
+    "train__warmup_steps": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def adapted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    found = losses(configured(tmp_path_factory.mktemp("truth"), data, **LORA))
+    assert found[-1]["loss"] < found[0]["loss"] - 0.01
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "settings"),
+    [
+        ("full_shard", 2, {"strategy": "full_shard"}),
+        ("zero2", 2, {"strategy": "zero2"}),
+        ("zero3", 2, {"strategy": "zero3"}),
+        ("xla", 2, {"backend": "xla"}),
+    ],
+)
+def test_the_adapter_switched_off_is_the_reference(
+    name: str, size: int, settings: dict[str, Any], adapted: Any, data: Path, tmp_path: Path, engines: Engines
+) -> None:
+    config = configured(tmp_path, data, **{**LORA, **settings, "train__loss": "dpo(reference='adapter')"})
+    for one, other in zip(engines.run(name, size, losses, config), adapted, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)  # rewards are differences of sums
+
+
+def leg(config: RunConfig) -> int:
+    return run_rank(config.backend, config)
+
+
+def test_a_run_moves_from_full_shard_to_zero2_to_xla(
+    adapted: Any, data: Path, tmp_path: Path, engines: Engines
+) -> None:
+    settings = {**LORA, "data__cache_dir": str(tmp_path / "cache"), "log__every_steps": 1}
+    legs: tuple[tuple[str, dict[str, Any], int | None], ...] = (
+        ("full_shard", {"strategy": "full_shard"}, 2),
+        ("zero2", {"strategy": "zero2"}, 4),
+        ("xla", {"backend": "xla"}, None),
+    )
+    for name, own, until in legs:
+        config = configured(tmp_path / "run", data, **settings, **own, train__stop_after=until)
+        assert engines.run(name, 2, leg, config) == 0
+    rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in rows] == pytest.approx([one["loss"] for one in adapted], rel=1e-5)
+
+
+def test_without_an_adapter_there_is_none_to_switch_off(data: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path, data, **{**PAIRS, "train__loss": "dpo(reference='adapter')"})
+    with pytest.raises(UserError, match="the model has no adapter to switch off; set adapter"):
+        losses(config)
+
+
+# -- data --------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_both_begin_with() -> None:
+    question = {"role": "user", "content": "why?"}
+    one, other = ({"role": "assistant", "content": text} for text in ("so", "no"))
+    row = {"prompt": "why?", "chosen": [question, one], "rejected": [question, other]}
+    assert recognise(row, "text", "x") == "preference"
+    explicit = read_preference({"prompt": [question], "chosen": [one], "rejected": [other]}, "x")
+    assert read_preference(row, "x") == explicit
+    first, second = explicit
+    assert (first.prompt, len(first.messages)) == (1, 2) and second.messages[-1]["content"] == "no"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "prompt is missing"),
+        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen is of type int"),
+        ({"prompt": "a", "chosen": "b"}, "rejected is missing"),
+        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "do not begin with the same prompt"),
+    ],
+)
+def test_what_is_no_preference(row: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        read_preference(row, "file: line 3")
+    assert "file: line 3" in str(caught.value) and "a record of data.format preference looks like" in str(
+        caught.value
+    )
+
+
+def test_preferences_need_a_loss_of_pairs(data: Path, tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"data\.format preference needs a loss of pairs; set train\.loss to dpo"
+    ):
+        run_rank("cpu", configured(tmp_path / "run", data, **{**PAIRS, "train__loss": None}))
+    with pytest.raises(UserError, match=r"train\.loss: dpo: fails \(ValueError: it needs pairs"):
+        run_rank("cpu", configured(tmp_path / "run", corpus, train__loss="dpo"))
+    with pytest.raises(UserError, match=r"there is no such name here; did you mean simpo\?"):
+        run_rank("cpu", configured(tmp_path / "run", data, **{**PAIRS, "train__loss": "simpro"}))

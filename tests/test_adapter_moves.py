@@ -1,0 +1,198 @@
+"""One run of an adapter moves through every engine, a step on each; what it stores is the adapter alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from converters import open_checkpoint
+from portable.adapters.card import CARD
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.engines import ENGINES, Engines
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BATCH = 12
+ROUTE = [
+    ("no_shard", 1),
+    ("full_shard", 3),
+    ("zero3", 2),
+    ("xla", 2),
+    ("zero1", 3),
+    ("hybrid_shard", 4),
+    ("zero2", 2),
+    ("zero3, offload", 2),
+    ("shard_grad_op", 2),
+    ("zero1, offload", 1),
+    ("zero2, offload", 2),
+    ("no_shard", 2),
+]
+"""Every engine writes for another one and goes on from another one."""
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"adapter__use_dora": True, "adapter__modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with files, as a run leaves it."""
+    folder = tmp_path_factory.mktemp("base")
+    untied = {**TINY_MODEL, "tie_word_embeddings": False}
+    assert run_rank("cpu", configured(folder, corpus, train__steps=1, model__config=untied)) == 0
+    return folder / "final"
+
+
+def leg(folder: Path, corpus: Path, settings: dict[str, Any], until: int) -> int:
+    common: dict[str, Any] = {
+        "model__config": None,
+        "adapter__type": "lora",
+        "adapter__r": 4,
+        "train__global_batch_size": BATCH,
+        "train__micro_batch_size": 1,
+        "train__steps": len(ROUTE),
+        "train__stop_after": until,
+        "train__learning_rate": 1e-2,
+        "checkpoint__every_steps": 1,
+        "checkpoint__keep": 1,
+        "data__eval_fraction": 0,
+        "log__sample_tokens": 0,
+    }
+    config = configured(folder, corpus, **{**common, **settings})
+    return run_rank(config.backend, config)
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+def stored(folder: Path) -> dict[str, tuple[int, ...]]:
+    (last,) = (folder / "checkpoints").iterdir()
+    return {name: tuple(tensor.shape) for name, tensor in open_checkpoint(last).tensors.items()}
+
+
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.exhaustive), "dora"])
+def test_a_run_moves_through_every_engine(
+    kind: str, base: Path, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    settings = {"model__name_or_path": str(base), **KINDS[kind]}
+    assert engines.run("no_shard", 1, leg, tmp_path / "stays", corpus, settings, len(ROUTE)) == 0
+    moving = tmp_path / "moves"
+    for step, (name, size) in enumerate(ROUTE, 1):
+        chosen = {**settings, **ENGINES[name].settings}
+        assert engines.run(name, size, leg, moving, corpus, chosen, step) == 0
+        assert stored(moving) == stored(tmp_path / "stays"), name
+    assert losses(moving) == pytest.approx(losses(tmp_path / "stays"), rel=1e-5)
+    assert losses(moving)[-1] < losses(moving)[0] - 0.2
+    assert {name for name, _ in ROUTE} == set(ENGINES)
+    names = stored(moving)
+    assert names and all(".lora_" in name or ".modules_to_save." in name for name in names)
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    settings = {"model__name_or_path": str(base), **KINDS["dora"], "data__eval_fraction": 0.1}
+    assert leg(folder, corpus, {**settings, "train__eval_every": 5}, len(ROUTE)) == 0
+    return folder
+
+
+def logits_with_peft(base: Path, adapter: Path) -> torch.Tensor:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.arange(30)[None]).logits
+    return found
+
+
+def logits_in_training(base: Path, corpus: Path, folder: Path, **settings: Any) -> torch.Tensor:
+    """Of the model as our engine holds it after loading ``folder``'s adapter."""
+    from tests.parity import opened
+
+    given = {"model__config": None, "model__name_or_path": str(base), "adapter__name_or_path": str(folder)}
+    with opened(configured(folder.parent / "other", corpus, **{**given, **settings})) as trial:
+        model = trial.engine.model.eval()
+        with torch.no_grad():
+            found: torch.Tensor = model(torch.arange(30)[None]).logits
+        return found
+
+
+def test_final_is_an_adapter_that_peft_loads(base: Path, trained: Path, corpus: Path) -> None:
+    final = trained / "final"
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", CARD} <= {
+        path.name for path in final.iterdir()
+    }
+    assert not (final / "config.json").exists()
+    with_peft = logits_with_peft(base, final)
+    assert torch.equal(with_peft, logits_in_training(base, corpus, final))
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(base)(torch.arange(30)[None]).logits
+    assert (with_peft - plain).abs().max() > 0.1
+    card = (final / CARD).read_text("utf-8")
+    assert str(base) in card and "| `adapter.use_dora` | True |" in card and "| step | eval_loss |" in card
+
+
+def test_the_merged_model_is_the_same(base: Path, trained: Path, corpus: Path, tmp_path: Path) -> None:
+    """A checkpoint of the adapter becomes a whole model, in a run that has nothing left to train."""
+    from transformers import AutoModelForCausalLM
+
+    folder = shutil.copytree(trained, tmp_path / "run")
+    settings = {"model__name_or_path": str(base), **KINDS["dora"], "data__eval_fraction": 0.1}
+    settings |= {"train__eval_every": 5, "checkpoint__export": "merged"}
+    assert leg(folder, corpus, settings, len(ROUTE)) == 0
+    assert "with an adapter merged into it" in (folder / "final" / CARD).read_text("utf-8")
+    merged = AutoModelForCausalLM.from_pretrained(folder / "final")
+    with torch.no_grad():
+        logits = merged(torch.arange(30)[None]).logits
+    torch.testing.assert_close(logits, logits_with_peft(base, trained / "final"), rtol=1e-5, atol=1e-5)
+
+
+def test_another_base_is_refused(
+    base: Path, trained: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(trained, tmp_path / "run")
+    other = shutil.copytree(base, tmp_path / "base")
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] += 0.01
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    moved = json.loads((folder / "checkpoints" / f"step-{len(ROUTE):06d}" / "trainer_state.json").read_text())
+    assert moved["metadata"]["adapter"]["base"]
+    # The same path on another machine, with other weights in it.
+    shutil.move(base, tmp_path / "aside")
+    shutil.copytree(other, base)
+    settings = {"model__name_or_path": str(base), **KINDS["dora"], "data__eval_fraction": 0.1}
+    try:
+        from portable.errors import UserError
+
+        with pytest.raises(UserError, match=r"^checkpoint\.resume: .* another base model .* weights differ"):
+            leg(folder, corpus, {**settings, "train__eval_every": 5}, len(ROUTE))
+    finally:
+        shutil.rmtree(base)
+        shutil.move(tmp_path / "aside", base)
+
+
+def test_a_checkpoint_holds_megabytes(trained: Path) -> None:
+    """Weights, moments and counters of what is trained, and nothing of the base."""
+    (last,) = (trained / "checkpoints").iterdir()
+    checkpoint = open_checkpoint(last)
+    assert checkpoint.optimizer is not None
+    assert set(checkpoint.optimizer.state) == set(checkpoint.tensors)
+    elements = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    shards = sum(path.stat().st_size for path in last.glob("*.distcp"))
+    names_and_headers = 2500 * 4 * len(checkpoint.tensors)
+    assert 12 * elements < shards < 12 * elements + names_and_headers
+    assert json.loads((last / "adapter_config.json").read_text())["use_dora"] is True
+    assert not (last / "config.json").exists()

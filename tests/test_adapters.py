@@ -1,0 +1,295 @@
+"""Adapters on every engine, held against a loop in plain torch and peft."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from portable.data import TrainLoader
+from portable.registry import create_backend
+from portable.run.prepare import prepare
+from portable.run.restore import restore
+from portable.run.settle import settle
+from tests.engines import ENGINES, Engines
+from tests.parity import opened
+from tests.runs import TINY_MODEL, configured
+from tests.test_engines import Seen, exercise
+from tests.views import assert_same_bits, view
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.config import RunConfig
+
+STEPS = 20
+Losses = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+COMMON: dict[str, Any] = {
+    "adapter__type": "lora",
+    "train__micro_batch_size": 1,
+    "train__global_batch_size": 12,
+    "train__steps": STEPS,
+    "train__learning_rate": 1e-2,
+}
+
+
+def our_losses(config: RunConfig, steps: int = STEPS) -> Losses:
+    with opened(config) as trial:
+        results = [trial.step() for _ in range(steps)]
+        losses = trial.backend.read([result.loss for result in results])
+        norms = trial.backend.read([result.grad_norm for result in results])
+        return list(zip(losses, norms, strict=True))
+
+
+def peft_losses(config: RunConfig, steps: int = STEPS) -> Losses:
+    """The same run as a person would write it with peft: one process, the whole batch at once."""
+    import peft
+    import transformers
+
+    from portable.model.build import AUTO_CLASSES
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    backend = create_backend("cpu")
+    run = prepare(settle(config.replaced({"adapter.base": "auto"}), backend.name), backend)
+    engine = restore(run, None).engine  # only for its initial weights
+    assert run.adapter is not None
+    auto: Any = getattr(transformers, AUTO_CLASSES[config.model.task])
+    base = auto.from_config(run.model_config, attn_implementation="sdpa")
+    state = engine.model.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, run.adapter.config)
+    model.get_base_model().load_state_dict(state)
+    model.train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    spared = ("bias", "norm")
+    decay = [p for name, p in trained.items() if not any(word in name for word in spared)]
+    rest = [p for name, p in trained.items() if any(word in name for word in spared)]
+    groups = [
+        {"params": decay, "weight_decay": config.train.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    beta1, beta2 = config.train.betas
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=0.0, betas=(beta1, beta2), eps=config.train.eps
+    )
+    size = config.train.global_batch_size
+    loader = iter(
+        TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
+    )
+    results = []
+    for step in range(steps):
+        batch = next(loader)
+        labels = batch.pop("labels")
+        logits = model(**batch, use_cache=False).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = run.schedule(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((float(loss.detach()), float(norm)))
+    loader.close()
+    return results
+
+
+def worst(ours: Losses, theirs: Losses) -> float:
+    """The largest relative difference of two curves' losses; both must fall."""
+    assert len(ours) == len(theirs) > 0
+    assert ours[-1][0] < ours[0][0] - 0.04  # it is learning, so that equal losses mean equal updates
+    return max(abs(one - other) / other for (one, _), (other, _) in zip(ours, theirs, strict=True))
+
+
+WIDTHS: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+UNTIED = {**TINY_MODEL, "tie_word_embeddings": False}
+GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4}
+MOE = {
+    **WIDTHS,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 384,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"model__config": {**WIDTHS, "model_type": "qwen3", "head_dim": 12}},
+    "gpt2": {"model__config": {**GPT2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}},
+    "gemma": {"model__config": {**WIDTHS, "model_type": "gemma", "head_dim": 12}},
+    "mistral": {"model__config": {**WIDTHS, "model_type": "mistral"}},
+    "phi3": {"model__config": {**WIDTHS, "model_type": "phi3", "pad_token_id": 0}},
+    "moe": {"model__config": {**MOE, "num_experts_per_tok": 2}},
+    "experts": {
+        "model__config": {**MOE, "num_experts_per_tok": 2},
+        "adapter__target_modules": ["q_proj"],
+        "adapter__target_parameters": EXPERTS,
+    },
+    "t5": {
+        "model__task": "seq2seq-lm",
+        "model__config": {**T5, "num_layers": 2, "dropout_rate": 0.0},
+        "data__target_field": "text",
+        "data__seq_len": 16,
+    },
+    "dora": {"adapter__use_dora": True},
+    "dora, conv1d": {
+        "model__config": {**GPT2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+        "adapter__use_dora": True,
+        "adapter__init": "gaussian",
+    },
+    "rslora": {"adapter__use_rslora": True, "adapter__target_modules": ["q_proj", "v_proj"]},
+    "embedding": {
+        "model__config": UNTIED,
+        "adapter__target_modules": ["embed_tokens", "q_proj"],
+        "adapter__use_dora": True,
+    },
+    "head": {
+        "model__config": UNTIED,
+        "adapter__modules_to_save": ["lm_head"],
+        "memory__loss_chunk_tokens": 40,
+        "train__learning_rate": 3e-3,
+    },
+    "biases": {"model__config": {**TINY_MODEL, "attention_bias": True}, "adapter__bias": "all"},
+    "one layer": {"adapter__layers": [1], "adapter__init": "orthogonal"},
+    "ia3": {"adapter__type": "ia3", "train__learning_rate": 0.3},
+}
+SHORT = 4
+"""Steps of what is tried beside the long witness."""
+
+
+def settings_of(case: str, **more: Any) -> dict[str, Any]:
+    return {**COMMON, **CASES[case], **more}
+
+
+@pytest.fixture(scope="module")
+def truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The losses of the loop with peft, by case and number of steps."""
+
+    @functools.cache
+    def losses(case: str, steps: int) -> Losses:
+        return peft_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **settings_of(case)), steps)
+
+    return losses
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_a_loop_with_peft(case: str, truth: Any, corpus: Path, tmp_path: Path) -> None:
+    steps = STEPS if case in ("llama", "dora") else SHORT
+    config = configured(tmp_path, corpus, **settings_of(case, train__micro_batch_size=12))
+    assert worst(our_losses(config, steps), truth(case, steps)) < 1e-6
+
+
+QUICK = {"no_shard": 4, "full_shard": 3, "zero2": 2, "zero3": 3, "xla": 4}
+"""The rest follows from these and from the moves between all engines."""
+EVERY = [
+    pytest.param(name, size, marks=[] if QUICK.get(name) == size else pytest.mark.exhaustive)
+    for name, kind in ENGINES.items()
+    for size in sorted({*kind.sizes, *([1] if name == "xla" else [])})
+]
+
+
+@pytest.mark.parametrize(("name", "size"), EVERY)
+def test_every_engine(
+    name: str, size: int, truth: Any, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    whole = {"train__micro_batch_size": 12 // size}  # accumulated below
+    config = configured(tmp_path, corpus, **settings_of("llama", **whole, **ENGINES[name].settings))
+    assert worst(engines.run(name, size, our_losses, config), truth("llama", STEPS)) < 1e-5
+
+
+RECOMPUTED = {"memory__activation_checkpointing": "full"}
+MIXED: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("dora", "zero3", 2, {}),
+    ("dora", "xla", 2, {"xla__scan_layers": True}),
+    ("dora, conv1d", "full_shard", 2, RECOMPUTED),
+    ("embedding", "shard_grad_op", 3, {}),
+    ("experts", "full_shard", 3, {}),
+    ("experts", "zero3", 2, {}),
+    ("experts", "xla", 2, {}),
+    ("head", "full_shard", 2, {}),
+    ("head", "zero1", 2, {"memory__loss_chunk_tokens": "auto"}),
+    ("head", "xla", 4, {"memory__loss_chunk_tokens": "auto", **RECOMPUTED}),
+    ("t5", "zero2", 2, RECOMPUTED),
+    ("biases", "hybrid_shard", 4, {}),
+    ("ia3", "zero3", 2, RECOMPUTED),
+    ("one layer", "xla", 2, {}),
+    ("one layer", "full_shard", 2, {"compile": True, "compile_backend": "aot_eager"}),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "size", "more"), MIXED, ids=[f"{c}-{n}" for c, n, *_ in MIXED])
+def test_kinds_of_adapters_on_engines(
+    case: str,
+    name: str,
+    size: int,
+    more: dict[str, Any],
+    truth: Any,
+    engines: Engines,
+    corpus: Path,
+    tmp_path: Path,
+) -> None:
+    whole = {"train__micro_batch_size": 12 // size}
+    config = configured(tmp_path, corpus, **settings_of(case, **{**whole, **ENGINES[name].settings, **more}))
+    assert worst(engines.run(name, size, our_losses, config, SHORT), truth(case, SHORT)) < 1e-5
+
+
+SEEN = ("full_shard", "zero2", "zero3", "xla")
+
+
+@pytest.fixture(scope="module")
+def one(engines: Engines, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("one")
+    config = configured(folder / "run", corpus, **settings_of("dora", data__packing=False, train__steps=4))
+    seen: Seen = engines.run("no_shard", 1, exercise, config, folder)
+    return seen
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_evaluates_generates_masks_and_lets_go(
+    name: str, one: Seen, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    settings = settings_of("dora", data__packing=False, train__steps=4, **ENGINES[name].settings)
+    seen: Seen = engines.run(name, 2, exercise, configured(tmp_path / "run", corpus, **settings), tmp_path)
+    assert seen.losses == pytest.approx(one.losses, rel=1e-5)
+    assert seen.evaluated == pytest.approx(one.evaluated, rel=1e-5)
+    assert name == "xla" or seen.continued == one.continued  # which draws from a generator of its own
+    assert seen.skipped == 1
+    assert_same_bits(view(tmp_path / "masked"), view(tmp_path / "trained"))
+    assert seen.models[1] == seen.models[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ops("async_io")
+def test_a_frozen_base_on_a_disk(engines: Engines, corpus: Path, tmp_path: Path) -> None:
+    """Of each layer the matrices are swapped; those of other tests are too small for it."""
+    large = {"model__config": {**TINY_MODEL, "hidden_size": 512, "intermediate_size": 1101}}
+    on_disk: dict[str, Any] = {f"memory__offload_{part}": "nvme" for part in ("params", "optimizer")}
+    on_disk |= {"memory__nvme_path": str(tmp_path), "strategy": "zero3", "train__micro_batch_size": 6}
+    truth = peft_losses(configured(tmp_path / "truth", corpus, **settings_of("llama", **large)), SHORT)
+    config = configured(tmp_path / "run", corpus, **settings_of("llama", **large, **on_disk))
+    assert worst(engines.run("zero3", 2, our_losses, config, SHORT), truth) < 1e-5
