@@ -198,5 +198,9 @@ def _export(prepared: Prepared, checkpoint: Place, final: Place, folder: Path) -
     with TemporaryDirectory() as temporary:
         card = Path(temporary) / CARD
         card.write_text(model_card(config, adapter, prepared.data.description, read_metrics(folder)), "utf-8")
+        beside = {CARD: card}
         base = adapter.base if config.checkpoint.export == "merged" else None
-        export(checkpoint, final, base=base, beside={CARD: card})
+        if base is not None:  # whose config knows nothing of the labels and special tokens of this run
+            prepared.model_config.save_pretrained(temporary)
+            beside["config.json"] = Path(temporary) / "config.json"
+        export(checkpoint, final, base=base, beside=beside)
