@@ -29,13 +29,11 @@ ROUTE = [
     ("zero1", 3),
     ("hybrid_shard", 4),
     ("zero2", 2),
-    ("no_shard", 2),
     ("zero3, offload", 2),
     ("shard_grad_op", 2),
     ("zero1, offload", 1),
-    ("xla", 4),
     ("zero2, offload", 2),
-    ("full_shard", 1),
+    ("no_shard", 2),
 ]
 """Every engine writes for another one and goes on from another one."""
 KINDS: dict[str, dict[str, Any]] = {
@@ -93,7 +91,7 @@ def test_a_run_moves_through_every_engine(
         assert engines.run(name, size, leg, moving, corpus, chosen, step) == 0
         assert stored(moving) == stored(tmp_path / "stays"), name
     assert losses(moving) == pytest.approx(losses(tmp_path / "stays"), rel=1e-5)
-    assert losses(moving)[-1] < losses(moving)[0] - 0.3
+    assert losses(moving)[-1] < losses(moving)[0] - 0.2
     assert {name for name, _ in ROUTE} == set(ENGINES)
     names = stored(moving)
     assert names and all(".lora_" in name or ".modules_to_save." in name for name in names)
@@ -153,6 +151,7 @@ def test_the_merged_model_is_the_same(base: Path, trained: Path, corpus: Path, t
     settings = {"model__name_or_path": str(base), **KINDS["dora"], "data__eval_fraction": 0.1}
     settings |= {"train__eval_every": 5, "checkpoint__export": "merged"}
     assert leg(folder, corpus, settings, len(ROUTE)) == 0
+    assert "with an adapter merged into it" in (folder / "final" / CARD).read_text("utf-8")
     merged = AutoModelForCausalLM.from_pretrained(folder / "final")
     with torch.no_grad():
         logits = merged(torch.arange(30)[None]).logits

@@ -18,7 +18,7 @@ HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 # Lookup tables are sharded along the hidden dim, so that a lookup needs no rows of other devices.
 _TABLES = re.compile(
     r"(^|\.)(embed_tokens|embed_positions|embed_in|embeddings|(word|position|token_type)_embeddings"
-    r"|wte|wpe|shared|relative_attention_bias)\.weight$"
+    r"|wte|wpe|shared|relative_attention_bias)(\.base_layer|\.original_module|\.modules_to_save\.default)?\.weight$"
 )
 
 

@@ -152,7 +152,8 @@ class ShardedPartitions:
         start, stop = self._slice(parameter)
         held = torch.zeros(private_api.shard_size(parameter)) if exact else None
         if stop > start:
-            fill_slice(private_api.shard(parameter).data[: stop - start], source, start, stop)
+            with private_api.shard(parameter) as shard:
+                fill_slice(shard[: stop - start], source, start, stop)
             if held is not None:
                 fill_slice(held[: stop - start], source, start, stop)
         private_api.drop_secondary_shard(parameter)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
 from converters.storage.store_errors import redact
-from portable.config.evaluation_sources import EvaluationSourceError, evaluation_sources
+from portable.config.evaluation_sources import SourceError, evaluation_sources
 from portable.config.suggest import did_you_mean
+from portable.config.training_sources import training_sources, weight_schedule
 from portable.optim.schedule import SCHEDULES, build_schedule, own_params, warmup_steps
 from portable.registry import BACKENDS, backend_package
 
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
 
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-TAKEN = ("labels", "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids")
+TAKEN = (
+    "labels",
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "decoder_input_ids",
+    "position_ids",
+    "source",
+)
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 
@@ -160,6 +169,21 @@ def _adapter(config: RunConfig) -> Iterator[ConflictError]:
             "train.trainable and train.frozen do not go with an adapter, beside which all is frozen; use "
             "adapter.modules_to_save and adapter.layers",
         )
+    if adapter.base in ("nf4", "int8"):
+        if config.strategy in ZERO:
+            yield ConflictError(
+                ("adapter.base", "strategy"),
+                f"adapter.base {adapter.base} does not work with DeepSpeed's strategy {config.strategy}, "
+                "which casts weights; use full_shard",
+            )
+        for name in ("use_dora", "compile"):
+            if getattr(adapter if name == "use_dora" else config, name):
+                key = f"adapter.{name}" if name == "use_dora" else name
+                yield ConflictError(
+                    (key, "adapter.base"),
+                    f"{key} does not work with adapter.base {adapter.base}; set it to false, or "
+                    "adapter.base to auto",
+                )
     if config.strategy in ZERO and adapter.base == "fp32" and config.precision in ("bf16", "fp16"):
         yield ConflictError(
             ("adapter.base", "strategy"),
@@ -240,7 +264,7 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
             ("data.train_on", "data.split_turns" if data.split_turns else "data.format"),
             f"data.train_on completion does not work with {other}; set data.train_on to assistant",
         )
-    if data.source is None and task in PADDED_TASKS:
+    if data.source is None and not data.sources and task in PADDED_TASKS:
         yield ConflictError(
             ("data.source", "model.task"),
             f"data.source must be set for model.task {task}: the default source has only text",
@@ -248,8 +272,13 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
 
     try:
         evaluation_sources(data)
-    except EvaluationSourceError as error:
+    except SourceError as error:
         yield ConflictError((error.key, *_inside("data.eval", data.eval)), str(error))
+    try:
+        training_sources(data)
+        weight_schedule(data)
+    except SourceError as error:
+        yield ConflictError((error.key, "data.sources"), str(error))
 
 
 def _preference(config: RunConfig) -> Iterator[ConflictError]:

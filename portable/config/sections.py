@@ -16,6 +16,7 @@ from portable.config.types import (
     AnyCase,
     Flag,
     Names,
+    NamesOrPattern,
     OneOrMany,
     OpenMapping,
     PathText,
@@ -133,7 +134,9 @@ class AdapterConfig(Section):
         description="Share of an adapter's inputs that are zeroed in training.",
         json_schema_extra=IDENTITY,
     )
-    target_modules: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
+    target_modules: Annotated[
+        str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)], NamesOrPattern
+    ] = Field(
         default="all-linear",
         min_length=1,
         description="Modules that get an adapter: all-linear (all linear layers except the head), a list of "
@@ -181,10 +184,11 @@ class AdapterConfig(Section):
         description="rsLoRA: scale by alpha / sqrt(r), so that high ranks learn as fast as low ones.",
         json_schema_extra=IDENTITY,
     )
-    base: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+    base: Literal["auto", "bf16", "fp16", "fp32", "nf4", "int8"] = Field(
         default="auto",
         description="Dtype of the frozen weights. auto: the compute dtype (precision). fp32 keeps them exact "
-        "and doubles their memory.",
+        "and doubles their memory. nf4 (QLoRA: 4 bits, with double quantization) and int8 are for linear "
+        "layers, all except the head; they need the package bitsandbytes and FSDP or no_shard.",
         json_schema_extra=IDENTITY,
     )
     name_or_path: PathText | None = Field(
@@ -211,6 +215,18 @@ class DataConfig(Section):
         "local or by URL, or package.module:name, code of your own that gives records. Null: the source "
         "code of Python's standard library, without a download.",
         json_schema_extra=OF_SOURCE,
+    )
+    sources: Annotated[tuple[OpenMapping, ...], Field(strict=False)] = Field(
+        default=(),
+        description="A mixture, in place of data.source: a list such as [{name: web, source: web/*.jsonl, "
+        "weight: 3}, {name: code, source: code.jsonl, weight: 1}]. Each may set whatever describes a source "
+        "(marked ‡). weight is its share of the samples, kept in every few hundred of them; or give every "
+        "source epochs, its passes in one pass over the mixture (default: 1 each).",
+    )
+    weight_schedule: Annotated[tuple[OpenMapping, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
+        "for the last part of a run: from that step on they replace all weights before.",
     )
     config_name: str | None = Field(
         default=None,
@@ -395,13 +411,6 @@ class DataConfig(Section):
     def longest(self) -> int:
         """Tokens of the longest sequence, including targets."""
         return max(self.seq_len, self.target_seq_len or 0)
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """``source`` as a tuple, empty if it is null."""
-        if self.source is None:
-            return ()
-        return (self.source,) if isinstance(self.source, str) else self.source
 
 
 class ParameterGroup(Section):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from portable.config.evaluation_sources import of_source
 from portable.config.sections import DataConfig
+from portable.config.training_sources import training_sources
 from portable.data.sources.opening import Fields, Source, open_source
 from portable.errors import UserError
 from portable.paths import default_cache_dir
@@ -30,6 +31,9 @@ PREFERENCE, FINISHED = "preference", "samples"
 @contextmanager
 def errors_under(key: str) -> Iterator[None]:
     """Within this context, errors about a setting of ``data`` name the same setting of ``key``."""
+    if key == "data":
+        yield
+        return
     try:
         yield
     except UserError as error:
@@ -49,6 +53,13 @@ def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True)
     Raises:
         UserError: no format fits the first record, or several do.
     """
+    if settings.sources:
+        found = [
+            recognise_format(one.settings, task, downloads=downloads)
+            for one in training_sources(settings).values()
+        ]
+        # A run with conversations packs whole documents, and may have texts beside them.
+        return next((kind for kind in found if kind not in ("auto", "text")), found[0])
     if settings.format != "auto" or settings.source is None or task != CAUSAL:
         return "text" if task != CAUSAL or settings.source is None else settings.format
     source = source_of(settings, task, cache_dir(settings), remember=False)

@@ -270,7 +270,7 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
 
 
 def grow_vocabulary(config: PretrainedConfig, tokens: int, run: RunConfig) -> int | None:
-    """Enlarge the vocabulary in ``config`` for ``data.added_tokens``; return its former size, None if it fits."""
+    """Enlarge the vocabulary in ``config`` for ``data.added_tokens``; return its former size, or None."""
     text = config.get_text_config()
     rows = getattr(text, "vocab_size", None)
     if not run.data.added_tokens or not isinstance(rows, int) or tokens <= rows:

@@ -21,8 +21,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from portable import plugins
+from portable.config.training_sources import training_names
 from portable.errors import UserError
 from portable.model.document_attention import DocumentAttention
+from portable.model.loss_by_source import LossBySource
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -163,6 +165,11 @@ class TrainingLoss:
             }
             return total.float(), {name: one.float() for name, one in found.items()}
 
+    def named(self, numbers: dict[str, float]) -> dict[str, float]:
+        """The means of a step, as the loss wants them logged."""
+        named = getattr(self._loss, "named", None)
+        return numbers if named is None else named(numbers)
+
     def unequal(self, share: float) -> str:
         """What to say if the weights that it returned are ``share`` times those that it declared."""
         said = "the number of labels that are not -100" if self._weight is None else "what its weight() says"
@@ -242,13 +249,15 @@ def training_loss(config: RunConfig) -> TrainingLoss | None:
     Raises:
         UserError: if ``train.loss`` names none.
     """
-    train = config.train
+    train, key, loss = config.train, "data.sources", None
     if train.loss is not None:
-        return TrainingLoss(f"train.loss: {train.loss}", plugins.load("train.loss", train.loss, BUILT_IN))
-    if train.label_smoothing or train.z_loss:
-        own = CrossEntropy(train.label_smoothing, train.z_loss)
-        return TrainingLoss("train.label_smoothing", own, in_evaluation=False)
-    return None
+        key, loss = f"train.loss: {train.loss}", plugins.load("train.loss", train.loss, BUILT_IN)
+    elif train.label_smoothing or train.z_loss:
+        key, loss = "train.label_smoothing", CrossEntropy(train.label_smoothing, train.z_loss)
+    names = training_names(config.data)
+    if names and config.model.task != "sequence-classification":  # whose labels need not be classes
+        loss = LossBySource(names, loss)
+    return None if loss is None else TrainingLoss(key, loss, in_evaluation=train.loss is not None)
 
 
 class Measure(Protocol):
@@ -327,7 +336,7 @@ class Objective:
         share = found.pop(WEIGHT, 1.0)
         if self._loss is not None and abs(share - 1) > 1e-4:  # also where it is not finite
             raise UserError(self._loss.unequal(share))
-        return found
+        return found if self._loss is None else self._loss.named(found)
 
     def __call__(self, model: nn.Module, batch: Batch, valid: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run ``model``, which may be wrapped, on a micro-batch of the global batch.

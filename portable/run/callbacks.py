@@ -145,6 +145,7 @@ class Callbacks(Events):
         self._reporter = reporter
         self._run = run
         self._backend = prepared.backend
+        self._of_data = prepared.data.train.progress
         self._callbacks = check(prepared.config.train.callbacks)
         self.stopped = False
 
@@ -174,7 +175,8 @@ class Callbacks(Events):
     ) -> None:
         common = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
         self.call("on_log", {**common, **numbers})
-        self._reporter.on_log(progress, loss, grad_norm, learning_rate, {**numbers, **self._logged()})
+        more = {**numbers, **self._of_data(progress.samples), **self._logged()}
+        self._reporter.on_log(progress, loss, grad_norm, learning_rate, more)
 
     def _logged(self) -> dict[str, float]:
         pending, self._run.pending = self._run.pending, {}

@@ -140,7 +140,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         check_documents(model)
     data = with_computed(config, backend, data)
     config = _with_micro_batch(settled, backend, model_config, data)
-    steps = total_steps(config, len(data.train))
+    steps = total_steps(config, data.train.epoch_samples)
     # A new model has no special tokens to lose.
     replaced = [] if config.model.name_or_path is None else aligned
     notes = notes_on(settled, model_config, replaced, data.sizes)
@@ -185,6 +185,7 @@ def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens:
         known_classes=known_classes(model_config, config.model),
         problem=problem_of(model_config, config.model),
         pad_left=classifies_last_position(model_config),
+        global_batch_size=config.train.global_batch_size,
         progress=True,  # only the rank that builds the cache shows it
         **tokenizer_hints(config, model_config),
     )

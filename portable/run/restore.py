@@ -185,9 +185,9 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
             _check_code(source, state, prepared)
             if state.data != prepared.data.fingerprint:
                 raise UserError(
-                    f"checkpoint.resume: {source} was trained on other tokens than those of "
-                    f"{prepared.data.sizes.source} here; give the same files, tokenizer, template and "
-                    "data.train_on, or choose another output_dir"
+                    f"checkpoint.resume: {source} was trained on other tokens, or in other shares, than "
+                    f"those of {prepared.data.sizes.source} here; give the same files, tokenizer, template "
+                    "and data.train_on, or choose another output_dir"
                 )
             if prepared.adapter is not None:  # the checkpoint holds nothing else
                 prepared.adapter.check(state.metadata.get(ADAPTER), source)

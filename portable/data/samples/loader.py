@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from portable.data.samples.base import IGNORED, Batch, Samples
-from portable.data.samples.order import locate
 from portable.errors import RunError, UserError
 
 _PRELOAD = "portable.ranks.forkserver_preload"
@@ -94,9 +93,9 @@ class TrainLoader:
         rank_positions(**self._shares)  # check the sizes now, not at the first batch
 
     def __iter__(self) -> BatchIterator:
-        count, seed = len(self.dataset), self._seed
+        locate, seed = self.dataset.locate, self._seed
         positions = rank_positions(**self._shares)
-        places = ([locate(position, count, seed) for position in batch] for batch in positions)
+        places = ([locate(position, seed) for position in batch] for batch in positions)
         return BatchIterator(self.dataset, places, self._num_workers, self._pin_memory)
 
 
