@@ -535,21 +535,23 @@ class TrainConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Final rate of cosine and linear, as a share of train.learning_rate; 0.1 is common for "
-        "pretraining.",
+        description="Final rate of cosine, linear and wsd, and lowest of inverse_sqrt, as a share of "
+        "train.learning_rate; 0.1 is common for pretraining.",
         json_schema_extra=IDENTITY,
     )
     schedule: ScheduleKind = Field(
         default="cosine",
-        description="Decay of the learning rate after the warm-up. Capitalized names are DeepSpeed's "
-        "schedulers, equal in every step, on any backend.",
+        description="Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate "
+        "until the last part of the run. Capitalized names are DeepSpeed's schedulers, equal in every step, "
+        "on any backend.",
         json_schema_extra=IDENTITY,
     )
     schedule_params: OpenMapping = Field(
         default_factory=dict,
-        description="More parameters of DeepSpeed's schedules, under its names (warmup_type, cycle_min_lr "
-        "...). Rates, warm-up and length come from the other settings; train.learning_rate is the peak of "
-        "OneCycle and the first rate of LRRangeTest.",
+        description="More parameters of a schedule. wsd: decay_ratio (0.2; the share of all steps), "
+        "decay_type and warmup_type (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the "
+        "warm-up). DeepSpeed's have its names (warmup_type, cycle_min_lr ...); train.learning_rate is the "
+        "peak of OneCycle and the first rate of LRRangeTest.",
         json_schema_extra=IDENTITY,
     )
     warmup_steps: int = Field(

@@ -144,11 +144,11 @@ def build_data(
     sources = _training_sources(settings, task)
     training = _as_one(sources)
     eval_sources = _eval_sources(settings, task, sources)
-    finished = any(own.format == FINISHED for own, _ in sources.values())
+    finished = _settings_of_finished(sources)
     name = settings.tokenizer or model_tokenizer
     if name is not None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
-    elif finished:
+    elif finished is not None:
         raise UserError("data.tokenizer: finished samples do not say which it was; set it")
     else:
         size = settings.vocab_size or model_vocab_size
@@ -156,10 +156,8 @@ def build_data(
         kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
         tokenizer = train_tokenizer(training, size, cache_dir(settings), **kind)
     add_tokens(tokenizer, settings.added_tokens)
-    if finished:
-        if ALONE not in sources:
-            raise UserError("data.sources: finished samples stand alone; set data.source")
-        return _finished(*sources[ALONE], eval_sources, tokenizer, name or "")
+    if finished is not None:
+        return _finished(finished, training, eval_sources, tokenizer, name or "")
     reading = Reading(
         task,
         tokenizer,
@@ -224,6 +222,61 @@ def build_data(
     )
 
 
+def _training_sources(
+    settings: DataConfig, task: str, *, remember: bool = True
+) -> dict[str, tuple[DataConfig, Source]]:
+    """The sources of ``data.sources`` with their settings, by name, or the only one."""
+    found: dict[str, tuple[DataConfig, Source]] = {}
+    keys: dict[str, str] = {}
+    for name, one in training_sources(settings).items():
+        with errors_under(training_key(name)):
+            own, source = one.settings, source_of(one.settings, task, cache_dir(settings), remember=remember)
+            if remember or not source.downloads:
+                own, source = recognised(own, task, source, remember=remember)
+            if name or not remember:
+                source.check()
+            if name and not source.remote and (twin := keys.setdefault(source.key, name)) != name:
+                raise UserError(
+                    f"{training_key(name)}: has the same data as {training_key(twin)}; to repeat it, raise "
+                    "the weight or epochs of one of them"
+                )
+        found[name] = own, source
+    return found
+
+
+def _as_one(sources: Mapping[str, tuple[DataConfig, Source]]) -> Source:
+    all_of_them = [source for _, source in sources.values()]
+    return all_of_them[0] if len(all_of_them) == 1 and ALONE in sources else Joined(all_of_them)
+
+
+def _mixture(settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str) -> Mixture:
+    shares = {name: Share(one.weight, one.epochs) for name, one in training_sources(settings).items()}
+    phases = [(step * step_samples, weights) for step, weights in weight_schedule(settings)]
+    return Mixture(train, shares, phases, marked=task != CLASSIFICATION)
+
+
+def _fingerprint(settings: DataConfig, of_tokens: Mapping[str, str]) -> str:
+    """A digest of the tokens of a mixture and of the order in which they come."""
+    shares = [(name, one.weight, one.epochs) for name, one in training_sources(settings).items()]
+    content = repr((shares, list(of_tokens.items()), weight_schedule(settings)))
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _classes_as(classes: Classes | None, training: Opened, opened: Opened) -> Classes | None:
+    if classes is None:
+        return None
+    declared = training.source.class_names
+    return classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
+
+
+def _settings_of_finished(sources: Mapping[str, tuple[DataConfig, Source]]) -> DataConfig | None:
+    """The settings of the only source, if its records are finished samples."""
+    found = {name: own for name, (own, _) in sources.items() if own.format == FINISHED}
+    if found and len(sources) > 1:
+        raise UserError(f"{training_key(next(iter(found)))}: finished samples cannot be a part of a mixture")
+    return next(iter(found.values()), None)
+
+
 def _finished(
     settings: DataConfig,
     source: Source,
@@ -277,53 +330,6 @@ def _finished(
         vocab_size=vocabulary.size,
         eval_fingerprints={key: f"{evals[key][1].key} {len(one)}" for key, one in own.items()},
     )
-
-
-def _training_sources(
-    settings: DataConfig, task: str, *, remember: bool = True
-) -> dict[str, tuple[DataConfig, Source]]:
-    """The sources of ``data.sources`` with their settings, by name, or the only one."""
-    found: dict[str, tuple[DataConfig, Source]] = {}
-    keys: dict[str, str] = {}
-    for name, one in training_sources(settings).items():
-        with errors_under(training_key(name)):
-            own, source = one.settings, source_of(one.settings, task, cache_dir(settings), remember=remember)
-            if remember or not source.downloads:
-                own, source = recognised(own, task, source, remember=remember)
-            if name or not remember:
-                source.check()
-            if name and not source.remote and (twin := keys.setdefault(source.key, name)) != name:
-                raise UserError(
-                    f"{training_key(name)}: has the same data as {training_key(twin)}; to repeat it, raise "
-                    "the weight or epochs of one of them"
-                )
-        found[name] = own, source
-    return found
-
-
-def _as_one(sources: Mapping[str, tuple[DataConfig, Source]]) -> Source:
-    all_of_them = [source for _, source in sources.values()]
-    return all_of_them[0] if len(all_of_them) == 1 and ALONE in sources else Joined(all_of_them)
-
-
-def _mixture(settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str) -> Mixture:
-    shares = {name: Share(one.weight, one.epochs) for name, one in training_sources(settings).items()}
-    phases = [(step * step_samples, weights) for step, weights in weight_schedule(settings)]
-    return Mixture(train, shares, phases, marked=task != CLASSIFICATION)
-
-
-def _fingerprint(settings: DataConfig, of_tokens: Mapping[str, str]) -> str:
-    """A digest of the tokens of a mixture and of the order in which they come."""
-    shares = [(name, one.weight, one.epochs) for name, one in training_sources(settings).items()]
-    content = repr((shares, list(of_tokens.items()), weight_schedule(settings)))
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-
-def _classes_as(classes: Classes | None, training: Opened, opened: Opened) -> Classes | None:
-    if classes is None:
-        return None
-    declared = training.source.class_names
-    return classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
 
 
 def _eval_sources(

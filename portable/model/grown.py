@@ -45,8 +45,8 @@ class GrownTensor:
         if start < self._old:
             parts.append(self._source.read((slice(start, min(stop, self._old)), *others)))
         if stop > self._old:
-            beyond = (slice(max(start - self._old, 0), stop - self._old), *others)
-            new = self._new[beyond]
+            where = (slice(max(start - self._old, 0), stop - self._old), *others)
+            new = self._new[where]
             parts.append(new.astype(parts[0].dtype) if parts else new)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -68,5 +68,7 @@ class GrownTensor:
             if not int(failed):
                 draws = torch.Generator().manual_seed(self._seed)
                 noise = torch.randn(wanted, len(mean), generator=draws, dtype=torch.float64)
-                return np.asarray((mean + noise @ factor.T).float())
-        return np.asarray(mean.expand(wanted, *mean.shape).contiguous())
+                drawn: NDArray[np.float32] = (mean + noise @ factor.T).float().numpy()
+                return drawn
+        same: NDArray[np.float32] = mean.expand(wanted, *mean.shape).contiguous().numpy()
+        return same
