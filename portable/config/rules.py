@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-TAKEN = ("labels", "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids")
+TAKEN = (
+    "labels",
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "decoder_input_ids",
+    "position_ids",
+    "source",
+)
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 

@@ -117,7 +117,7 @@ def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
 
 def _write_preview(prepared: Prepared, output: Output) -> None:
     """Write some samples for the report, which needs no data then."""
-    can = prepared.config.model.task == "causal-lm" and prepared.data.tokens is not None
+    can = prepared.config.model.task == "causal-lm" and bool(prepared.data.opened)
     if can and not (output.work / PREVIEW_FILE).exists():
         shown = preview(prepared.data, SHOWN, prepared.config.seed).as_json()
         write_durably(output.work / PREVIEW_FILE, json.dumps(shown, ensure_ascii=False) + "\n")
