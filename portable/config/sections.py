@@ -485,11 +485,26 @@ class TrainConfig(Section):
         "fine-tuning on conversations.",
         json_schema_extra=IDENTITY,
     )
-    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
+    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"] = Field(
         default="adamw",
         description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "
         "memory), adamw_8bit (8-bit moments, a quarter of the memory; 32 bits for embeddings, vectors and "
-        "small matrices), or sgd (momentum is the first of train.betas).",
+        "small matrices), sgd (momentum is the first of train.betas), or muon (orthogonalized momentum for "
+        "the matrices of the layers, adamw for embeddings, head and vectors).",
+        json_schema_extra=IDENTITY,
+    )
+    muon_momentum: float = Field(
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="Momentum of muon's matrices (Nesterov's).",
+        json_schema_extra=IDENTITY,
+    )
+    muon_rate: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="How muon adjusts the learning rate to a matrix of R rows and C columns, as torch's "
+        "adjust_lr_fn. match_rms_adamw: times 0.2 sqrt(max(R, C)), so that rates for adamw fit. original: "
+        "times sqrt(max(1, R / C)).",
         json_schema_extra=IDENTITY,
     )
     adafactor_rule: Literal["torch", "transformers"] = Field(
@@ -572,7 +587,7 @@ class TrainConfig(Section):
         default=0.1,
         ge=0,
         description="Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled "
-        "for adamw, added to the gradient for sgd.",
+        "for adamw and muon, added to the gradient for sgd.",
         json_schema_extra=IDENTITY,
     )
     parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
