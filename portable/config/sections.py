@@ -232,8 +232,8 @@ class DataConfig(Section):
     shuffle_window: int = Field(
         default=1,
         ge=1,
-        description="Files of a stream whose samples are mixed: windows of so many, in a shuffled order. More is "
-        " shuffled better, and the run begins once as many are tokenized.",
+        description="Files of a stream whose samples are mixed: windows of so many, in a shuffled order. "
+        "More is shuffled better, and the run begins once as many are tokenized.",
         json_schema_extra=IDENTITY,
     )
     cache_limit: float | None = Field(

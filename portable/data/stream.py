@@ -1,8 +1,8 @@
 """Samples of files that are tokenized while the run trains: no more of them is on disk than a limit allows.
 
-The files, or parts of long ones, are the shards. An epoch goes through them in a shuffled order, in windows of
-``data.shuffle_window`` shards, and through the samples of each window in a shuffled order. Sample *i* of the
-stream therefore follows from the seed and from the lengths of the shards up to its window: the manifest. It
+The files, or parts of long ones, are the shards. An epoch goes through them in a shuffled order, in windows
+of ``data.shuffle_window`` shards, and through the samples of each window in a shuffled order. Sample *i* of
+the stream therefore follows from the seed and from the lengths of the shards up to its window: the manifest. It
 is made as shards are first read, and saved with each checkpoint, so that a resumed run reads none of what it
 has consumed.
 """
@@ -200,7 +200,7 @@ class Stream(Samples):
         numbers = range(first, first + _WINDOWS_AHEAD * self._window)
         count = len(self._order)
         coming = [self._at(epoch + number // count, number % count) for number in numbers]
-        self._ahead.want([self._shards[shard].source for shard in coming])
+        self._ahead.want([self._shards[shard] for shard in coming])
 
     def _shard_samples(self, shard: int) -> Samples | None:
         """The samples of a shard, tokenized if they are not in the cache."""
@@ -249,7 +249,7 @@ class Stream(Samples):
         limit = self._limit if limit is None else limit
         if limit is None:
             return
-        used = set(self._folders.values())
+        used = set(dict(self._folders).values())
         folders = []
         with suppress(OSError):
             for folder in (self._work.cache / "tokens").iterdir():
@@ -312,8 +312,8 @@ class Stream(Samples):
             known = self._manifest.setdefault(shard, (length, print_))
             if known != (length, print_):
                 raise RunError(
-                    f"{self._name}: {self._shards[shard].source.name} has changed since the checkpoint; restore "
-                    "the file, or begin another run"
+                    f"{self._name}: {self._shards[shard].source.name} has changed since the checkpoint; "
+                    "restore the file, or begin another run"
                 )
 
     def consumed(self, position: int) -> str:

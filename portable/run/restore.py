@@ -198,9 +198,7 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                 try:
                     prepared.data.train.adopt(state.metadata.get("streams", {}))
                 except (TypeError, ValueError, AttributeError) as error:
-                    raise DamagedError(
-                        f"{source}: its list of parts is damaged ({one_line(error)})"
-                    ) from error
+                    raise DamagedError(f"{source}: its manifest is damaged ({one_line(error)})") from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     return Progress(state.step, state.samples, state.skipped_steps, state.standing)

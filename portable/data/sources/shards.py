@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
@@ -15,7 +16,7 @@ from portable.errors import UserError, one_line
 from portable.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from portable.data.sources.conversations import Format
@@ -30,14 +31,19 @@ class Shard:
     """A file or a part of one.
 
     Attributes:
-        source: its documents.
+        make: opens it anew, so that a change is seen.
         identity: what tells, without reading it, that it is the same on another machine.
         bytes: its length.
     """
 
-    source: Source
+    make: Callable[[], Source]
     identity: str
     bytes: int
+
+    @property
+    def source(self) -> Source:
+        """Its documents, as they are now."""
+        return self.make()
 
 
 class StreamedFiles(Source):
@@ -97,7 +103,7 @@ def open_stream(
     for name in names:
         if is_url(name):
             for path, found in remote_files(name).items():
-                own = RemoteFiles(str(path), {path: found}, fields, None, downloads)
+                own = partial(RemoteFiles, str(path), {path: found}, fields, None, downloads)
                 shards.append(Shard(own, f"{path} {found.size} {found.version}", found.size))
             continue
         files = local_files(name)
@@ -116,14 +122,14 @@ def open_stream(
 def _of_file(file: Path, fields: Fields, digests: Path | None, remember: bool) -> Iterator[Shard]:
     size = file.stat().st_size
     if file.suffix.lower() != ".jsonl" or size <= PART_BYTES:
-        yield Shard(
-            LocalFiles(str(file), [file], fields, None, digests, remember), f"{file.name} {size}", size
-        )
+        whole = partial(LocalFiles, str(file), [file], fields, None, digests, remember)
+        yield Shard(whole, f"{file.name} {size}", size)
         return
     parts = -(-size // PART_BYTES)
-    for part in range(parts):
-        start, stop = size * part // parts, size * (part + 1) // parts
-        yield Shard(LinesBetween(file, start, stop, fields), f"{file.name} {size} {start}", stop - start)
+    for number in range(parts):
+        start, stop = size * number // parts, size * (number + 1) // parts
+        part = partial(LinesBetween, file, start, stop, fields)
+        yield Shard(part, f"{file.name} {size} {start}", stop - start)
 
 
 class LinesBetween(Source):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.data.sources.documents import Fields, Source
+    from portable.data.sources.shards import Shard
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.chat_template import ChatTemplate
     from portable.data.tokens.tokenize import Frame
@@ -40,9 +41,9 @@ class Tokenizing:
             source, self.tokenizer, self.vocabulary, self.fields, self.framed, self.cache, chat=self.chat
         )
 
-    def __call__(self, source: Source) -> bool:
+    def __call__(self, shard: Shard) -> bool:
         os.nice(0 if os.nice(0) >= 5 else 5)  # the step comes first
-        self.open(source)
+        self.open(shard.source)
         return True
 
 
@@ -59,15 +60,17 @@ class Ahead:
     def __init__(self, work: Tokenizing, done: Callable[[], None]) -> None:
         self._work = work
         self._done = done
-        self._wanted: list[Source] = []
+        self._wanted: list[Shard] = []
+        self._tried: list[Shard] = []
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def want(self, sources: Sequence[Source]) -> None:
+    def want(self, shards: Sequence[Shard]) -> None:
         """Tokenize these next, in order, and none of those wanted before."""
         with self._changed:
-            self._wanted = list(sources)
+            self._wanted = list(shards)
+            self._tried = [one for one in self._tried if any(one is wanted for wanted in shards)]
             if self._thread is None and self._wanted:
                 self._thread = threading.Thread(target=self._run, name="tokenize-ahead", daemon=True)
                 self._thread.start()
@@ -75,23 +78,29 @@ class Ahead:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self._closed.set()
             self._changed.notify()
 
     def _run(self) -> None:
-        done: set[int] = set()
-        while not self._closed:
+        shard = self._next()
+        while shard is not None:
+            # A process that died is replaced when there is more to do.
             with suppress(UserError, RunError, OSError), Worker(self._work) as worker:
-                while True:
-                    with self._changed:
-                        while not self._closed and not (
-                            left := [one for one in self._wanted if id(one) not in done]
-                        ):
-                            done &= {id(one) for one in self._wanted}
-                            self._changed.wait()
-                        if self._closed:
-                            return
-                    done.add(id(left[0]))
-                    worker.send(left[0])
+                while shard is not None:
+                    worker.send(shard)
                     worker.receive()
                     self._done()
+                    shard = self._next()
+            shard = shard and self._next()
+
+    def _next(self) -> Shard | None:
+        """Wait for a shard to tokenize; None after :meth:`close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed.is_set() or self._left())
+            if self._closed.is_set():
+                return None
+            self._tried.append(self._left()[0])
+            return self._tried[-1]
+
+    def _left(self) -> list[Shard]:
+        return [one for one in self._wanted if all(one is not tried for tried in self._tried)]
