@@ -228,6 +228,26 @@ class DataConfig(Section):
         description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
         "for the last part of a run: from that step on they replace all weights before.",
     )
+    stream: Flag = Field(
+        default=False,
+        description="Train while the files are read: they are tokenized one by one, ahead of the run, and at "
+        "most data.cache_limit of their tokens is on disk. For data that is larger than the disk, and "
+        "to begin at once (causal-lm). Nothing is held out of it: set data.eval.",
+        json_schema_extra=OF_SOURCE,
+    )
+    shuffle_window: int = Field(
+        default=1,
+        ge=1,
+        description="Files of a stream whose samples are mixed: windows of so many, in a shuffled order. "
+        "More is shuffled better, and the run begins once as many are tokenized.",
+        json_schema_extra=IDENTITY,
+    )
+    cache_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="Gigabytes of a stream's tokens that stay on disk; what is needed again is made again. "
+        "Null: half of the space that is free at the start.",
+    )
     config_name: str | None = Field(
         default=None,
         description="Configuration of the hub dataset, if it has several (such as wikitext-2-raw-v1).",

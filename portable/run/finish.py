@@ -124,7 +124,7 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
         ids: list[int] = data.tokenizer(given)["input_ids"]
         return torch.tensor([ids], dtype=torch.int64)
     samples = data.eval if data.eval is not None else data.train
-    batch = samples.batch([(0, 0)])
+    batch = samples.batch([samples.example()])
     if samples.sequences > 1:
         batch = {name: values[:, 0] for name, values in batch.items()}
     if data.end_of_turn is not None:

@@ -194,6 +194,11 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                 blueprint = _blueprint(prepared)
                 _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
             engine.load(checkpoint)
+            if prepared.data.streams:
+                try:
+                    prepared.data.train.adopt(state.metadata.get("streams", {}))
+                except (TypeError, ValueError, AttributeError) as error:
+                    raise DamagedError(f"{source}: its manifest is damaged ({one_line(error)})") from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     return Progress(state.step, state.samples, state.skipped_steps, state.standing)

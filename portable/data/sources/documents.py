@@ -66,6 +66,10 @@ class Fields:
     """Of the records; None: each source recognises it by its first record."""
 
 
+class NoTextError(UserError):
+    """A source contains no text."""
+
+
 class Source(ABC):
     """A stream of documents that can be read repeatedly."""
 
@@ -75,6 +79,11 @@ class Source(ABC):
     """Whether reading its records may download them."""
     name: str
     """The name for messages, such as the path as given by the user."""
+
+    @property
+    def described(self) -> str:
+        """The name, with what else is known without reading it."""
+        return self.name
 
     def recognised(self, fields: Fields) -> Format:
         """The format of the records by the first one, if ``fields`` leave it open.
@@ -128,8 +137,8 @@ class Source(ABC):
         if next(self.documents(), None) is None:
             raise self.no_text()
 
-    def no_text(self) -> UserError:
-        return UserError(
+    def no_text(self) -> NoTextError:
+        return NoTextError(
             f"data.source: {self.name} contains no text; choose a source with at least one document"
         )
 

@@ -139,7 +139,8 @@ class LocalFiles(Source):
     def size_bytes(self) -> int | None:
         if self._max_samples is not None or any(path.suffix.lower() == ".parquet" for path in self._files):
             return None
-        return sum(path.stat().st_size for path in self._files)
+        with _reading(self.name):
+            return sum(path.stat().st_size for path in self._files)
 
     def documents(self) -> Iterator[Document]:
         left = self._max_samples
