@@ -27,6 +27,7 @@ class OwnRecords(Source):
     def __init__(self, name: str, fields: Fields, max_samples: int | None) -> None:
         self.name = str(plugins.parse(name))
         self._fields = fields
+        self.bad = fields.bad
         self._max_samples = max_samples
         self._records = plugins.load("data.source", name)
         self._key: str | None = None
@@ -40,7 +41,8 @@ class OwnRecords(Source):
             if told is None:
                 told = self._digest()
             content = (self.name, plugins.digest(self.name), str(told), self._fields, self._max_samples)
-            settings = (self._fields.format, self._fields.columns)
+            settings: tuple[Any, ...] = (self._fields.format, self._fields.columns)
+            settings = settings if self._fields.bad is None else (*settings, "skip")
             self._key = hashlib.blake2b(repr((content, settings)).encode(), digest_size=16).hexdigest()
         return self._key
 
