@@ -228,6 +228,12 @@ class DataConfig(Section):
         description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
         "for the last part of a run: from that step on they replace all weights before.",
     )
+    on_bad_record: Literal["error", "skip"] = Field(
+        default="error",
+        description="What a record that cannot be read does: end the run, or be left out. The first few are "
+        "printed with file and line, and their number.",
+        json_schema_extra=OF_SOURCE,
+    )
     stream: Flag = Field(
         default=False,
         description="Train while the files are read: they are tokenized one by one, ahead of the run, and at "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from portable.config.evaluation_sources import of_source
 from portable.config.sections import DataConfig
 from portable.config.training_sources import training_sources
+from portable.data.sources.documents import BadRecords
 from portable.data.sources.opening import Fields, Source, open_source
 from portable.data.sources.shards import open_stream
 from portable.errors import UserError
@@ -116,6 +117,7 @@ def fields_of(settings: DataConfig, task: str) -> Fields:
         text_split=settings.text_split,
         pair=settings.text_pair_field if task == CLASSIFICATION else None,
         prefix=settings.source_prefix if task == SEQ2SEQ else "",
+        bad=BadRecords() if settings.on_bad_record == "skip" else None,
         columns=settings.columns,
         format=None if settings.format == "auto" and task == CAUSAL else _format(settings, task),
     )

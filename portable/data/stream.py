@@ -3,8 +3,8 @@
 The files, or parts of long ones, are the shards. An epoch goes through them in a shuffled order, in windows
 of ``data.shuffle_window`` shards, and through the samples of each window in a shuffled order. Sample *i* of
 the stream therefore follows from the seed and from the lengths of the shards up to its window: the manifest.
-It is made as shards are first read, and saved with each checkpoint, so that a resumed run reads none of what it
-has consumed.
+It is made as shards are first read, and saved with each checkpoint, so that a resumed run reads none of what
+it has consumed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from portable.ranks.consistency import agree
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
-from portable.run.batches import train_loader
+from portable.run.batches import Awaited, train_loader
 from portable.run.callbacks import Callbacks, Run
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import checkpoint_to_export, finish, headline, sample
@@ -148,7 +148,8 @@ def _train(prepared: Prepared, opened: Open) -> int:
         reporter.say(line)
     run = Run(prepared, engine, progress, checkpoints)
     events = Callbacks(reporter, run, prepared)
-    batches = watchdog.over(train_loader(prepared, progress.samples))
+    batches = Awaited(watchdog.over(train_loader(prepared, progress.samples)))
+    events.batches = batches
     evaluation = Evaluations(prepared, engine, events, watchdog.over)
     gc.collect()
     gc.freeze()  # the model and the libraries stay: no collection need visit them

@@ -302,3 +302,54 @@ def test_a_run_of_a_mixture_with_a_stream(files: Path, tmp_path: Path) -> None:
     assert [row["loss"] for row in rows] == expected
     assert rows[-1]["samples/web"] == 2 * rows[-1]["samples/texts"]
     assert any("eval_loss/texts" in row for row in read_metrics(parted))
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 26, 200])
+def test_bad_records_are_skipped_and_told(
+    tmp_path: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a stream and in a file: the first five with their place, then the number; or the run ends."""
+    monkeypatch.setattr(shards, "PART_BYTES", part_bytes)
+    bad = {
+        3: b"{broken",
+        9: b'{"text": 5}',
+        11: b"\xff\xfe",
+        20: b"[]",
+        25: b'{"txt": "x"}',
+        30: b"{",
+        31: b"nul",
+    }
+    lines = [bad.get(n, b'{"text": "good %d words of a record"}' % n) for n in range(60)]
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    good = [json.loads(line)["text"] for n, line in enumerate(lines) if n not in bad]
+    streamed = part_bytes < 1000
+    given: dict[str, Any] = {
+        "source": str(path),
+        "stream": streamed,
+        "on_bad_record": "skip",
+        "eval_fraction": 0.0,
+    }
+    data = build_data(DataConfig(**given, vocab_size=300, seq_len=8, cache_dir=str(tmp_path / "cache")))
+    if not streamed:
+        tokens = data.tokens
+        found = [data.tokenizer.decode(tokens.document("text", n)[:-1]) for n in range(tokens.documents)]
+        assert found == good
+        told = capfd.readouterr().err.splitlines()
+        assert [
+            line for line in told if ":4: not a line of JSON" in line and line.startswith("warning: skipped")
+        ]
+        assert len([line for line in told if "skipped: " in line]) == 5
+        assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
+    else:
+        stream = data.train
+        while stream.epochs(1) is None:
+            stream.locate(stream._ends[-1], 0)  # type: ignore[attr-defined]
+        documents = sum(
+            stream._tokens(shard).documents  # type: ignore[attr-defined]
+            for shard, (_, told) in stream._manifest.items() if told  # type: ignore[attr-defined]
+        )  # fmt: skip
+        assert documents == len(good)
+    with pytest.raises(UserError, match=r"not a line of JSON .* or set data.on_bad_record to skip"):
+        build_data(DataConfig(**(given | {"on_bad_record": "error"}), vocab_size=300, seq_len=8,
+                              cache_dir=str(tmp_path / "cache")))  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
 from portable.data.sources.documents import Document, Source, changed_meanwhile, read_rows
-from portable.data.sources.files import LocalFiles, local_files
+from portable.data.sources.files import LocalFiles, json_row, local_files
 from portable.data.sources.remote_files import RemoteFiles, remote_files
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes, human_count
@@ -54,11 +53,19 @@ class StreamedFiles(Source):
         self.shards = tuple(shards)
         self.downloads = self.shards[0].source.downloads
         self._fields = fields
+        self.bad = fields.bad
 
     @property
     def key(self) -> str:
         """A digest of the names, lengths and versions of the files: nothing is read."""
-        content = repr((self._fields, self._fields.format, [shard.identity for shard in self.shards]))
+        content = repr(
+            (
+                self._fields,
+                self._fields.format,
+                self._fields.bad is None,
+                [shard.identity for shard in self.shards],
+            )
+        )
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     @property
@@ -132,6 +139,11 @@ def _of_file(file: Path, fields: Fields, digests: Path | None, remember: bool) -
         yield Shard(part, f"{file.name} {size} {start}", stop - start)
 
 
+def _settings(fields: Fields) -> tuple[Any, ...]:
+    """What changes the documents of a file."""
+    return fields, fields.format, fields.columns, fields.bad is None
+
+
 class LinesBetween(Source):
     """The lines of a .jsonl file that begin within ``[start, stop)``."""
 
@@ -141,6 +153,7 @@ class LinesBetween(Source):
         self._start = start
         self._stop = stop
         self._fields = fields
+        self.bad = fields.bad
         self._key: str | None = None
 
     @property
@@ -154,7 +167,9 @@ class LinesBetween(Source):
         return self._key
 
     def _digest(self, lines: Iterator[bytes]) -> str:
-        digest = hashlib.blake2b(repr((self._fields, self._fields.format)).encode(), digest_size=16)
+        digest = hashlib.blake2b(
+            repr((self._fields, self._fields.format, self._fields.bad is None)).encode(), digest_size=16
+        )
         for line in lines:
             digest.update(line)
         return digest.hexdigest()
@@ -174,23 +189,9 @@ class LinesBetween(Source):
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for at, line in self._lines():
-            if row := self._row(at, line):
-                yield row
-
-    def _row(self, at: int, line: bytes) -> tuple[str, Mapping[str, Any]] | None:
-        if not line.strip():
-            return None
-        where = f"{self._path}, byte {at}"
-        try:
-            row = json.loads(line.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
-            raise UserError(
-                f"data.source: {where}: not a line of JSON ({reason}); correct or remove it"
-            ) from error
-        if not isinstance(row, dict):
-            raise UserError(f"data.source: {where}: a {type(row).__name__}, not an object")
-        return where, row
+            where = f"{self._path}, byte {at}"
+            if (row := json_row(line, where, self._fields.bad)) is not None:
+                yield where, row
 
     def documents(self) -> Iterator[Document]:
         for where, row in self.rows():
