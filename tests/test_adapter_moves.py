@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from converters import open_checkpoint
-from portable.adapters.card import CARD
+from portable.reporting.card import CARD
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines

@@ -551,6 +551,16 @@ def _checkpoint(config: RunConfig) -> Iterator[ConflictError]:
                 f"checkpoint.{name} {value} is for another program's checkpoint, but checkpoint.resume is "
                 f"{checkpoint.resume}; remove it",
             )
+    if config.hub.push is not None and not checkpoint.export:
+        yield ConflictError(
+            ("hub.push", "checkpoint.export"),
+            f"hub.push {config.hub.push} uploads what checkpoint.export writes; set that to true",
+        )
+    for key, given in (("hub.repo", config.hub.repo is not None), ("hub.private", not config.hub.private)):
+        if config.hub.push is None and given:
+            yield ConflictError(
+                (key, "hub.push"), f"{key} has no effect without hub.push; set hub.push to end"
+            )
 
 
 def _evaluation(config: RunConfig) -> Iterator[ConflictError]:

@@ -979,3 +979,25 @@ class LogConfig(Section):
     sample_tokens: int = Field(
         default=64, ge=0, description="Tokens to generate in that sample. 0: no sample."
     )
+
+
+class HubConfig(Section):
+    """Uploading what is exported to the Hugging Face hub."""
+
+    push: Literal["end", "checkpoints"] | None = Field(
+        default=None,
+        description="What to upload: <output_dir>/final at the end, with a model card (end), or the export "
+        "of every checkpoint, too, each as a commit (checkpoints). Null: nothing. Optimizer states and data "
+        "stay here. The token comes from HF_TOKEN or hf auth login.",
+    )
+    repo: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Repository, such as organization/name. It is created if there is none. Null: the last "
+        "part of output_dir, under the name of the token's user.",
+    )
+    private: Flag = Field(
+        default=True,
+        description="Create the repository as a private one, and refuse one that is public. False: create a "
+        "public one; an existing one stays as it is.",
+    )
