@@ -288,7 +288,7 @@ def test_evaluates_generates_masks_and_lets_go(
 def test_a_frozen_base_on_a_disk(engines: Engines, corpus: Path, tmp_path: Path) -> None:
     """Of each layer the matrices are swapped; those of other tests are too small for it."""
     large = {"model__config": {**TINY_MODEL, "hidden_size": 512, "intermediate_size": 1101}}
-    on_disk = {f"memory__offload_{part}": "nvme" for part in ("params", "optimizer")}
+    on_disk: dict[str, Any] = {f"memory__offload_{part}": "nvme" for part in ("params", "optimizer")}
     on_disk |= {"memory__nvme_path": str(tmp_path), "strategy": "zero3", "train__micro_batch_size": 6}
     truth = peft_losses(configured(tmp_path / "truth", corpus, **settings_of("llama", **large)), SHORT)
     config = configured(tmp_path / "run", corpus, **settings_of("llama", **large, **on_disk))

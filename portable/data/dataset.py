@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from portable.config.evaluation_sources import ALONE, HELD_OUT, evaluation_sources, key_of
+from portable.config.evaluation_sources import ALONE, evaluation_sources, held_out_name, key_of
+from portable.config.training_sources import training_key, training_sources, weight_schedule
 from portable.data.reading import Opened, Reading, check_ends, parts, target_frame_of, vocabulary_of
+from portable.data.samples.base import Part, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
+from portable.data.samples.finished import FinishedSamples
+from portable.data.samples.mixture import Mixture, Share
 from portable.data.settings import (
     CAUSAL,
     CLASSIFICATION,
+    FINISHED,
     MASKED,
     cache_dir,
     converses,
@@ -21,8 +27,11 @@ from portable.data.settings import (
     recognised,
     source_of,
 )
-from portable.data.sizes import DataSizes, sample_counts, sizes_of
+from portable.data.sizes import DataSizes, combined, sample_counts, sizes_of
+from portable.data.sources.joined import Joined
+from portable.data.sources.shards import StreamedFiles
 from portable.data.tokens.tokenizer import (
+    add_tokens,
     is_trained,
     load_tokenizer,
     train_tokenizer,
@@ -37,7 +46,9 @@ if TYPE_CHECKING:
     from portable.config.sections import DataConfig
     from portable.data.samples.base import Samples
     from portable.data.samples.tasks import LabelShift
+    from portable.data.samples.truncation import Truncated
     from portable.data.sources.opening import Source
+    from portable.data.stream import Stream
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.tokenize import Frame
 
@@ -59,12 +70,19 @@ class Data:
     """For classification, the outputs of the model."""
     target_frame: Frame | None = None
     """For seq2seq, the special tokens around each target."""
-    tokens: TokenCache | None = None
-    """All tokens of the source of ``train``."""
+    opened: Mapping[str, Opened] = field(default_factory=dict)
+    """The sources of ``train`` as tokens, by name; the only one has the empty name."""
     end_of_turn: int | None = None
     """For conversations, the token after which the assistant has said everything."""
+    streams: tuple[str, ...] = ()
+    """The names of the sources that are read while the run trains; ``opened`` has the first part of each."""
     eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
     """The same for each source of ``data.eval``. It may change between the launches of a run."""
+
+    @property
+    def tokens(self) -> TokenCache:
+        """All tokens of the first source of ``train``."""
+        return next(iter(self.opened.values())).tokens
 
     @property
     def eval(self) -> Samples | None:
@@ -99,6 +117,7 @@ def build_data(
     problem: Problem | None = None,
     pad_left: bool = False,
     trust_remote_code: bool = False,
+    global_batch_size: int = 1,
     progress: bool = False,
 ) -> Data:
     """Open the data. Tokenizes it first if it is not cached.
@@ -120,21 +139,29 @@ def build_data(
         problem: ``problem_type`` of the model's config.
         pad_left: pad a classifier's texts on the left.
         trust_remote_code: run Python code of the tokenizer.
+        global_batch_size: samples of a step, for ``data.weight_schedule``.
         progress: show progress on stderr if it takes more than a second.
 
     Raises:
         UserError: if the settings or the data cannot be used.
     """
-    cache = cache_dir(settings)
-    settings, source = recognised(settings, task, source_of(settings, task, cache))
-    eval_sources = _eval_sources(settings, task, source)
+    sources = _training_sources(settings, task)
+    training = _as_one(sources)
+    eval_sources = _eval_sources(settings, task, sources)
+    finished = _settings_of_finished(sources)
     name = settings.tokenizer or model_tokenizer
     if name is not None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
+    elif finished is not None:
+        raise UserError("data.tokenizer: finished samples do not say which it was; set it")
     else:
         size = settings.vocab_size or model_vocab_size
-        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": converses(settings)}
-        tokenizer = train_tokenizer(source, size, cache, **kind)
+        chat = any(converses(own) for own, _ in sources.values())
+        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
+        tokenizer = train_tokenizer(training, size, cache_dir(settings), **kind)
+    add_tokens(tokenizer, settings.added_tokens)
+    if finished is not None:
+        return _finished(finished, training, eval_sources, tokenizer, name or "")
     reading = Reading(
         task,
         tokenizer,
@@ -144,41 +171,193 @@ def build_data(
         label_shift=label_shift,
         pad_left=pad_left,
     )
-    opened = reading.open(settings, source, progress=progress)
-    check_ends(opened, tokenizer)
+    opened = {}
+    streams: dict[str, Stream] = {}
+    for key, (own, source) in sources.items():
+        with errors_under(training_key(key)):
+            if isinstance(source, StreamedFiles):
+                streams[key], opened[key] = reading.stream(own, source, key, progress=progress)
+                continue
+            opened[key] = reading.open(own, source, progress=progress)
+            check_ends(opened[key], tokenizer)
+    first = next(iter(opened.values()))
     classes: Classes | None = None
     if task == CLASSIFICATION:
-        classes = classes_of(opened.tokens, source.class_names, known_classes, problem)
-    train, held_out = parts(settings, task, opened.tokens, opened.truncated)
+        classes = classes_of(first.tokens, first.source.class_names, known_classes, problem)
+    train: dict[str, Samples] = {}
+    held_out: dict[str, Samples] = {}
+    for key, one in opened.items():
+        with errors_under(training_key(key)):
+            if key in streams:
+                train[key] = streams[key]
+                continue
+            own_classes = classes if one is first else _classes_as(classes, first, one)
+            to_train, held = parts(one.settings, task, one.tokens, one.truncated)
+            train[key] = reading.samples(one, to_train, own_classes)
+            if held.num_samples:
+                held_out[key or held_out_name(settings)] = reading.samples(one, held, own_classes)
     evals = {}
-    for key, (own, own_source) in eval_sources.items():
+    for key, (own, source) in eval_sources.items():
         with errors_under(key_of(key)):
-            evals[key] = reading.open(own, own_source, progress=progress)
-    samples = {name: _all_samples(name, reading, one, opened, classes) for name, one in evals.items()}
-    if held_out.num_samples:
-        samples[HELD_OUT if evals else ALONE] = reading.samples(opened, held_out, classes)
-    sizes = sizes_of(settings, task, source, name, reading.vocabulary.size, opened.tokens, opened.truncated)
+            evals[key] = reading.open(own, source, progress=progress)
+    samples = {
+        name: _all_samples(name, reading, one, first, classes) for name, one in evals.items()
+    } | held_out
+    sizes = combined(
+        {
+            key: sizes_of(
+                one.settings,
+                task,
+                sources[key][1],
+                name,
+                reading.vocabulary.size,
+                *(_tokens_of(None if key in streams else one)),
+            )
+            for key, one in opened.items()
+        }
+    )
+    fingerprints = {
+        key: streams[key].fingerprint if key in streams else one.tokens.fingerprint
+        for key, one in opened.items()
+    }
     return Data(
         tokenizer=tokenizer,
-        train=reading.samples(opened, train, classes),
+        train=train[ALONE] if ALONE in train else _mixture(settings, train, global_batch_size, task),
         evals=samples,
         sizes=replace(
             sizes,
             evals={key: (evals[key].source.name, len(samples[key])) for key in evals},
-            trained_on=_trained_on(source, eval_sources),
+            trained_on=_trained_on(training, eval_sources),
         ),
-        fingerprint=opened.tokens.fingerprint,
+        fingerprint=fingerprints[ALONE] if ALONE in train else _fingerprint(settings, fingerprints),
         vocab_size=reading.vocabulary.size,
         classes=classes,
-        target_frame=target_frame_of(opened.framed, task),
-        tokens=opened.tokens,
-        end_of_turn=opened.tokens.meta.get("end_of_turn"),
+        target_frame=target_frame_of(first.framed, task),
+        opened=opened,
+        end_of_turn=next(
+            (end for one in opened.values() if (end := one.tokens.meta.get("end_of_turn")) is not None), None
+        ),
+        streams=tuple(streams),
         eval_fingerprints={key: one.tokens.fingerprint for key, one in evals.items()},
     )
 
 
+def _training_sources(
+    settings: DataConfig, task: str, *, remember: bool = True
+) -> dict[str, tuple[DataConfig, Source]]:
+    """The sources of ``data.sources`` with their settings, by name, or the only one."""
+    found: dict[str, tuple[DataConfig, Source]] = {}
+    keys: dict[str, str] = {}
+    for name, one in training_sources(settings).items():
+        with errors_under(training_key(name)):
+            own, source = one.settings, source_of(one.settings, task, cache_dir(settings), remember=remember)
+            if remember or not source.downloads:
+                own, source = recognised(own, task, source, remember=remember)
+            if name or not remember:
+                source.check()
+            if name and not source.remote and (twin := keys.setdefault(source.key, name)) != name:
+                raise UserError(
+                    f"{training_key(name)}: has the same data as {training_key(twin)}; to repeat it, raise "
+                    "the weight or epochs of one of them"
+                )
+        found[name] = own, source
+    return found
+
+
+def _as_one(sources: Mapping[str, tuple[DataConfig, Source]]) -> Source:
+    all_of_them = [source for _, source in sources.values()]
+    return all_of_them[0] if len(all_of_them) == 1 and ALONE in sources else Joined(all_of_them)
+
+
+def _mixture(settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str) -> Mixture:
+    shares = {name: Share(one.weight, one.epochs) for name, one in training_sources(settings).items()}
+    phases = [(step * step_samples, weights) for step, weights in weight_schedule(settings)]
+    return Mixture(train, shares, phases, marked=task != CLASSIFICATION)
+
+
+def _fingerprint(settings: DataConfig, of_tokens: Mapping[str, str]) -> str:
+    """A digest of the tokens of a mixture and of the order in which they come."""
+    shares = [(name, one.weight, one.epochs) for name, one in training_sources(settings).items()]
+    content = repr((shares, list(of_tokens.items()), weight_schedule(settings)))
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _classes_as(classes: Classes | None, training: Opened, opened: Opened) -> Classes | None:
+    if classes is None:
+        return None
+    declared = training.source.class_names
+    return classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
+
+
+def _settings_of_finished(sources: Mapping[str, tuple[DataConfig, Source]]) -> DataConfig | None:
+    """The settings of the only source, if its records are finished samples."""
+    found = {name: own for name, (own, _) in sources.items() if own.format == FINISHED}
+    if found and len(sources) > 1:
+        raise UserError(f"{training_key(next(iter(found)))}: finished samples cannot be a part of a mixture")
+    return next(iter(found.values()), None)
+
+
+def _finished(
+    settings: DataConfig,
+    source: Source,
+    evals: Mapping[str, tuple[DataConfig, Source]],
+    tokenizer: Any,
+    name: str,
+) -> Data:
+    """The data of code of the user's that gives finished samples."""
+
+    def samples(own: DataConfig, one: Source, part: Part | None = None) -> FinishedSamples:
+        told, records = f"data.source: {one.name}", cast("Any", getattr(one, "records", None))
+        if not hasattr(records, "__len__") or not hasattr(records, "__getitem__"):
+            raise UserError(f"{told}: has no len() and no sample by number; give it both")
+        if not isinstance(getattr(records, "fingerprint", None), str):
+            raise UserError(f"{told}: has no fingerprint; give it a text that tells its content")
+        found = FinishedSamples(one.name, records, part or Part(0, len(records)))
+        if found.tokens != own.seq_len:
+            raise UserError(
+                f"data.seq_len: {own.seq_len}, but a sample has {found.tokens} tokens; set it to that"
+            )
+        return found
+
+    everything = samples(settings, source)
+    train, held_out = split_documents(len(everything), settings.eval_fraction)
+    own = {}
+    for key, (eval_settings, one) in evals.items():
+        with errors_under(key_of(key)):
+            own[key] = samples(eval_settings, one)
+    shown: dict[str, Samples] = dict(own)
+    if held_out.num_samples:
+        shown[held_out_name(settings)] = samples(settings, source, held_out)
+    vocabulary = vocabulary_of(tokenizer, CAUSAL)
+    return Data(
+        tokenizer=tokenizer,
+        train=samples(settings, source, train),
+        evals=shown,
+        sizes=DataSizes(
+            source=source.name,
+            tokenizer=name,
+            vocab_size=vocabulary.size,
+            seq_len=settings.seq_len,
+            packing=False,
+            documents=len(everything),
+            tokens=len(everything) * settings.seq_len * everything.sequences,
+            train_samples=train.num_samples,
+            eval_samples=held_out.num_samples,
+            cached=cache_dir(settings),
+            evals={key: (evals[key][1].name, len(one)) for key, one in own.items()},
+        ),
+        fingerprint=f"{source.key} {len(everything)}",
+        vocab_size=vocabulary.size,
+        eval_fingerprints={key: f"{evals[key][1].key} {len(one)}" for key, one in own.items()},
+    )
+
+
 def _eval_sources(
-    settings: DataConfig, task: str, training: Source, *, remember: bool = True
+    settings: DataConfig,
+    task: str,
+    training: Mapping[str, tuple[DataConfig, Source]],
+    *,
+    remember: bool = True,
 ) -> dict[str, tuple[DataConfig, Source]]:
     """The sources of ``data.eval`` with their settings, by name."""
     found = {}
@@ -189,7 +368,8 @@ def _eval_sources(
                 own, source = recognised(own, task, source, remember=remember)
             source.check()
         found[name] = own, source
-        if (remember or not source.remote) and source.key == training.key:
+        trained = [one for _, one in training.values() if remember or not one.remote]
+        if (remember or not source.remote) and source.key in {one.key for one in trained}:
             raise UserError(f"{key_of(name)}: is the training data itself; name other files or another split")
     return found
 
@@ -204,9 +384,7 @@ def _all_samples(
 ) -> Samples:
     """All samples of an evaluation source."""
     with errors_under(key_of(name)):
-        if classes is not None:
-            declared = training.source.class_names
-            classes = classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
+        classes = _classes_as(classes, training, opened)
         part, _ = parts(opened.settings, reading.task, opened.tokens, opened.truncated)
         return reading.samples(opened, part, classes)
 
@@ -225,23 +403,21 @@ def inspect_data(
     Raises:
         UserError: for the errors of ``build_data`` that the first document reveals.
     """
-    cache = cache_dir(settings)
-    source = source_of(settings, task, cache, remember=False)
-    if not source.downloads:
-        settings, source = recognised(settings, task, source, remember=False)
-    source.check()
-    evals = _eval_sources(settings, task, source, remember=False)
+    sources = _training_sources(settings, task, remember=False)
+    training = _as_one(sources)
+    evals = _eval_sources(settings, task, sources, remember=False)
     name = settings.tokenizer or model_tokenizer
     size: int | None = None
     folder: str | None = name
     opened: dict[str, Any] = {}
     if name is None:
         size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
-        if not source.remote:
-            kind = {"mask": task == MASKED, "ends": ends_texts, "chat": converses(settings)}
-            trained = trained_tokenizer_folder(source, size, cache, **kind)
+        if not training.remote:
+            chat = any(converses(own) for own, _ in sources.values())
+            kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
+            trained = trained_tokenizer_folder(training, size, cache_dir(settings), **kind)
             folder = str(trained) if is_trained(trained) else None
-    tokens = cut = None
+    cached: dict[str, Opened] = {}
     counted: dict[str, int] = {}
     if folder is not None:
         try:
@@ -252,23 +428,38 @@ def inspect_data(
             if name is not None and Path(name).exists():
                 raise
         else:
+            add_tokens(tokenizer, settings.added_tokens)
             reading = Reading(task, tokenizer, vocabulary_of(tokenizer, task, ends_texts=ends_texts))
             size = reading.vocabulary.size
             target_frame = target_frame_of(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}
-            if (cached := reading.cached(settings, source)) is not None:
-                check_ends(cached, tokenizer)
-                tokens, cut = cached.tokens, cached.truncated
-            elif not source.downloads and (chat := reading.chat(settings)) is not None:
-                chat.encode(list(islice(source.documents(), 1)))  # raises what the first record reveals
-            for key, (own, own_source) in evals.items():
-                if (found := reading.cached(own, own_source)) is not None:
+            for key, (own, source) in sources.items():
+                with errors_under(training_key(key)):
+                    if isinstance(source, StreamedFiles):
+                        continue
+                    if (found := reading.cached(own, source)) is not None:
+                        check_ends(found, tokenizer)
+                        cached[key] = found
+                    elif not source.downloads and (chat_template := reading.chat(own)) is not None:
+                        # raises what the first record reveals
+                        chat_template.encode(list(islice(source.documents(), 1)))
+            for key, (own, source) in evals.items():
+                if (found := reading.cached(own, source)) is not None:
                     with errors_under(key_of(key)):
                         counted[key] = sample_counts(found.settings, task, found.tokens, found.truncated)[0]
-    sizes = sizes_of(settings, task, source, name, size, tokens, cut)
+    sizes = combined(
+        {
+            key: sizes_of(own, task, source, name, size, *_tokens_of(cached.get(key)))
+            for key, (own, source) in sources.items()
+        }
+    )
     return replace(
         sizes,
         evals={key: (one.name, counted.get(key)) for key, (_, one) in evals.items()},
-        trained_on=_trained_on(source, evals),
+        trained_on=_trained_on(training, evals),
         **opened,
     )
+
+
+def _tokens_of(opened: Opened | None) -> tuple[TokenCache | None, Truncated | None]:
+    return (None, None) if opened is None else (opened.tokens, opened.truncated)

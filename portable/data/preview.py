@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.data.samples.base import IGNORED
-from portable.data.samples.order import locate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.data.dataset import Data
+    from portable.data.reading import Opened
 
 SHOWN = 3
 """Samples in a run's file, for its report."""
@@ -29,6 +29,7 @@ class Sample:
     Attributes:
         position: its place in the run, from 0.
         documents: the numbers of the source's documents in it.
+        source: its name in a mixture.
         tokens: that are not padding.
         trained: labels that count.
         pieces: its text, cut where training begins and ends, each with whether it is trained.
@@ -39,6 +40,7 @@ class Sample:
     tokens: int
     trained: int
     pieces: list[tuple[str, bool]]
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,22 +70,24 @@ def preview(data: Data, count: int, seed: int) -> Preview:
         count: how many samples.
         seed: of the run, which orders them.
     """
-    assert data.tokens is not None
-    tokens, length = data.tokens, data.sizes.seq_len
+    length = data.sizes.seq_len
+    total, documents = (sum(of(one) for one in data.opened.values()) for of in (_tokens, _documents))
     lengths, taken = _lengths(data)
     used = [sample for at in range(min(count, len(data.train))) if (sample := _sample(data, at, seed))]
-    mean = tokens.total_tokens / max(1, tokens.documents)
+    mean = total / max(1, documents)
     facts = {
         "source": data.sizes.source,
-        "documents": f"{tokens.documents:,}",
+        "documents": f"{documents:,}",
         "samples": f"{len(data.train):,} to train, of {length:,} tokens",
-        "tokens": f"{tokens.total_tokens:,}, {mean:,.1f} a document",
+        "tokens": f"{total:,}, {mean:,.1f} a document",
         "trained": "all" if data.sizes.trained is None else f"{data.sizes.trained:.1%} of the tokens",
     }
     if data.sizes.truncated is not None and (lost := str(data.sizes.truncated)):
         facts["truncated"] = lost
     padded = data.sizes.packing is False
-    kept = tokens.documents if data.sizes.truncated is None else data.sizes.truncated.kept
+    kept = sum(
+        _documents(one) if one.truncated is None else one.truncated.kept for one in data.opened.values()
+    )
     waste = 1 - taken / max(1, kept * length) if padded else data.train.waste
     facts["padding"] = f"{waste:.1%} of the positions"
     if data.end_of_turn is not None:
@@ -91,21 +95,28 @@ def preview(data: Data, count: int, seed: int) -> Preview:
     return Preview(facts, lengths, used)
 
 
+def _tokens(opened: Opened) -> int:
+    return opened.tokens.total_tokens
+
+
+def _documents(opened: Opened) -> int:
+    return opened.tokens.documents
+
+
 def _lengths(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
     """The histogram of the documents' lengths, and the positions that they fill without packing."""
-    assert data.tokens is not None
     length = data.sizes.seq_len
     step = max(1, -(-length // (_BINS - 4)))
-    cut = data.sizes.truncated
-    left_out = np.zeros(0, dtype=np.int64) if cut is None else cut.left_out
     counts = np.zeros(_BINS + 1, dtype=np.int64)
     taken = 0
-    for start in range(0, data.tokens.documents, _CHUNK):
-        sizes = np.diff(data.tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64))
-        counts += np.bincount(np.minimum(sizes // step, _BINS), minlength=_BINS + 1)
-        filled = np.clip(sizes - 1, 0, length)
-        filled[left_out[(left_out >= start) & (left_out < start + len(sizes))] - start] = 0
-        taken += int(filled.sum())
+    for one in data.opened.values():
+        left_out = np.zeros(0, dtype=np.int64) if one.truncated is None else one.truncated.left_out
+        for start in range(0, one.tokens.documents, _CHUNK):
+            sizes = np.diff(one.tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64))
+            counts += np.bincount(np.minimum(sizes // step, _BINS), minlength=_BINS + 1)
+            filled = np.clip(sizes - 1, 0, length)
+            filled[left_out[(left_out >= start) & (left_out < start + len(sizes))] - start] = 0
+            taken += int(filled.sum())
     used = np.flatnonzero(counts)
     bins = [
         (at * step, None if at == _BINS else (at + 1) * step, int(counts[at]))
@@ -115,7 +126,7 @@ def _lengths(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
 
 
 def _sample(data: Data, position: int, seed: int) -> Sample:
-    epoch, index = locate(position, len(data.train), seed)
+    epoch, index = data.train.locate(position, seed)
     arrays = data.train.arrays([(epoch, index)])
     several = data.train.sequences  # one after the other
     parts = (
@@ -126,7 +137,8 @@ def _sample(data: Data, position: int, seed: int) -> Sample:
     for _, _, more in found[1:]:
         pieces = [*pieces, ("\n", False), *more]
     documents = [int(number) for number in data.train.documents(index)]
-    return Sample(position, documents, sum(one[0] for one in found), sum(one[1] for one in found), pieces)
+    tokens, trained = sum(one[0] for one in found), sum(one[1] for one in found)
+    return Sample(position, documents, tokens, trained, pieces, data.train.source_name(index))
 
 
 def _pieces(data: Data, arrays: Any, index: int) -> tuple[int, int, list[tuple[str, bool]]]:
@@ -177,7 +189,7 @@ def in_words(shown: Preview, *, colour: bool) -> str:
     bars = [(name, f"{'#' * -(-40 * count // most):<40} {count:,}") for name, count in rows]
     parts = [table(list(shown.facts.items())), "tokens a document", table(bars)]
     for sample in shown.samples:
-        which = _listed(sample.documents)
+        which = _listed(sample.documents) + (f" of {sample.source}" if sample.source else "")
         head = (
             f"--- sample {sample.position}, of {which}: {sample.tokens:,} tokens, {sample.trained:,} trained"
         )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from portable.config.evaluation_sources import key_of
+from portable.config.evaluation_sources import ALONE, key_of
 from portable.data.reading import parts
 from portable.data.samples.packing import packed_sizes
+from portable.data.samples.truncation import merged
 from portable.data.settings import CAUSAL, packs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from portable.config.sections import DataConfig
@@ -51,6 +52,8 @@ class DataSizes:
     """What a generation prompt of the template has that no answer in the data begins with."""
     cached: Path | None = None
     """The token cache, if it exists."""
+    of_sources: Mapping[str, int] = field(default_factory=dict)
+    """For a mixture, the samples to train on of each source, by name."""
     evals: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     """Source and samples of each of ``data.eval``, by name."""
     trained_on: tuple[str, ...] = ()
@@ -77,6 +80,7 @@ class DataSizes:
             f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
             f"{self.train_samples:,} to train{held_out}{own}"
         )
+        text += "".join(f"; {name}: {samples:,} samples" for name, samples in self.of_sources.items())
         text += "" if self.trained is None else f"; {self.trained:.1%} of the tokens are trained"
         if self.waste is not None:
             text += f"; {self.waste:.2%} of the positions are padding"
@@ -138,7 +142,7 @@ def sizes_of(
             "cached": tokens.folder,
         }
     return DataSizes(
-        source=source.name,
+        source=source.described,
         tokenizer=tokenizer or "a byte-pair encoding trained on it",
         vocab_size=vocab_size,
         seq_len=settings.seq_len,
@@ -170,3 +174,40 @@ def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
             lengths = sum(np.diff(tokens.offsets[name][start:stop].astype(np.int64)) for name in names)
             cut += int(np.maximum(lengths - most, 0).sum())
     return cut / max(1, tokens.total_tokens)
+
+
+def combined(sizes: Mapping[str, DataSizes]) -> DataSizes:
+    """The sizes of all sources of a run together, by name; of the only one as they are."""
+    if ALONE in sizes:
+        return sizes[ALONE]
+    parts = list(sizes.values())
+    first = parts[0]
+    source = ", ".join(f"{name} ({one.source})" for name, one in sizes.items())
+    if any(one.cached is None for one in parts):
+        return replace(
+            first, source=source, cached=None, documents=None, tokens=None, truncated=None, waste=None
+        )
+    tokens = [one.tokens or 0 for one in parts]
+    samples = [one.train_samples or 0 for one in parts]
+
+    def mean(values: Sequence[float | None], weights: Sequence[int], missing: float) -> float | None:
+        if all(value is None for value in values):
+            return None
+        pairs = zip(values, weights, strict=True)
+        return sum((missing if value is None else value) * n for value, n in pairs) / max(1, sum(weights))
+
+    truncated = [one.truncated for one in parts if one.truncated is not None]
+    return replace(
+        first,
+        source=source,
+        documents=sum(one.documents or 0 for one in parts),
+        tokens=sum(tokens),
+        train_samples=sum(samples),
+        eval_samples=sum(one.eval_samples or 0 for one in parts),
+        cut=mean([one.cut for one in parts], tokens, 0.0) or 0.0,
+        waste=mean([one.waste for one in parts], samples, 0.0),
+        trained=mean([one.trained for one in parts], tokens, 1.0),
+        truncated=merged(truncated) if truncated else None,
+        prompt_left=next((one.prompt_left for one in parts if one.prompt_left), ""),
+        of_sources={name: one.train_samples or 0 for name, one in sizes.items()},
+    )

@@ -210,7 +210,7 @@ def quantize(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, Quant
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear or module is head or name.endswith(".original_module"):
             continue
-        weight = module.weight
+        weight: Any = module.weight
         if weight.requires_grad or owners[weight] > 1 or weight.dtype != dtype:
             continue
         parent, _, child = name.rpartition(".")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.checkpoint.resume_source import checkpoints_of
-from portable.data import locate
 from portable.errors import UserError, one_line
 from portable.formatting import table
 from portable.loop import train_step
@@ -286,7 +285,7 @@ def _row(one: MicroBatch) -> tuple[str, str]:
 def _sample(run: Prepared, position: int) -> str:
     """A sample of the run's order, for a person."""
     samples = run.data.train
-    epoch, index = locate(position, len(samples), run.config.seed)
+    epoch, index = samples.locate(position, run.config.seed)
     documents = samples.documents(index)
     which = f"document {documents[0]}"
     if len(documents) > 1:
@@ -294,4 +293,4 @@ def _sample(run: Prepared, position: int) -> str:
         which += f" to {documents[-1]}" if in_a_row else "".join(f", {number}" for number in documents[1:])
     tokens = samples.batch([(epoch, index)])["input_ids"][0]
     text = one_line(run.data.tokenizer.decode(tokens))
-    return f"sample {position}, of {which} of the source: {text[:_SHOWN]!r}"
+    return f"sample {position}, of {which} of {samples.source_name(index) or 'the source'}: {text[:_SHOWN]!r}"

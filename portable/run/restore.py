@@ -185,15 +185,20 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
             _check_code(source, state, prepared)
             if state.data != prepared.data.fingerprint:
                 raise UserError(
-                    f"checkpoint.resume: {source} was trained on other tokens than those of "
-                    f"{prepared.data.sizes.source} here; give the same files, tokenizer, template and "
-                    "data.train_on, or choose another output_dir"
+                    f"checkpoint.resume: {source} was trained on other tokens, or in other shares, than "
+                    f"those of {prepared.data.sizes.source} here; give the same files, tokenizer, template "
+                    "and data.train_on, or choose another output_dir"
                 )
             if prepared.adapter is not None:  # the checkpoint holds nothing else
                 prepared.adapter.check(state.metadata.get(ADAPTER), source)
                 blueprint = _blueprint(prepared)
                 _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
             engine.load(checkpoint)
+            if prepared.data.streams:
+                try:
+                    prepared.data.train.adopt(state.metadata.get("streams", {}))
+                except (TypeError, ValueError, AttributeError) as error:
+                    raise DamagedError(f"{source}: its manifest is damaged ({one_line(error)})") from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     return Progress(state.step, state.samples, state.skipped_steps, state.standing)
@@ -234,6 +239,8 @@ def _initialize(
         for weights in blueprint.initial_weights(config.seed):
             load_weights(weights)
         return
+    if adapter is not None:
+        adapter.check_base(pretrained.missing)
     if prepared.backend.rank == 0:
         for note in pretrained.notes():
             print(note, file=sys.stderr)

@@ -110,12 +110,6 @@ def test_an_integer_is_a_number() -> None:
     assert accepted(train={"learning_rate": 1}).train.learning_rate == 1.0
 
 
-def test_sources() -> None:
-    assert RunConfig().data.sources == ()
-    assert accepted(data={"source": "a.txt"}).data.sources == ("a.txt",)
-    assert accepted(data={"source": ["a.txt", "b.txt"]}).data.sources == ("a.txt", "b.txt")
-
-
 def test_from_scratch() -> None:
     assert RunConfig().model.from_scratch
     assert not accepted(model={"name_or_path": "gpt2"}).model.from_scratch

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from portable.data.samples.order import Permutation
+from portable.data.samples.order import Permutation, locate
 from portable.data.samples.truncation import KeptOrder, Truncation, slice_of
 from portable.errors import UserError
 
@@ -44,6 +44,47 @@ class Samples(ABC):
 
     def __len__(self) -> int:
         return self.num_samples
+
+    @property
+    def epoch_samples(self) -> int:
+        """The number of samples in one pass over the data, as ``train.epochs`` counts."""
+        return self.num_samples
+
+    def locate(self, position: int, seed: int) -> tuple[int, int]:
+        """Return (epoch, index) of the sample at ``position`` of a run."""
+        return locate(position, self.num_samples, seed)
+
+    def source_name(self, index: int) -> str:
+        """The name of the source of a sample in a mixture; empty without one."""
+        return ""
+
+    def example(self) -> tuple[int, int]:
+        """The place of a sample that is soon there, to see the columns."""
+        return 0, 0
+
+    def epochs(self, taken: int) -> float | None:
+        """How many passes the first ``taken`` samples are; None if that is not known yet."""
+        return taken / self.num_samples
+
+    def progress(self, position: int) -> dict[str, float]:
+        """Numbers to log about the first ``position`` samples of a run, by name."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the samples besides the position: the manifests of streams, by name."""
+        return {}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take over the :meth:`state` of a checkpoint.
+
+        Raises:
+            ValueError: if it is none. RunError: if the data has changed since.
+        """
+        return
+
+    def consumed(self, position: int) -> str:
+        """A digest of what decided the samples up to ``position``, where that is not known beforehand."""
+        return ""
 
     def __getitem__(self, index: int) -> Batch:
         if not -self.num_samples <= index < self.num_samples:
@@ -197,21 +238,56 @@ class PaddedCausal(Samples):
         return self._part.document(index)
 
 
-class WithColumns(Samples):
+class Extended(Samples):
+    """Samples with more columns, in the order of ``plain``."""
+
+    def __init__(self, plain: Samples) -> None:
+        self.plain = plain
+        self.num_samples, self.valid_tokens = plain.num_samples, plain.valid_tokens
+        self.waste, self.context, self.sequences = plain.waste, plain.context, plain.sequences
+
+    @property
+    def epoch_samples(self) -> int:
+        return self.plain.epoch_samples
+
+    def locate(self, position: int, seed: int) -> tuple[int, int]:
+        return self.plain.locate(position, seed)
+
+    def example(self) -> tuple[int, int]:
+        return self.plain.example()
+
+    def epochs(self, taken: int) -> float | None:
+        return self.plain.epochs(taken)
+
+    def state(self) -> dict[str, Any]:
+        return self.plain.state()
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        self.plain.adopt(state)
+
+    def consumed(self, position: int) -> str:
+        return self.plain.consumed(position)
+
+    def source_name(self, index: int) -> str:
+        return self.plain.source_name(index)
+
+    def progress(self, position: int) -> dict[str, float]:
+        return self.plain.progress(position)
+
+    def documents(self, index: int) -> Sequence[int]:
+        return self.plain.documents(index)
+
+
+class WithColumns(Extended):
     """Samples of one record each, with the record's further numbers, ``[batch]``."""
 
     def __init__(self, plain: Samples, cache: TokenCache) -> None:
-        self._plain = plain
+        super().__init__(plain)
         self._cache = cache
-        self.num_samples, self.valid_tokens = plain.num_samples, plain.valid_tokens
-        self.sequences = plain.sequences
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        numbers = [int(self._plain.documents(index)[0]) for _, index in places]
-        return {**self._plain.arrays(places), **self._cache.columns(numbers)}
-
-    def documents(self, index: int) -> Sequence[int]:
-        return self._plain.documents(index)
+        numbers = [int(self.plain.documents(index)[0]) for _, index in places]
+        return {**self.plain.arrays(places), **self._cache.columns(numbers)}
 
 
 class Pairs(PaddedCausal):

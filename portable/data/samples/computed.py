@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.data.locked_folder import locked_folder
-from portable.data.samples.base import Arrays, Samples
+from portable.data.samples.base import Arrays, Extended, Samples
 from portable.data.tokens.cache import BLOCK, CacheDamagedError, CheckedArray
 from portable.errors import one_line
 
@@ -77,7 +77,7 @@ class Table:
         return found
 
 
-class ComputedSamples(Samples):
+class ComputedSamples(Extended):
     """Samples with the columns of a table, which exists from the start of the training on.
 
     Attributes:
@@ -86,16 +86,11 @@ class ComputedSamples(Samples):
     """
 
     def __init__(self, plain: Samples, folder: Path) -> None:
-        self.plain = plain
+        super().__init__(plain)
         self.folder = folder
-        self.num_samples, self.valid_tokens = plain.num_samples, plain.valid_tokens
-        self.waste, self.context, self.sequences = plain.waste, plain.context, plain.sequences
         self._table: Table | None = None
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         if self._table is None:
             self._table = Table(self.folder)
         return {**self.plain.arrays(places), **self._table.columns([index for _, index in places])}
-
-    def documents(self, index: int) -> Sequence[int]:
-        return self.plain.documents(index)

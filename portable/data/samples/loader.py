@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from portable.data.samples.base import IGNORED, Batch, Samples
-from portable.data.samples.order import locate
 from portable.errors import RunError, UserError
 
 _PRELOAD = "portable.ranks.forkserver_preload"
@@ -94,9 +93,9 @@ class TrainLoader:
         rank_positions(**self._shares)  # check the sizes now, not at the first batch
 
     def __iter__(self) -> BatchIterator:
-        count, seed = len(self.dataset), self._seed
+        locate, seed = self.dataset.locate, self._seed
         positions = rank_positions(**self._shares)
-        places = ([locate(position, count, seed) for position in batch] for batch in positions)
+        places = ([locate(position, seed) for position in batch] for batch in positions)
         return BatchIterator(self.dataset, places, self._num_workers, self._pin_memory)
 
 
@@ -203,9 +202,9 @@ def _worker_batches(
     )
 
 
-def _raised(batch: Batch | RunError) -> Batch:
+def _raised(batch: Batch | RunError | UserError) -> Batch:
     """Return a worker's batch, or raise its error."""
-    if isinstance(batch, RunError):
+    if isinstance(batch, RunError | UserError):
         raise batch
     return batch
 
@@ -218,16 +217,16 @@ class _Listed(Sampler[list[tuple[int, int]]]):
         return iter(self._places)
 
 
-class _Feed(Dataset[Batch | RunError]):
+class _Feed(Dataset[Batch | RunError | UserError]):
     """The data set in a worker process, which fetches whole batches."""
 
     def __init__(self, dataset: Samples) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, places: Sequence[tuple[int, int]]) -> Batch | RunError:
+    def __getitem__(self, places: Sequence[tuple[int, int]]) -> Batch | RunError | UserError:
         try:
             return fetch(self._dataset, places)
-        except RunError as error:  # if raised here, it would become a worker's traceback
+        except (RunError, UserError) as error:  # if raised here, it would become a worker's traceback
             return error
 
 

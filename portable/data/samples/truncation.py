@@ -13,6 +13,8 @@ from portable.data.samples.order import Permutation
 from portable.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from portable.data.tokens.cache import TokenCache
 
 Truncation = Literal["end", "start", "drop", "error"]
@@ -56,6 +58,17 @@ class Truncated:
             (self.unanswered, f"{self.unanswered:,} are left out: no trained token remains"),
         ]
         return "; ".join(text for count, text in parts if count)
+
+
+def merged(parts: Sequence[Truncated]) -> Truncated:
+    """The same of several caches together. ``left_out`` then only tells how many."""
+    total = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in ("documents", "cut", "cut_tokens", "too_long", "unanswered")
+    }
+    first = parts[0]
+    left_out = np.concatenate([part.left_out for part in parts])
+    return Truncated(mode=first.mode, longest=first.longest, left_out=left_out, **total)
 
 
 def slice_of(mode: Truncation, longest: int) -> slice:

@@ -1,0 +1,266 @@
+"""Several sources in fixed shares: which sample of which source stands at each position of a run.
+
+Positions are dealt out by a binary tree over the sources. A node splits the positions that reach it between
+its two halves in the ratio of their weights: of the first ``n``, the left half gets ``n * left / total``,
+rounded to the nearest integer. Both "which source" and "which of its samples" then follow for any position
+from integers on the path to a leaf, without a table and without a loop over the positions before. No prefix
+of the run has more than half of ``log2(sources)``, rounded up, samples of a source too many or too few.
+
+Its values are part of the checkpoint format, like those of :mod:`portable.data.samples.order`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portable.data.samples.base import Arrays, Samples
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SOURCE = "source"
+"""The column of a batch with the number of each row's source, int64 ``[batch]``."""
+
+
+class Interleave:
+    """Deals out positions 0, 1, 2 ... in the ratio of ``weights``.
+
+    Args:
+        weights: of each source, at least 0, not all 0. Text such as ``0.1`` is meant exactly.
+    """
+
+    def __init__(self, weights: Sequence[float | int | Fraction]) -> None:
+        shares = [Fraction(repr(weight) if isinstance(weight, float) else weight) for weight in weights]
+        if not shares or min(shares) < 0 or sum(shares) <= 0:
+            raise ValueError(f"weights {list(weights)} are not at least 0 with a sum above 0")
+        scale = lcm(*(share.denominator for share in shares))
+        self._sums = [0, *accumulate(int(share * scale) for share in shares)]
+
+    def __len__(self) -> int:
+        return len(self._sums) - 1
+
+    def _left(self, first: int, last: int, positions: int) -> tuple[int, int]:
+        """The middle of the sources ``[first, last)``, and how many of ``positions`` the left half gets."""
+        middle = (first + last) // 2
+        left, total = self._sums[middle] - self._sums[first], self._sums[last] - self._sums[first]
+        return middle, (2 * positions * left + total) // (2 * total) if total else 0
+
+    def __call__(self, position: int) -> tuple[int, int]:
+        """The source at ``position``, and how many positions before it have the same source."""
+        first, last = 0, len(self)
+        while last - first > 1:
+            middle, before = self._left(first, last, position)
+            _, after = self._left(first, last, position + 1)
+            if after > before:
+                last, position = middle, before
+            else:
+                first, position = middle, position - before
+        return first, position
+
+    def counts(self, positions: int) -> list[int]:
+        """How many of the first ``positions`` each source has."""
+        found = [0] * len(self)
+
+        def count(first: int, last: int, positions: int) -> None:
+            if last - first == 1:
+                found[first] = positions
+                return
+            middle, left = self._left(first, last, positions)
+            count(first, middle, left)
+            count(middle, last, positions - left)
+
+        count(0, len(self), positions)
+        return found
+
+
+class Schedule:
+    """Weights that change at some positions of the run; each source goes on where it stood.
+
+    Args:
+        phases: the first position of each phase, from 0 and increasing, and its weights.
+    """
+
+    def __init__(self, phases: Sequence[tuple[int, Sequence[float | int | Fraction]]]) -> None:
+        self._starts = [start for start, _ in phases]
+        if self._starts[:1] != [0] or any(
+            a >= b for a, b in zip(self._starts, self._starts[1:], strict=False)
+        ):
+            raise ValueError(f"phases start at {self._starts}, not at 0 and increasing positions")
+        self._phases = [Interleave(weights) for _, weights in phases]
+        self._before = [[0] * len(self._phases[0])]
+        for phase, start, end in zip(self._phases, self._starts, self._starts[1:], strict=False):
+            counted = phase.counts(end - start)
+            self._before.append([a + b for a, b in zip(self._before[-1], counted, strict=True)])
+
+    def __call__(self, position: int) -> tuple[int, int]:
+        """The source at ``position``, and how many positions before it have the same source."""
+        phase = bisect_right(self._starts, position) - 1
+        source, at = self._phases[phase](position - self._starts[phase])
+        return source, self._before[phase][source] + at
+
+    def counts(self, positions: int) -> list[int]:
+        """How many of the first ``positions`` each source has."""
+        phase = max(0, bisect_right(self._starts, positions) - 1)
+        counted = self._phases[phase].counts(positions - self._starts[phase])
+        return [a + b for a, b in zip(self._before[phase], counted, strict=True)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a mixture a source is: one of the two is given.
+
+    Attributes:
+        weight: in proportion to those of the other sources.
+        epochs: passes over the source in one pass over the mixture.
+    """
+
+    weight: float | None = None
+    epochs: float | None = None
+
+
+class Mixture(Samples):
+    """Samples of several sources, numbered one source after the other.
+
+    Each source has its own epochs, each in an order of its own: a source with more weight than samples begins
+    its next epoch earlier, and none of its samples comes twice within an epoch.
+
+    Args:
+        sources: by name.
+        shares: of each, by name; all by weight or all by epochs.
+        phases: weights from some position of the run on, by name; they replace those of ``shares``.
+        marked: whether batches have the column ``source``.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Samples],
+        shares: Mapping[str, Share],
+        phases: Sequence[tuple[int, Mapping[str, float]]] = (),
+        *,
+        marked: bool = True,
+    ) -> None:
+        self._marked = marked
+        self.names = tuple(sources)
+        self.parts = tuple(sources.values())
+        self._starts = [0, *accumulate(map(len, self.parts))]
+        self.num_samples = self._starts[-1]
+        weights: list[float | int | Fraction] = []
+        for name, part in sources.items():
+            share = shares[name]
+            weights.append(share.weight if share.epochs is None else round(share.epochs * len(part)))  # type: ignore[arg-type]
+        by_epochs = all(share.epochs is not None for share in shares.values())
+        self._pass = int(sum(weights)) if by_epochs else self.num_samples
+        changes = [(at, [later.get(name, 0.0) for name in self.names]) for at, later in phases]
+        self.schedule = Schedule([(0, weights), *changes] if not changes or changes[0][0] else changes)
+        kinds = {part.valid_tokens for part in self.parts}
+        self.valid_tokens = kinds.pop() if len(kinds) == 1 else None
+        taken = Interleave(weights).counts(1 << 20)
+        self.waste = sum(n * part.waste for n, part in zip(taken, self.parts, strict=True)) / sum(taken)
+        contexts = [(n, part.context) for n, part in zip(taken, self.parts, strict=True)]
+        self.context = (
+            sum(n * (context or 0.0) for n, context in contexts) / sum(taken)
+            if all(context is not None for _, context in contexts)
+            else None
+        )
+        self.sequences = self.parts[0].sequences
+        self._shapes = self._columns()
+
+    def _columns(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each column without its rows: the largest of all sources.
+
+        Raises:
+            UserError: if the sources have different columns.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        first: set[str] = set()
+        for name, part in zip(self.names, self.parts, strict=True):
+            arrays = part.arrays([part.example()])
+            first = first or set(arrays)
+            if other := sorted(first ^ set(arrays)):
+                raise UserError(
+                    f"data.sources.{name}: has other columns than {self.names[0]} ({', '.join(other)}); give "
+                    "all sources the same kind of records"
+                )
+            for column, values in arrays.items():
+                known = found.get(column, values.shape[1:])
+                found[column] = tuple(map(max, known, values.shape[1:]))
+        return found
+
+    @property
+    def epoch_samples(self) -> int:
+        return self._pass
+
+    def locate(self, position: int, seed: int) -> tuple[int, int]:
+        source, at = self.schedule(position)
+        epoch, index = self.parts[source].locate(at, seed_of(self.names[source], seed))
+        return epoch, self._starts[source] + index
+
+    def source_of(self, index: int) -> tuple[int, int]:
+        """The source of a sample, and its number in it."""
+        source = bisect_right(self._starts, index) - 1
+        return source, index - self._starts[source]
+
+    def source_name(self, index: int) -> str:
+        source, at = self.source_of(index)
+        return f"{self.names[source]} {self.parts[source].source_name(at)}".strip()
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        rows: dict[int, list[int]] = {}
+        owners = [self.source_of(index) for _, index in places]
+        for row, (source, _) in enumerate(owners):
+            rows.setdefault(source, []).append(row)
+        out: Arrays = {}
+        if self._marked:
+            out[SOURCE] = np.array([source for source, _ in owners], dtype=np.int64)
+        for source, taken in rows.items():
+            rows_of = np.array(taken)
+            arrays = self.parts[source].arrays([(places[row][0], owners[row][1]) for row in taken])
+            for column, values in arrays.items():
+                if column not in out:
+                    out[column] = np.zeros((len(places), *self._shapes[column]), dtype=values.dtype)
+                inside: tuple[Any, ...] = (rows_of, *map(slice, values.shape[1:]))
+                out[column][inside] = values
+        return out
+
+    def example(self) -> tuple[int, int]:
+        epoch, index = self.parts[0].example()
+        return epoch, index
+
+    def state(self) -> dict[str, Any]:
+        return {name: value for part in self.parts for name, value in part.state().items()}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        for part in self.parts:
+            part.adopt(state)
+
+    def consumed(self, position: int) -> str:
+        taken = zip(self.parts, self.schedule.counts(position), strict=True)
+        return " ".join(part.consumed(count) for part, count in taken)
+
+    def documents(self, index: int) -> Sequence[int]:
+        source, at = self.source_of(index)
+        return self.parts[source].documents(at)
+
+    def progress(self, position: int) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, part, taken in zip(self.names, self.parts, self.schedule.counts(position), strict=True):
+            found[f"samples/{name}"] = taken
+            if (epochs := part.epochs(taken)) is not None:
+                found[f"epoch/{name}"] = epochs
+            if part.valid_tokens is not None:
+                found[f"tokens/{name}"] = taken * part.valid_tokens
+        return found
+
+
+def seed_of(name: str, seed: int) -> int:
+    """The seed of a source, which no other source shares and no change of the list alters."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")

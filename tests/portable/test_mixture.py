@@ -1,0 +1,308 @@
+"""Mixtures: which sample of which source stands where, on any number of ranks, and in whole runs."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from portable.checkpoint.resume_source import checkpoints_of
+from portable.checkpoint.trainer_state import TrainerState
+from portable.config import DataConfig, load_config
+from portable.data import build_data
+from portable.data.samples.base import PackedCausal, Part
+from portable.data.samples.loader import TrainLoader
+from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share
+from portable.errors import UserError
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.portable.data_support import token_cache, write_jsonl
+from tests.runs import configured, write_conversations, write_corpus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from portable.data.samples.base import Samples
+
+WEIGHTS: list[Sequence[float]] = [
+    (3, 1),
+    (0.7, 0.2, 0.1),
+    (1, 1, 1, 1, 1, 1, 1),
+    (5, 0, 1),
+    (0.995, 0.004, 0.001),
+    tuple(range(1, 34)),
+]
+
+
+# -- the interleave -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
+    """Each position has one source, which counts up by one, and no prefix is off by more than stated."""
+    deal = Interleave(weights)
+    shares = [Fraction(repr(weight)) / sum(Fraction(repr(w)) for w in weights) for weight in weights]
+    bound = Fraction(math.ceil(math.log2(len(weights))), 2)
+    seen = [0] * len(weights)
+    for position in range(4000):
+        assert deal.counts(position) == seen
+        source, number = deal(position)
+        assert number == seen[source]
+        seen[source] += 1
+        assert max(abs(n - share * (position + 1)) for n, share in zip(seen, shares, strict=True)) <= bound
+    far = 10**15 + 7
+    counts = deal.counts(far)
+    assert sum(counts) == far
+    source, number = deal(far)
+    assert number == counts[source]
+
+
+def test_weights_are_kept_in_every_window() -> None:
+    deal = Interleave((0.7, 0.2, 0.1))
+    sources = np.array([deal(position)[0] for position in range(20_000)])
+    for window in (100, 300):
+        for source, share in enumerate((0.7, 0.2, 0.1)):
+            inside = np.convolve(sources == source, np.ones(window), "valid")
+            assert np.abs(inside - share * window).max() <= 2
+
+
+def test_a_schedule_changes_weights_and_goes_on() -> None:
+    deal = Schedule([(0, (1, 1)), (100, (0, 1)), (1000, (3, 1))])
+    seen = [0, 0]
+    for position in range(2000):
+        assert deal.counts(position) == seen
+        source, number = deal(position)
+        assert number == seen[source]
+        seen[source] += 1
+    assert deal.counts(100) == [50, 50] and deal.counts(1000) == [50, 950] and seen == [800, 1200]
+
+
+# -- the order of samples -----------------------------------------------------------------------------------
+
+
+def mixture(folder: Path, shares: Sequence[Share]) -> Mixture:
+    """Sources whose tokens tell them apart: the first of sample s of source j is 3 s + j."""
+    parts: dict[str, Samples] = {}
+    for number, (name, count) in enumerate((("web", 300), ("code", 120), ("books", 7))):
+        tokens = [3 * at + number for at in range(count) for _ in range(4)]
+        cache = token_cache(folder / name, [[*tokens, 0]])
+        parts[name] = PackedCausal(cache, Part(0, count), 4)
+    return Mixture(parts, dict(zip(parts, shares, strict=True)))
+
+
+def places(samples: Samples, first: int, count: int) -> list[tuple[int, int]]:
+    return [samples.locate(position, 7) for position in range(first, first + count)]
+
+
+def test_each_source_has_epochs_of_its_own(tmp_path: Path) -> None:
+    """No sample of a source comes twice within its epoch, and none is left out."""
+    mixed = mixture(tmp_path, [Share(weight=0.5), Share(weight=0.3), Share(weight=0.2)])
+    seen: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
+    for epoch, index in places(mixed, 0, 3000):
+        source, number = mixed.source_of(index)
+        seen[source].append((epoch, number))
+    assert [len(of) for of in seen.values()] == [1500, 900, 600]
+    for source, count in enumerate((300, 120, 7)):
+        taken = seen[source]
+        for epoch in range(len(taken) // count):
+            assert sorted(taken[epoch * count : (epoch + 1) * count]) == [(epoch, n) for n in range(count)]
+    orders = [[n for _, n in seen[2][at : at + 7]] for at in range(0, 560, 7)]
+    assert len({tuple(order) for order in orders}) > 60  # shuffled anew each time
+
+
+def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
+    mixed = mixture(tmp_path, [Share(epochs=1.0), Share(epochs=2.0), Share(epochs=10.0)])
+    assert mixed.epoch_samples == 300 + 240 + 70
+    taken = places(mixed, 0, mixed.epoch_samples)
+    assert sorted(taken) == sorted(
+        [(0, n) for n in range(300)]
+        + [(epoch, 300 + n) for epoch in range(2) for n in range(120)]
+        + [(epoch, 420 + n) for epoch in range(10) for n in range(7)]
+    )
+
+
+BATCH = 42  # divides by 1, 2, 3, 7
+
+
+def ids(mixed: Mixture, world_size: int, first: int, count: int, workers: int = 0) -> list[list[int]]:
+    """The first token of each sample of each step, as the ranks get them."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for rank in range(world_size):
+        loader = TrainLoader(
+            mixed,
+            seed=7,
+            position=first * BATCH,
+            global_batch_size=BATCH,
+            micro_batch_size=BATCH // world_size,
+            rank=rank,
+            world_size=world_size,
+            num_workers=workers,
+        )
+        batches = iter(loader)
+        for step in range(count):
+            micro = next(batches)
+            for row, source in zip(micro["input_ids"].tolist(), micro["source"].tolist(), strict=True):
+                assert row[0] % 3 == source
+                found[step].append(row[0])
+        batches.close()
+    return found
+
+
+def test_the_order_is_that_of_any_number_of_ranks(tmp_path: Path) -> None:
+    """Ids of samples, from the batches that the ranks really get, from any position on."""
+    mixed = mixture(tmp_path, [Share(weight=0.5), Share(weight=0.3), Share(weight=0.2)])
+    whole = ids(mixed, 1, 0, 40)
+    numbers = [mixed.source_of(index) for _, index in places(mixed, 0, 40 * BATCH)]
+    assert [one for step in whole for one in step] == [3 * n + source for source, n in numbers]
+    for world_size in (2, 3, 7):
+        assert ids(mixed, world_size, 0, 40) == whole
+    assert ids(mixed, 3, 29, 11) == whole[29:]
+
+
+@pytest.mark.exhaustive
+def test_a_hundred_thousand_samples_with_workers(tmp_path: Path) -> None:
+    mixed = mixture(tmp_path, [Share(weight=0.5), Share(weight=0.3), Share(weight=0.2)])
+    whole = ids(mixed, 1, 0, 2400)
+    for world_size, workers in ((1, 4), (2, 0), (3, 0), (7, 0)):
+        assert ids(mixed, world_size, 0, 2400, workers) == whole
+
+
+# -- settings and whole runs --------------------------------------------------------------------------------
+
+
+def settings(folder: Path, sources: Sequence[dict[str, Any]], **more: Any) -> DataConfig:
+    for name in ("web", "code"):
+        texts = ({"text": f"{name} {i}: " + "word " * (i % 9 + 5)} for i in range(80))
+        write_jsonl(folder / f"{name}.jsonl", texts)
+    given = [{**one, "source": str(folder / one["source"])} if "source" in one else one for one in sources]
+    return DataConfig(
+        seq_len=16,
+        vocab_size=300,
+        eval_fraction=0.1,
+        cache_dir=str(folder / "cache"),
+        sources=tuple(given),
+        **more,
+    )
+
+
+def test_the_share_of_a_source_is_part_of_the_data(tmp_path: Path) -> None:
+    """Other weights are another order, so another run."""
+    web = {"name": "web", "source": "web.jsonl"}
+    code = {"name": "code", "source": "code.jsonl"}
+
+    def built(*shares: float, **more: Any) -> Any:
+        sources = [{**web, "weight": shares[0]}, {**code, "weight": shares[1]}]
+        return build_data(settings(tmp_path, sources, **more), global_batch_size=4)
+
+    data = built(3, 1)
+    assert list(data.evals) == ["web", "code"]
+    assert data.fingerprint == built(3, 1).fingerprint != built(3, 2).fingerprint
+    later = built(3, 1, weight_schedule=({"step": 5, "weights": {"code": 1}},))
+    assert later.fingerprint != data.fingerprint
+    first = [data.train.locate(position, 0) for position in range(60)]
+    assert [later.train.locate(position, 0) for position in range(20)] == first[:20]
+    assert all(later.train.source_name(later.train.locate(p, 0)[1]) == "code" for p in range(20, 60))
+
+
+WRONG = [
+    ([{"source": "web.jsonl"}], "data.sources: source 1: has no name"),
+    ([{"name": "a/b", "source": "web.jsonl"}], "the name 'a/b'"),
+    (
+        [{"name": "a", "source": "x"}, {"name": "a", "source": "y"}],
+        "two sources are named a",
+    ),
+    (
+        [{"name": "a", "source": "x", "weight": 1}, {"name": "b", "source": "y"}],
+        "and b has none",
+    ),
+    ([{"name": "a", "source": "x", "weight": 0}], "all weights are 0"),
+    ([{"name": "a", "source": "x", "weight": -1}], "data.sources.a.weight: -1 is not a number"),
+    ([{"name": "a", "source": "x", "weight": 1, "epochs": 1}], "has a weight and epochs"),
+    ([{"name": "a", "source": "x", "wieght": 1}], "did you mean"),
+    ([{"name": "a", "weight": 1}], "names no data of its own"),
+    ([{"name": "a", "source": "x", "max_samples": 0}], "data.sources.a.max_samples must be"),
+]
+
+
+@pytest.mark.parametrize(("sources", "said"), WRONG, ids=str)
+def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load_config(None, {"data.sources": sources})
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ([{"step": 5, "weights": {"web": 1, "cod": 1}}], "there is no source cod; did you mean"),
+        (
+            [{"step": 5, "weights": {"web": 1}}, {"step": 5, "weights": {"web": 1}}],
+            "not come after",
+        ),
+        ([{"at": 5}], "give it step and weights"),
+        ([{"step": 5, "weights": {"web": 0}}], "all weights are 0"),
+    ],
+)
+def test_a_wrong_schedule_is_refused_in_one_line(schedule: list[dict[str, Any]], said: str) -> None:
+    sources = [{"name": "web", "source": "x"}, {"name": "code", "source": "y"}]
+    with pytest.raises(UserError, match=said):
+        load_config(None, {"data.sources": sources, "data.weight_schedule": schedule})
+
+
+def test_the_same_data_twice_is_refused(tmp_path: Path) -> None:
+    sources = [{"name": "a", "source": "web.jsonl"}, {"name": "b", "source": "web.jsonl"}]
+    with pytest.raises(UserError, match=r"data.sources.b: has the same data as data.sources.a"):
+        build_data(settings(tmp_path, sources))
+
+
+def test_an_error_in_a_source_names_it(tmp_path: Path) -> None:
+    wrong = {"name": "b", "source": "code.jsonl", "text_field": "txt"}
+    sources = [{"name": "a", "source": "web.jsonl"}, wrong]
+    with pytest.raises(UserError, match=r"^data.sources.b.text_field: .* no field 'txt'"):
+        build_data(settings(tmp_path, sources))
+
+
+@pytest.mark.usefixtures("brief_runs")
+def test_a_run_of_texts_and_conversations(tmp_path: Path) -> None:
+    """Loss, tokens and epoch by source; evaluation by source; and a stop in between changes nothing."""
+    texts, chats = write_corpus(tmp_path), write_conversations(tmp_path)
+    sources = [
+        {"name": "texts", "source": str(texts), "weight": 1},
+        {"name": "chats", "source": str(chats), "weight": 1},
+    ]
+    given: dict[str, Any] = {
+        "data__source": None,
+        "data__sources": sources,
+        "data__weight_schedule": [{"step": 3, "weights": {"texts": 1, "chats": 3}}],
+        "train__eval_every": 4,
+        "log__every_steps": 1,
+        "checkpoint__export": False,
+    }
+    folder = tmp_path / "whole"
+    config = configured(folder, texts, **given)
+    assert run_rank("cpu", config) == 0
+    rows = [row for row in read_metrics(folder) if "loss" in row]
+    assert all(row["share/texts"] + row["share/chats"] == pytest.approx(1) for row in rows)
+    for row in rows:
+        both = sum(row[f"loss/{name}"] * row[f"share/{name}"] for name in ("texts", "chats"))
+        assert both == pytest.approx(row["loss"], rel=1e-5)
+    batch = config.train.global_batch_size
+    assert [row["samples/chats"] for row in rows[:4]] == [
+        batch // 2, batch, batch // 2 * 3, batch // 2 * 3 + 3 * batch // 4
+    ]  # fmt: skip
+    evaluated = next(row for row in read_metrics(folder) if "eval_loss/texts" in row)
+    assert {"eval_loss/chats", "eval_accuracy/texts"} <= evaluated.keys()
+    parted = tmp_path / "parted"
+    assert run_rank("cpu", configured(parted, texts, **given, train__stop_after=2)) == 0
+    assert run_rank("cpu", configured(parted, texts, **given)) == 0
+    again = [row["loss"] for row in read_metrics(parted) if "loss" in row]
+    assert again == [row["loss"] for row in rows]
+    (_, newest), *_ = reversed(checkpoints_of(parted).complete())
+    assert TrainerState.read(newest).samples == rows[-1]["samples"]
+    with pytest.raises(UserError, match="other tokens, or in other shares"):
+        sources[0]["weight"] = 2
+        run_rank("cpu", configured(parted, texts, **given))
