@@ -228,6 +228,32 @@ class DataConfig(Section):
         description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
         "for the last part of a run: from that step on they replace all weights before.",
     )
+    on_bad_record: Literal["error", "skip"] = Field(
+        default="error",
+        description="What a record that cannot be read does: end the run, or be left out. The first few are "
+        "printed with file and line, and their number.",
+        json_schema_extra=OF_SOURCE,
+    )
+    stream: Flag = Field(
+        default=False,
+        description="Train while the files are read: they are tokenized one by one, ahead of the run, and at "
+        "most data.cache_limit of their tokens is on disk. For data that is larger than the disk, and "
+        "to begin at once (causal-lm). Nothing is held out of it: set data.eval.",
+        json_schema_extra=OF_SOURCE,
+    )
+    shuffle_window: int = Field(
+        default=1,
+        ge=1,
+        description="Files of a stream whose samples are mixed: windows of so many, in a shuffled order. "
+        "More is shuffled better, and the run begins once as many are tokenized.",
+        json_schema_extra=IDENTITY,
+    )
+    cache_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="Gigabytes of a stream's tokens that stay on disk; what is needed again is made again. "
+        "Null: half of the space that is free at the start.",
+    )
     config_name: str | None = Field(
         default=None,
         description="Configuration of the hub dataset, if it has several (such as wikitext-2-raw-v1).",
@@ -490,11 +516,26 @@ class TrainConfig(Section):
         "fine-tuning on conversations.",
         json_schema_extra=IDENTITY,
     )
-    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
+    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"] = Field(
         default="adamw",
         description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "
         "memory), adamw_8bit (8-bit moments, a quarter of the memory; 32 bits for embeddings, vectors and "
-        "small matrices), or sgd (momentum is the first of train.betas).",
+        "small matrices), sgd (momentum is the first of train.betas), or muon (orthogonalized momentum for "
+        "the matrices of the layers, adamw for embeddings, head and vectors).",
+        json_schema_extra=IDENTITY,
+    )
+    muon_momentum: float = Field(
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="Momentum of muon's matrices (Nesterov's).",
+        json_schema_extra=IDENTITY,
+    )
+    muon_rate: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="How muon adjusts the learning rate to a matrix of R rows and C columns, as torch's "
+        "adjust_lr_fn. match_rms_adamw: times 0.2 sqrt(max(R, C)), so that rates for adamw fit. original: "
+        "times sqrt(max(1, R / C)).",
         json_schema_extra=IDENTITY,
     )
     adafactor_rule: Literal["torch", "transformers"] = Field(
@@ -577,7 +618,7 @@ class TrainConfig(Section):
         default=0.1,
         ge=0,
         description="Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled "
-        "for adamw, added to the gradient for sgd.",
+        "for adamw and muon, added to the gradient for sgd.",
         json_schema_extra=IDENTITY,
     )
     parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
@@ -942,4 +983,26 @@ class LogConfig(Section):
     )
     sample_tokens: int = Field(
         default=64, ge=0, description="Tokens to generate in that sample. 0: no sample."
+    )
+
+
+class HubConfig(Section):
+    """Uploading what is exported to the Hugging Face hub."""
+
+    push: Literal["end", "checkpoints"] | None = Field(
+        default=None,
+        description="What to upload: <output_dir>/final at the end, with a model card (end), or the export "
+        "of every checkpoint, too, each as a commit (checkpoints). Null: nothing. Optimizer states and data "
+        "stay here. The token comes from HF_TOKEN or hf auth login.",
+    )
+    repo: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Repository, such as organization/name. It is created if there is none. Null: the last "
+        "part of output_dir, under the name of the token's user.",
+    )
+    private: Flag = Field(
+        default=True,
+        description="Create the repository as a private one, and refuse one that is public. False: create a "
+        "public one; an existing one stays as it is.",
     )

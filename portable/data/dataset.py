@@ -29,6 +29,7 @@ from portable.data.settings import (
 )
 from portable.data.sizes import DataSizes, combined, sample_counts, sizes_of
 from portable.data.sources.joined import Joined
+from portable.data.sources.shards import StreamedFiles
 from portable.data.tokens.tokenizer import (
     add_tokens,
     is_trained,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from portable.data.samples.tasks import LabelShift
     from portable.data.samples.truncation import Truncated
     from portable.data.sources.opening import Source
+    from portable.data.stream import Stream
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.tokenize import Frame
 
@@ -72,6 +74,8 @@ class Data:
     """The sources of ``train`` as tokens, by name; the only one has the empty name."""
     end_of_turn: int | None = None
     """For conversations, the token after which the assistant has said everything."""
+    streams: tuple[str, ...] = ()
+    """The names of the sources that are read while the run trains; ``opened`` has the first part of each."""
     eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
     """The same for each source of ``data.eval``. It may change between the launches of a run."""
 
@@ -168,8 +172,12 @@ def build_data(
         pad_left=pad_left,
     )
     opened = {}
+    streams: dict[str, Stream] = {}
     for key, (own, source) in sources.items():
         with errors_under(training_key(key)):
+            if isinstance(source, StreamedFiles):
+                streams[key], opened[key] = reading.stream(own, source, key, progress=progress)
+                continue
             opened[key] = reading.open(own, source, progress=progress)
             check_ends(opened[key], tokenizer)
     first = next(iter(opened.values()))
@@ -180,6 +188,9 @@ def build_data(
     held_out: dict[str, Samples] = {}
     for key, one in opened.items():
         with errors_under(training_key(key)):
+            if key in streams:
+                train[key] = streams[key]
+                continue
             own_classes = classes if one is first else _classes_as(classes, first, one)
             to_train, held = parts(one.settings, task, one.tokens, one.truncated)
             train[key] = reading.samples(one, to_train, own_classes)
@@ -195,12 +206,20 @@ def build_data(
     sizes = combined(
         {
             key: sizes_of(
-                one.settings, task, one.source, name, reading.vocabulary.size, one.tokens, one.truncated
+                one.settings,
+                task,
+                sources[key][1],
+                name,
+                reading.vocabulary.size,
+                *(_tokens_of(None if key in streams else one)),
             )
             for key, one in opened.items()
         }
     )
-    fingerprints = {key: one.tokens.fingerprint for key, one in opened.items()}
+    fingerprints = {
+        key: streams[key].fingerprint if key in streams else one.tokens.fingerprint
+        for key, one in opened.items()
+    }
     return Data(
         tokenizer=tokenizer,
         train=train[ALONE] if ALONE in train else _mixture(settings, train, global_batch_size, task),
@@ -218,6 +237,7 @@ def build_data(
         end_of_turn=next(
             (end for one in opened.values() if (end := one.tokens.meta.get("end_of_turn")) is not None), None
         ),
+        streams=tuple(streams),
         eval_fingerprints={key: one.tokens.fingerprint for key, one in evals.items()},
     )
 
@@ -415,6 +435,8 @@ def inspect_data(
             opened = {"opened": tokenizer, "target_frame": target_frame}
             for key, (own, source) in sources.items():
                 with errors_under(training_key(key)):
+                    if isinstance(source, StreamedFiles):
+                        continue
                     if (found := reading.cached(own, source)) is not None:
                         check_ends(found, tokenizer)
                         cached[key] = found

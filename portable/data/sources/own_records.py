@@ -28,6 +28,7 @@ class OwnRecords(Source):
     def __init__(self, name: str, fields: Fields, max_samples: int | None) -> None:
         self.name = str(plugins.parse(name))
         self._fields = fields
+        self.bad = fields.bad
         self._max_samples = max_samples
         self.records = plugins.load_made("data.source", name)
         """What it is, or returns; a generator is made anew each time that it is read."""
@@ -42,7 +43,8 @@ class OwnRecords(Source):
             if told is None:
                 told = self._digest()
             content = (self.name, plugins.digest(self.name), str(told), self._fields, self._max_samples)
-            settings = (self._fields.format, self._fields.columns)
+            settings: tuple[Any, ...] = (self._fields.format, self._fields.columns)
+            settings = settings if self._fields.bad is None else (*settings, "skip")
             self._key = hashlib.blake2b(repr((content, settings)).encode(), digest_size=16).hexdigest()
         return self._key
 
