@@ -377,7 +377,7 @@ def test_a_hundred_thousand_samples_of_a_mixture_with_a_stream(files: Path, tmp_
     def machine(number: int) -> Any:
         given = settings(
             files, source=None, stream=False, sources=tuple(sources), shuffle_window=2, tokenizer=tokenizer,
-            cache_dir=str(tmp_path / f"cache-{number}"), cache_limit=1e-4,
+            cache_dir=str(tmp_path / f"cache-{number}"),
         )  # fmt: skip
         return build_data(given, seed=3)
 
