@@ -14,11 +14,31 @@ if TYPE_CHECKING:
     from portable.api import Result, train
     from portable.config import RunConfig, load_config
     from portable.errors import RunError, UserError
+    from portable.evaluation.metrics import Metric
+    from portable.model.loss import Loss, Outputs
+    from portable.run.callbacks import Callback, Run
 
-__all__ = ["Result", "RunConfig", "RunError", "UserError", "load_config", "train"]
+__all__ = [
+    "Callback",
+    "Loss",
+    "Metric",
+    "Outputs",
+    "Result",
+    "Run",
+    "RunConfig",
+    "RunError",
+    "UserError",
+    "load_config",
+    "train",
+]
 
 # Imported at the first use (PEP 562): every module of the package passes here, and few need all of it.
 _HOMES = {
+    "Callback": "portable.run.callbacks",
+    "Loss": "portable.model.loss",
+    "Metric": "portable.evaluation.metrics",
+    "Outputs": "portable.model.loss",
+    "Run": "portable.run.callbacks",
     "Result": "portable.api",
     "RunConfig": "portable.config",
     "RunError": "portable.errors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,7 +30,21 @@ def human_time(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Two aligned columns."""
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+def table(rows: Sequence[tuple[str, str]], width: int | None = None) -> str:
+    """Two aligned columns.
+
+    Args:
+        rows: the cells.
+        width: of a line; longer values go on below themselves, with whole words. None for no limit.
+    """
+    indent = max(len(name) for name, _ in rows) + 4
+    lines = []
+    for name, value in rows:
+        parts = [value]
+        if width is not None:
+            parts = textwrap.wrap(
+                value, max(20, width - indent), break_long_words=False, break_on_hyphens=False
+            ) or [""]
+        lines.append(f"  {name:<{indent - 2}}{parts[0]}")
+        lines += [" " * indent + part for part in parts[1:]]
+    return "\n".join(lines)

@@ -45,4 +45,5 @@ def _nearest(pattern: str, names: Collection[str]) -> str:
     near = [near for word in wanted for near in difflib.get_close_matches(word, words, n=2) if near != word]
     if near:
         return f"; did you mean {' or '.join(dict.fromkeys(near))}?"
-    return f"; parameters are named like {list(names)[-1]}"
+    alike = [name for name in names if set(wanted) & set(name.split("."))]
+    return f"; parameters are named like {(alike or list(names))[-1]}"

@@ -227,6 +227,12 @@ def digest(text: str) -> str:
         return ""
 
 
+def file_of(text: str) -> str:
+    """The file of the module that a setting names; empty for none."""
+    module = parse(text).module
+    return "" if module is None else str(getattr(_module(text, module), "__file__", ""))
+
+
 def _code_digest(source: str) -> str:
     tree = ast.dump(ast.parse(source))
     return hashlib.blake2b(tree.encode(), digest_size=6).hexdigest()
@@ -376,6 +382,19 @@ def _source_of(target: Any) -> str | None:
 
 def _names_in(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+
+
+def load_made(key: str, text: str) -> Any:
+    """The object that a setting names; what a function returns, in place of the function."""
+    found = load(key, text)
+    with told_as(f"{key}: {text}"):
+        return found() if callable(found) else found
+
+
+def installed() -> dict[str, str]:
+    """The modules of a notebook or script that :func:`install` made in this process."""
+    names = [name for name in sys.modules if name.startswith(NOTEBOOK)]
+    return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
 
 
 def install(sources: Mapping[str, str]) -> None:

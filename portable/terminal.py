@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import warnings
 from contextlib import contextmanager
@@ -25,6 +26,11 @@ def quiet_checkpoint_warnings() -> None:
 def at_a_terminal() -> bool:
     """Whether this process is rank 0 and stderr is a terminal."""
     return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+
+
+def columns() -> int | None:
+    """The width of the terminal that stderr is, or None if it is none."""
+    return shutil.get_terminal_size().columns if sys.stderr.isatty() else None
 
 
 @contextmanager

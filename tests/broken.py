@@ -36,6 +36,24 @@ MUTANTS: dict[str, Mutant] = {
         'valid = backend.total(sum(batch["labels"].numel() for batch in batches))',
         ("tests/test_engines.py::test_trains_as_plain_torch_does",),
     ),
+    "the weight of a loss of the user's is the number of labels": Mutant(
+        "portable/model/loss.py",
+        'return count_valid(batch["labels"]) if self._loss is None else self._loss.weight(batch)',
+        'return count_valid(batch["labels"])',
+        ("tests/portable/test_own_loss.py::test_equals_a_plain_loop",),
+    ),
+    "the adapter of the reference stays on": Mutant(
+        "portable/model/loss.py",
+        "        layer._disable_adapters = True",
+        "        layer._disable_adapters = False",
+        ("tests/portable/test_preferences.py::test_the_adapter_switched_off_is_the_reference",),
+    ),
+    "a loss with other code is taken for the same": Mutant(
+        "portable/run/own_code.py",
+        "differ = [key for key, value in now.items() if before.get(key, value) != value]",
+        "differ: list[str] = []",
+        ("tests/portable/test_callbacks.py::test_a_run_goes_on_with_the_same_code_alone",),
+    ),
     "the position in the data is one too far": Mutant(
         "portable/loop.py",
         "progress.samples += plan.global_batch_size",

@@ -19,6 +19,8 @@ from portable.run.settle import settle
 from tests.engines import ENGINES, Engines
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
+from tests.test_engines import Seen, exercise
+from tests.views import assert_same_bits, view
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,7 +104,7 @@ def peft_losses(config: RunConfig, steps: int = STEPS) -> Losses:
 def worst(ours: Losses, theirs: Losses) -> float:
     """The largest relative difference of two curves' losses; both must fall."""
     assert len(ours) == len(theirs) > 0
-    assert ours[-1][0] < ours[0][0] - 0.05  # it is learning, so that equal losses mean equal updates
+    assert ours[-1][0] < ours[0][0] - 0.04  # it is learning, so that equal losses mean equal updates
     return max(abs(one - other) / other for (one, _), (other, _) in zip(ours, theirs, strict=True))
 
 
@@ -176,7 +178,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one layer": {"adapter__layers": [1], "adapter__init": "orthogonal"},
     "ia3": {"adapter__type": "ia3", "train__learning_rate": 0.3},
 }
-SHORT = 6
+SHORT = 4
 """Steps of what is tried beside the long witness."""
 
 
@@ -215,7 +217,8 @@ EVERY = [
 def test_every_engine(
     name: str, size: int, truth: Any, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
-    config = configured(tmp_path, corpus, **settings_of("llama", **ENGINES[name].settings))
+    whole = {"train__micro_batch_size": 12 // size}  # accumulated below
+    config = configured(tmp_path, corpus, **settings_of("llama", **whole, **ENGINES[name].settings))
     assert worst(engines.run(name, size, our_losses, config), truth("llama", STEPS)) < 1e-5
 
 
@@ -239,7 +242,7 @@ MIXED: list[tuple[str, str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "name", "size", "more"), MIXED)
+@pytest.mark.parametrize(("case", "name", "size", "more"), MIXED, ids=[f"{c}-{n}" for c, n, *_ in MIXED])
 def test_kinds_of_adapters_on_engines(
     case: str,
     name: str,
@@ -250,5 +253,43 @@ def test_kinds_of_adapters_on_engines(
     corpus: Path,
     tmp_path: Path,
 ) -> None:
-    config = configured(tmp_path, corpus, **settings_of(case, **{**ENGINES[name].settings, **more}))
+    whole = {"train__micro_batch_size": 12 // size}
+    config = configured(tmp_path, corpus, **settings_of(case, **{**whole, **ENGINES[name].settings, **more}))
     assert worst(engines.run(name, size, our_losses, config, SHORT), truth(case, SHORT)) < 1e-5
+
+
+SEEN = ("full_shard", "zero2", "zero3", "xla")
+
+
+@pytest.fixture(scope="module")
+def one(engines: Engines, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("one")
+    config = configured(folder / "run", corpus, **settings_of("dora", data__packing=False, train__steps=4))
+    seen: Seen = engines.run("no_shard", 1, exercise, config, folder)
+    return seen
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_evaluates_generates_masks_and_lets_go(
+    name: str, one: Seen, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    settings = settings_of("dora", data__packing=False, train__steps=4, **ENGINES[name].settings)
+    seen: Seen = engines.run(name, 2, exercise, configured(tmp_path / "run", corpus, **settings), tmp_path)
+    assert seen.losses == pytest.approx(one.losses, rel=1e-5)
+    assert seen.evaluated == pytest.approx(one.evaluated, rel=1e-5)
+    assert name == "xla" or seen.continued == one.continued  # which draws from a generator of its own
+    assert seen.skipped == 1
+    assert_same_bits(view(tmp_path / "masked"), view(tmp_path / "trained"))
+    assert seen.models[1] == seen.models[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ops("async_io")
+def test_a_frozen_base_on_a_disk(engines: Engines, corpus: Path, tmp_path: Path) -> None:
+    """Of each layer the matrices are swapped; those of other tests are too small for it."""
+    large = {"model__config": {**TINY_MODEL, "hidden_size": 512, "intermediate_size": 1101}}
+    on_disk: dict[str, Any] = {f"memory__offload_{part}": "nvme" for part in ("params", "optimizer")}
+    on_disk |= {"memory__nvme_path": str(tmp_path), "strategy": "zero3", "train__micro_batch_size": 6}
+    truth = peft_losses(configured(tmp_path / "truth", corpus, **settings_of("llama", **large)), SHORT)
+    config = configured(tmp_path / "run", corpus, **settings_of("llama", **large, **on_disk))
+    assert worst(engines.run("zero3", 2, our_losses, config, SHORT), truth) < 1e-5

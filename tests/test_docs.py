@@ -184,8 +184,9 @@ def test_flags_exist(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a command cannot be run here."""
     monkeypatch.chdir(reader)
     (reader / "configs").symlink_to(ROOT / "configs")
-    (reader / "runs" / "mine").mkdir()
-    shutil.copy(reader / "run.yaml", reader / "runs" / "mine" / "config.yaml")
+    for run in ("mine", "lora"):
+        (reader / "runs" / run).mkdir()
+        shutil.copy(reader / "run.yaml", reader / "runs" / run / "config.yaml")
     checked = 0
     for block in of(*COMMANDS):
         for name, text in {**files(FIRST_PAGE), **files(block.page)}.items():

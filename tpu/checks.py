@@ -42,6 +42,10 @@ def unsupported_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
         "train.schedule_params: cycle_momentum would compile a graph per step on xla; set it to false",
     )
     yield (
+        config.adapter.base in ("nf4", "int8"),
+        f"adapter.base: {config.adapter.base} needs bitsandbytes, which does not run on xla; use auto",
+    )
+    yield (
         config.train.micro_batch_size == "auto",
         "train.micro_batch_size: auto would compile a graph per size it tries on xla; set a number",
     )

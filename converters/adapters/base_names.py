@@ -38,6 +38,8 @@ _RENAMED: tuple[tuple[str, str], ...] = (
     (r"\.block_sparse_moe\.router\.weight$", ".block_sparse_moe.router.layer.weight"),
     (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
     (r"\.experts\.down_proj$", ".output_linear.weight"),
+    (r"\.experts\.gate_up_proj$", ".experts.fc1.weight"),
+    (r"\.experts\.down_proj$", ".experts.fc2.weight"),
     (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
     # Heads and norms.
     (r"^lm_head\.", "embed_out."),
@@ -75,15 +77,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Found:
-    """A live parameter: its shape, and the regions that hold its rows in order."""
+    """A live parameter: its shape, the regions that hold its rows, and the tensor that it is, if any."""
 
     shape: Shape
     regions: tuple[Region, ...]
-
-    @property
-    def whole(self) -> str | None:
-        """The tensor that is this parameter, if there is one."""
-        return self.regions[0].name if len(self.regions) == 1 and self.regions[0].row == 0 else None
+    whole: str | None = None
 
 
 class BaseNames:
@@ -106,17 +104,17 @@ class BaseNames:
             if len(found) > 1:
                 raise CheckpointError(f"{live!r} could be {found[0]!r} or {found[1]!r}")
             if found:
-                shape = self.tensors[self.aliases.get(found[0], found[0])].shape
-                return Found(shape, (Region(found[0], 0, 0, _rows(shape)),))
+                return self._whole(found[0])
             for name in candidates:
                 stacked = self._from_experts(name) or self._in_stack(name)
                 if stacked is not None:
                     return stacked
         below = self._suffixes.get(live, ())
-        if len(below) == 1:
-            shape = self.tensors[below[0]].shape
-            return Found(shape, (Region(below[0], 0, 0, _rows(shape)),))
-        return None
+        return self._whole(below[0]) if len(below) == 1 else None
+
+    def _whole(self, name: str) -> Found:
+        shape = self.tensors[self.aliases.get(name, name)].shape
+        return Found(shape, (Region(name, 0, 0, _rows(shape)),), name)
 
     def nearest(self, live: str) -> str:
         """The name in the files that is most like `live`; `""` if none is."""

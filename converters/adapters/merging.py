@@ -53,9 +53,8 @@ INPUTS_FIRST = {
 _TOKENIZER = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|.+\.model"
 )
-# Models with a head over the vocabulary: it is `lm_head`, or called otherwise.
-_WITH_HEAD = re.compile(r".*(ForCausalLM|LMHeadModel|ForConditionalGeneration)")
-_WITH_OTHER_HEAD = re.compile(r".*(ForMaskedLM|ForPreTraining)")
+_WITH_HEAD = re.compile(r".*(ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForPreTraining)")
+_OF_ENCODERS = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
 _OTHER_HEAD = "the head over the vocabulary"
 _LABELS = ("id2label", "label2id", "num_labels", "problem_type")
 _LABELLED = ("SEQ_CLS", "TOKEN_CLS")
@@ -207,9 +206,10 @@ class _Merge:
         embeddings = [name for name in names if _ends(name, EMBEDDINGS)]
         if len(embeddings) != 1 or any(_ends(name, HEADS) for name in [*names, *self.base.aliases]):
             return {}
-        if _WITH_HEAD.fullmatch(named):
-            return {"lm_head.weight": embeddings[0]}
-        return {_OTHER_HEAD: embeddings[0]} if _WITH_OTHER_HEAD.fullmatch(named) else {}
+        if not _WITH_HEAD.fullmatch(named):
+            return {}
+        encoder = _ends(embeddings[0], _OF_ENCODERS)  # BERT's kind calls its head by other names
+        return {_OTHER_HEAD if encoder else "lm_head.weight": embeddings[0]}
 
     def _find(self, live: str) -> Found:
         with blame(self.base.root):

@@ -7,7 +7,7 @@ to :data:`RELIED_ON`; after an upgrade, what it reports is changed here and nowh
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ RELIED_ON: Mapping[str, Mapping[str, tuple[str, ...] | None]] = {
     _INIT: {"param_id": None, "_convert_to_zero_parameters": ("param_list",)},
     _SWAPPER: {
         "param_id_to_buffer_id": None,
+        "swap_in": ("params", "async_op", "swap_in_buffers"),
+        "swap_out_and_release": ("params", "async_op", "force_buffer_release"),
         "synchronize_reads": (),
         "remove_partition_and_release_buffers": ("params",),
     },
@@ -179,10 +181,16 @@ def full_size(parameter: Any) -> int:
     return int(parameter.ds_numel)
 
 
-def shard(parameter: Any) -> Tensor:
-    """This rank's flat shard of the compute copy, padding included."""
-    found: Tensor = parameter.ds_tensor
-    return found
+@contextmanager
+def shard(parameter: Any) -> Iterator[Tensor]:
+    """This rank's flat shard of the compute copy, padding included, to fill; in memory or on NVMe."""
+    swapped = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
+    if swapped:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
+    found: Tensor = parameter.ds_tensor.data
+    yield found
+    if swapped:
+        parameter.nvme_swapper.swap_out_and_release([parameter])
 
 
 def shard_size(parameter: Any) -> int:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from gpu.common.staging import WriteHandle, staged
 from gpu.zero import private_api
 from portable.checkpoint.background import in_background
-from portable.model.parameters import adapted
+from portable.model.parameters import adapted, stored_tensors
 from portable.ranks.collectives import background_group
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
@@ -39,7 +39,9 @@ class ZeroSaver:
 
     def __init__(self, engine: Any, exact: Mapping[str, Tensor]) -> None:
         self._engine = engine
-        make = partial(_StagingEngine, exact=exact)
+        self._adapted = adapted(engine.module)
+        kept = set(stored_tensors(engine.module)) if self._adapted else None
+        make = partial(_StagingEngine, exact=exact, kept=kept)
         self._staged: _StagingEngine = private_api.replace_checkpoint_engine(engine, make)
 
     @cached_property
@@ -55,8 +57,7 @@ class ZeroSaver:
         self._staged.hold = background
         try:
             with native_stdout_closed():
-                left_out = adapted(self._engine.module)
-                self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=left_out)
+                self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=self._adapted)
         finally:
             files = self._staged.take()
         rank = self._engine.global_rank
@@ -115,9 +116,12 @@ class _StagingEngine:
 
     name = "portable"
 
-    def __init__(self, zipfile_serialization: bool, exact: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, zipfile_serialization: bool, exact: Mapping[str, Tensor], kept: Collection[str] | None
+    ) -> None:
         self._zipfile = zipfile_serialization
         self._exact = exact
+        self._kept = kept
         self._files: list[_File] = []
         self.hold = False
 
@@ -127,6 +131,9 @@ class _StagingEngine:
         return files
 
     def save(self, state_dict: Any, path: str) -> None:
+        if self._kept is not None and "module" in state_dict:  # with other names of tied, frozen ones
+            whole = state_dict["module"]
+            state_dict["module"] = {name: whole[name] for name in whole if name in self._kept}
         module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
         fragments.update({name: tensor for name, tensor in self._exact.items() if name in fragments})
         for name, tensor in {**fragments, **self._exact}.items():

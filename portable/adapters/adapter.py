@@ -26,9 +26,10 @@ from portable.model.freezing import COMPUTE, freeze, frozen_names
 from portable.model.initialize import Blueprint
 from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import snapshot
+from portable.model.quantized import KINDS, QuantizedLinear, QuantizedTensor, bitsandbytes, quantize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -56,15 +57,32 @@ class Adapter:
         config: Any,
         blueprint: Blueprint,
         model: PreTrainedModel,
-        names: Mapping[str, str],
+        names: dict[str, str],
     ) -> None:
         self.config = config
         self.blueprint = blueprint
         self._run = run
         self._names = names
+        self._quantized: dict[str, QuantizedLinear] = {}
         self._initial, self._lengths = initial_values(model, config, run.seed, names)
         self._files = _names_in_files(model)
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def quantize(self, model: PreTrainedModel) -> None:
+        """Quantize the frozen linear layers of ``model``, as ``adapter.base`` says.
+
+        Raises:
+            UserError: if it has none, or bitsandbytes is not installed.
+        """
+        bitsandbytes()
+        kind, compute = self._run.adapter.base, COMPUTE.get(self._run.precision, torch.float32)
+        for name, layer in quantize(model, kind, compute).items():
+            self._names[f"{name}.bits"] = self._names.pop(f"{name}.weight")
+            self._quantized[f"{name}.bits"] = layer
+        require(
+            bool(self._quantized),
+            f"adapter.base: {type(model).__name__} has no linear layers to hold in {kind}; use auto",
+        )
 
     def of_base(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         """Weights of the base model under the names of the model with the adapter.
@@ -73,11 +91,31 @@ class Adapter:
         them, DoRA's lengths, is added.
         """
         found = {name: weights[base] for name, base in self._names.items() if base in weights}
+        for name, layer in self._quantized.items():
+            if name in found:
+                found[name] = QuantizedTensor(found[name], layer)
         if self._run.adapter.name_or_path is None:
             for name, (lengths, base) in self._lengths.items():
                 if base in weights:
                     found[name] = lengths.of(weights[base])
         return found
+
+    def check_base(self, missing: Sequence[str]) -> None:
+        """Raise UserError for weights that the base model's files lack and the adapter would not hold.
+
+        They would be random here, and again where the adapter is loaded.
+
+        Args:
+            missing: their names in the base model.
+        """
+        held = {base for name, base in self._names.items() if name in self._files}
+        lost = [name for name in missing if name not in held]
+        if lost:
+            module = lost[0].split(".")[-3:-1][0]
+            raise UserError(
+                f"adapter: {self._run.model.name_or_path} has no {lost[0]}, which would be random and not "
+                f"saved with the adapter; add {module} to adapter.modules_to_save, or take another base"
+            )
 
     def initial(self) -> Mapping[str, ReadableTensor]:
         """The adapter's own values at the start, by parameter name.
@@ -200,6 +238,8 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     names = _base_names(model, before)
     adapter = Adapter(config, settings, blueprint, model, names)
     _freeze(model, names, _base_dtype(config))
+    if config.adapter.base in KINDS:
+        adapter.quantize(model)
     for module in model.modules():
         if type(module) is DoraLinearLayer:
             module.get_lora_weight = _product
@@ -367,7 +407,9 @@ def _names_in_files(model: PreTrainedModel) -> dict[str, str]:
 
 def _base_dtype(config: RunConfig) -> torch.dtype:
     compute = COMPUTE.get(config.precision, torch.float32)
-    wanted = {"auto": compute, **COMPUTE}.get(config.adapter.base, torch.float32)
+    wanted = {"auto": compute, **dict.fromkeys(KINDS, compute), **COMPUTE}.get(
+        config.adapter.base, torch.float32
+    )
     require(
         wanted in (compute, torch.float32),
         f"adapter.base: {config.adapter.base} does not work with precision {config.precision}, which has "

@@ -84,7 +84,7 @@ def settled(config: RunConfig) -> RunConfig:
     key = "adapter.config" if adapter.name_or_path is None else "adapter.name_or_path"
     if adapter.name_or_path is None and adapter.config is None:
         return config
-    path = Path(adapter.config) if adapter.name_or_path is None else folder_of(adapter.name_or_path)
+    path = Path(str(adapter.config)) if adapter.name_or_path is None else folder_of(adapter.name_or_path)
     path = path if path.is_file() else path / CONFIG_FILE
     document = _read(path, key)
     kind = str(document.get("peft_type", "")).lower()

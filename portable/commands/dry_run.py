@@ -32,6 +32,7 @@ from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on, tokenizer_hints
 from portable.run.settle import first_plan, on_device
+from portable.terminal import columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +75,7 @@ def dry_run(settled: Settled) -> int:
     for line in _notes(settled, backend, base, special_tokens, data, plan):
         print(line, file=sys.stderr)
     say("# What this run will do")
-    say(table(rows))
+    say(table(rows, columns()))
     if config.came_from:
         say("\n# Where it was set; all else is a default, or follows from these")
         say(table(list(config.came_from.items())))

@@ -77,6 +77,12 @@ TRAIN_OPTIONS = (
         "and names micro-batch, sample, module and parameters. Writes nothing.",
         "N",
     ),
+    Option(
+        "check-waits",
+        "switch",
+        "Take a few steps and report where a loss or callback of your own makes the host wait for the "
+        "device. Writes nothing.",
+    ),
     Option("resume-info", "path", "Describe a checkpoint and a run that resumes from it.", "PATH"),
     Option(
         "profile", "switch", "Write a trace of a few steps, for Perfetto. It goes into output_dir/profile."
@@ -103,6 +109,7 @@ class Invocation:
     replay: int | None = None
     """A step to repeat, to find a non-finite value."""
     profile: bool = False
+    check_waits: bool = False
     gpu_ids: str | None = None
     """The GPUs of an Accelerate config file."""
     notes: tuple[str, ...] = ()

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-TAKEN = ("labels", "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids")
+TAKEN = (
+    "labels",
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "decoder_input_ids",
+    "position_ids",
+    "source",
+)
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 
@@ -47,7 +55,7 @@ def derived(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if model.name_or_path is not None:
         found["model.config"] = None
-    if model.task in PADDED_TASKS or config.data.format == "preference":
+    if model.task in PADDED_TASKS or config.data.format in ("preference", "samples"):
         found["data.packing"] = False
     elif config.data.format not in ("auto", "text") and model.task == "causal-lm":
         found["data.packing"] = "documents"
@@ -161,6 +169,21 @@ def _adapter(config: RunConfig) -> Iterator[ConflictError]:
             "train.trainable and train.frozen do not go with an adapter, beside which all is frozen; use "
             "adapter.modules_to_save and adapter.layers",
         )
+    if adapter.base in ("nf4", "int8"):
+        if config.strategy in ZERO:
+            yield ConflictError(
+                ("adapter.base", "strategy"),
+                f"adapter.base {adapter.base} does not work with DeepSpeed's strategy {config.strategy}, "
+                "which casts weights; use full_shard",
+            )
+        for name in ("use_dora", "compile"):
+            if getattr(adapter if name == "use_dora" else config, name):
+                key = f"adapter.{name}" if name == "use_dora" else name
+                yield ConflictError(
+                    (key, "adapter.base"),
+                    f"{key} does not work with adapter.base {adapter.base}; set it to false, or "
+                    "adapter.base to auto",
+                )
     if config.strategy in ZERO and adapter.base == "fp32" and config.precision in ("bf16", "fp16"):
         yield ConflictError(
             ("adapter.base", "strategy"),
@@ -527,6 +550,16 @@ def _checkpoint(config: RunConfig) -> Iterator[ConflictError]:
                 (f"checkpoint.{name}", "checkpoint.resume"),
                 f"checkpoint.{name} {value} is for another program's checkpoint, but checkpoint.resume is "
                 f"{checkpoint.resume}; remove it",
+            )
+    if config.hub.push is not None and not checkpoint.export:
+        yield ConflictError(
+            ("hub.push", "checkpoint.export"),
+            f"hub.push {config.hub.push} uploads what checkpoint.export writes; set that to true",
+        )
+    for key, given in (("hub.repo", config.hub.repo is not None), ("hub.private", not config.hub.private)):
+        if config.hub.push is None and given:
+            yield ConflictError(
+                (key, "hub.push"), f"{key} has no effect without hub.push; set hub.push to end"
             )
 
 

@@ -16,6 +16,7 @@ from portable.config.types import (
     AnyCase,
     Flag,
     Names,
+    NamesOrPattern,
     OneOrMany,
     OpenMapping,
     PathText,
@@ -26,7 +27,9 @@ from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read w
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
-Format = Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"]
+Format = Literal[
+    "auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"
+]
 XlaDtype = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -131,7 +134,9 @@ class AdapterConfig(Section):
         description="Share of an adapter's inputs that are zeroed in training.",
         json_schema_extra=IDENTITY,
     )
-    target_modules: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
+    target_modules: Annotated[
+        str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)], NamesOrPattern
+    ] = Field(
         default="all-linear",
         min_length=1,
         description="Modules that get an adapter: all-linear (all linear layers except the head), a list of "
@@ -179,10 +184,11 @@ class AdapterConfig(Section):
         description="rsLoRA: scale by alpha / sqrt(r), so that high ranks learn as fast as low ones.",
         json_schema_extra=IDENTITY,
     )
-    base: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+    base: Literal["auto", "bf16", "fp16", "fp32", "nf4", "int8"] = Field(
         default="auto",
         description="Dtype of the frozen weights. auto: the compute dtype (precision). fp32 keeps them exact "
-        "and doubles their memory.",
+        "and doubles their memory. nf4 (QLoRA: 4 bits, with double quantization) and int8 are for linear "
+        "layers, all except the head; they need the package bitsandbytes and FSDP or no_shard.",
         json_schema_extra=IDENTITY,
     )
     name_or_path: PathText | None = Field(
@@ -271,7 +277,8 @@ class DataConfig(Section):
         description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
         "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
         "messages); alpaca (instruction, input, output); preference (prompt, chosen, rejected, for a loss of "
-        "pairs). auto: recognized by the first record's columns.",
+        "pairs); samples (finished ones, from code of your own). auto: recognized by the first record's "
+        "columns.",
         json_schema_extra=OF_SOURCE,
     )
     chat_template: PathText | None = Field(
@@ -364,6 +371,13 @@ class DataConfig(Section):
         default=None,
         description="Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a "
         "model built from scratch, a small byte-pair encoding trained on the source, once, and cached.",
+    )
+    added_tokens: Names = Field(
+        default=(),
+        description="Special tokens to add to the tokenizer, such as those of a chat template. The model's "
+        "vocabulary grows where it has to; new rows are drawn around the mean of the others, as in "
+        "transformers.",
+        json_schema_extra=IDENTITY,
     )
     vocab_size: int | None = Field(
         default=None,
@@ -497,11 +511,26 @@ class TrainConfig(Section):
         "fine-tuning on conversations.",
         json_schema_extra=IDENTITY,
     )
-    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
+    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"] = Field(
         default="adamw",
         description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "
         "memory), adamw_8bit (8-bit moments, a quarter of the memory; 32 bits for embeddings, vectors and "
-        "small matrices), or sgd (momentum is the first of train.betas).",
+        "small matrices), sgd (momentum is the first of train.betas), or muon (orthogonalized momentum for "
+        "the matrices of the layers, adamw for embeddings, head and vectors).",
+        json_schema_extra=IDENTITY,
+    )
+    muon_momentum: float = Field(
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="Momentum of muon's matrices (Nesterov's).",
+        json_schema_extra=IDENTITY,
+    )
+    muon_rate: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="How muon adjusts the learning rate to a matrix of R rows and C columns, as torch's "
+        "adjust_lr_fn. match_rms_adamw: times 0.2 sqrt(max(R, C)), so that rates for adamw fit. original: "
+        "times sqrt(max(1, R / C)).",
         json_schema_extra=IDENTITY,
     )
     adafactor_rule: Literal["torch", "transformers"] = Field(
@@ -547,21 +576,23 @@ class TrainConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Final rate of cosine and linear, as a share of train.learning_rate; 0.1 is common for "
-        "pretraining.",
+        description="Final rate of cosine, linear and wsd, and lowest of inverse_sqrt, as a share of "
+        "train.learning_rate; 0.1 is common for pretraining.",
         json_schema_extra=IDENTITY,
     )
     schedule: ScheduleKind = Field(
         default="cosine",
-        description="Decay of the learning rate after the warm-up. Capitalized names are DeepSpeed's "
-        "schedulers, equal in every step, on any backend.",
+        description="Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate "
+        "until the last part of the run. Capitalized names are DeepSpeed's schedulers, equal in every step, "
+        "on any backend.",
         json_schema_extra=IDENTITY,
     )
     schedule_params: OpenMapping = Field(
         default_factory=dict,
-        description="More parameters of DeepSpeed's schedules, under its names (warmup_type, cycle_min_lr "
-        "...). Rates, warm-up and length come from the other settings; train.learning_rate is the peak of "
-        "OneCycle and the first rate of LRRangeTest.",
+        description="More parameters of a schedule. wsd: decay_ratio (0.2; the share of all steps), "
+        "decay_type and warmup_type (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the "
+        "warm-up). DeepSpeed's have its names (warmup_type, cycle_min_lr ...); train.learning_rate is the "
+        "peak of OneCycle and the first rate of LRRangeTest.",
         json_schema_extra=IDENTITY,
     )
     warmup_steps: int = Field(
@@ -582,7 +613,7 @@ class TrainConfig(Section):
         default=0.1,
         ge=0,
         description="Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled "
-        "for adamw, added to the gradient for sgd.",
+        "for adamw and muon, added to the gradient for sgd.",
         json_schema_extra=IDENTITY,
     )
     parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
@@ -947,4 +978,26 @@ class LogConfig(Section):
     )
     sample_tokens: int = Field(
         default=64, ge=0, description="Tokens to generate in that sample. 0: no sample."
+    )
+
+
+class HubConfig(Section):
+    """Uploading what is exported to the Hugging Face hub."""
+
+    push: Literal["end", "checkpoints"] | None = Field(
+        default=None,
+        description="What to upload: <output_dir>/final at the end, with a model card (end), or the export "
+        "of every checkpoint, too, each as a commit (checkpoints). Null: nothing. Optimizer states and data "
+        "stay here. The token comes from HF_TOKEN or hf auth login.",
+    )
+    repo: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Repository, such as organization/name. It is created if there is none. Null: the last "
+        "part of output_dir, under the name of the token's user.",
+    )
+    private: Flag = Field(
+        default=True,
+        description="Create the repository as a private one, and refuse one that is public. False: create a "
+        "public one; an existing one stays as it is.",
     )

@@ -14,8 +14,8 @@ _A_SETTING = "train.steps"  # if it is a candidate, all settings are
 
 _ADAPTER = "set adapter.type to lora; r, alpha, dropout and target_modules are in the section adapter"
 _NO_QUANTISED = "quantised base models are not supported yet; leave it out"
-_NO_REWARDS = "training on preferences or rewards is not supported yet; leave it out"
-_HUB = "nothing is uploaded; leave it out, and upload <output_dir>/final yourself"
+_NO_REWARDS = "training on rewards of generated answers is not supported; leave it out"
+_HUB = "set hub.push to end or checkpoints, hub.repo and hub.private"
 _BEST = "set checkpoint.best_mode: max where greater is better, min where not"
 _BY_ITSELF = "that is automatic; leave it out"
 _ACCUMULATION = (
@@ -85,7 +85,7 @@ ELSEWHERE = {
     "greater_is_better": _BEST,
     "group_by_length": "sequences have one length; set data.packing so that none is padding",
     "ignore_data_skip": "checkpoint.resume_samples",
-    "label_smoothing_factor": "label smoothing is not supported; leave it out",
+    "label_smoothing_factor": "train.label_smoothing",
     "load_best_model_at_end": "checkpoint.export_best",
     "local_rank": "the launcher sets each process's rank; leave it out",
     "log_level": _BY_ITSELF,
@@ -111,7 +111,7 @@ ELSEWHERE = {
     "model_name": "model.name_or_path",
     "model_name_or_path": "model.name_or_path",
     "model_revision": "the newest revision is taken; name a local folder in model.name_or_path for another",
-    "neftune_noise_alpha": "NEFTune noise is not supported; leave it out",
+    "neftune_noise_alpha": "train.neftune_noise_alpha",
     "no_cuda": "set backend to cpu",
     "num_epochs": "train.epochs",
     "num_train_epochs": "train.epochs",
@@ -155,7 +155,7 @@ ELSEWHERE = {
     "chat_template_path": "data.chat_template",
     "truncation_mode": "data.truncation",
     "assistant_only_loss": "set data.train_on to assistant, the default for conversations",
-    "beta": _NO_REWARDS,
+    "beta": "an argument of the loss: train.loss: dpo(beta=0.1)",
     "packing_strategy": "set data.packing to documents, as bfd does, or to true, as wrapped does",
     "padding_free": "set data.packing to documents, which leaves hardly any padding",
     "completion_only_loss": "set data.train_on to completion, the default for records with a prompt",
@@ -169,12 +169,12 @@ ELSEWHERE = {
     "dataset_train_split": "data.split",
     "eos_token": "that of the tokenizer is used; change it in the folder of data.tokenizer",
     "eval_packing": "data.packing",
-    "loss_type": _NO_REWARDS,
+    "loss_type": "set train.loss to dpo, ipo, simpo or orpo",
     "max_completion_length": _NO_REWARDS,
-    "max_prompt_length": _NO_REWARDS,
+    "max_prompt_length": "data.seq_len and data.truncation",
     "missing_eos_penalty": _NO_REWARDS,
     "num_generations": _NO_REWARDS,
-    "ref_model": _NO_REWARDS,
+    "ref_model": "an argument of the loss: train.loss: dpo(reference='folder')",
     "reward_funcs": _NO_REWARDS,
     "reward_model_path": _NO_REWARDS,
     "temperature": _NO_REWARDS,
@@ -289,6 +289,7 @@ WORDS = {
         "constant_with_warmup": "constant, which warms up over train.warmup_steps",
         "cosine_with_min_lr": "cosine, with train.min_learning_rate_ratio",
         "linear_with_warmup": "linear, which warms up over train.warmup_steps",
+        "warmup_stable_decay": "wsd",
         "cosine_with_warmup": "cosine, which warms up over train.warmup_steps",
     },
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
@@ -58,6 +59,12 @@ def _one_or_many(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+def _pattern_alone(value: object) -> object:
+    """Take a list of one text that cannot be a name, which is how a flag gives a pattern, for the text."""
+    alone = value[0] if isinstance(value, list | tuple) and len(value) == 1 else None
+    return alone if isinstance(alone, str) and not re.fullmatch(r"[\w.]+", alone) else value
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -94,4 +101,5 @@ PlugIn = Annotated[str, Field(min_length=1), BeforeValidator(_canonical)]
 """A name of code of the user's, see :mod:`portable.plugins`; equal ones have equal text."""
 
 OneOrMany = BeforeValidator(_one_or_many)
+NamesOrPattern = BeforeValidator(_pattern_alone)
 AnyCase = BeforeValidator(_lower)

@@ -6,16 +6,19 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from portable.config.evaluation_sources import ALONE, evaluation_sources, held_out_name, key_of
 from portable.config.training_sources import training_key, training_sources, weight_schedule
 from portable.data.reading import Opened, Reading, check_ends, parts, target_frame_of, vocabulary_of
+from portable.data.samples.base import Part, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
+from portable.data.samples.finished import FinishedSamples
 from portable.data.samples.mixture import Mixture, Share
 from portable.data.settings import (
     CAUSAL,
     CLASSIFICATION,
+    FINISHED,
     MASKED,
     cache_dir,
     converses,
@@ -28,6 +31,7 @@ from portable.data.sizes import DataSizes, combined, sample_counts, sizes_of
 from portable.data.sources.joined import Joined
 from portable.data.sources.shards import StreamedFiles
 from portable.data.tokens.tokenizer import (
+    add_tokens,
     is_trained,
     load_tokenizer,
     train_tokenizer,
@@ -144,14 +148,20 @@ def build_data(
     sources = _training_sources(settings, task)
     training = _as_one(sources)
     eval_sources = _eval_sources(settings, task, sources)
+    finished = _settings_of_finished(sources)
     name = settings.tokenizer or model_tokenizer
     if name is not None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
+    elif finished is not None:
+        raise UserError("data.tokenizer: finished samples do not say which it was; set it")
     else:
         size = settings.vocab_size or model_vocab_size
         chat = any(converses(own) for own, _ in sources.values())
         kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
         tokenizer = train_tokenizer(training, size, cache_dir(settings), **kind)
+    add_tokens(tokenizer, settings.added_tokens)
+    if finished is not None:
+        return _finished(finished, training, eval_sources, tokenizer, name or "")
     reading = Reading(
         task,
         tokenizer,
@@ -279,6 +289,69 @@ def _classes_as(classes: Classes | None, training: Opened, opened: Opened) -> Cl
     return classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
 
 
+def _settings_of_finished(sources: Mapping[str, tuple[DataConfig, Source]]) -> DataConfig | None:
+    """The settings of the only source, if its records are finished samples."""
+    found = {name: own for name, (own, _) in sources.items() if own.format == FINISHED}
+    if found and len(sources) > 1:
+        raise UserError(f"{training_key(next(iter(found)))}: finished samples cannot be a part of a mixture")
+    return next(iter(found.values()), None)
+
+
+def _finished(
+    settings: DataConfig,
+    source: Source,
+    evals: Mapping[str, tuple[DataConfig, Source]],
+    tokenizer: Any,
+    name: str,
+) -> Data:
+    """The data of code of the user's that gives finished samples."""
+
+    def samples(own: DataConfig, one: Source, part: Part | None = None) -> FinishedSamples:
+        told, records = f"data.source: {one.name}", cast("Any", getattr(one, "records", None))
+        if not hasattr(records, "__len__") or not hasattr(records, "__getitem__"):
+            raise UserError(f"{told}: has no len() and no sample by number; give it both")
+        if not isinstance(getattr(records, "fingerprint", None), str):
+            raise UserError(f"{told}: has no fingerprint; give it a text that tells its content")
+        found = FinishedSamples(one.name, records, part or Part(0, len(records)))
+        if found.tokens != own.seq_len:
+            raise UserError(
+                f"data.seq_len: {own.seq_len}, but a sample has {found.tokens} tokens; set it to that"
+            )
+        return found
+
+    everything = samples(settings, source)
+    train, held_out = split_documents(len(everything), settings.eval_fraction)
+    own = {}
+    for key, (eval_settings, one) in evals.items():
+        with errors_under(key_of(key)):
+            own[key] = samples(eval_settings, one)
+    shown: dict[str, Samples] = dict(own)
+    if held_out.num_samples:
+        shown[held_out_name(settings)] = samples(settings, source, held_out)
+    vocabulary = vocabulary_of(tokenizer, CAUSAL)
+    return Data(
+        tokenizer=tokenizer,
+        train=samples(settings, source, train),
+        evals=shown,
+        sizes=DataSizes(
+            source=source.name,
+            tokenizer=name,
+            vocab_size=vocabulary.size,
+            seq_len=settings.seq_len,
+            packing=False,
+            documents=len(everything),
+            tokens=len(everything) * settings.seq_len * everything.sequences,
+            train_samples=train.num_samples,
+            eval_samples=held_out.num_samples,
+            cached=cache_dir(settings),
+            evals={key: (evals[key][1].name, len(one)) for key, one in own.items()},
+        ),
+        fingerprint=f"{source.key} {len(everything)}",
+        vocab_size=vocabulary.size,
+        eval_fingerprints={key: f"{evals[key][1].key} {len(one)}" for key, one in own.items()},
+    )
+
+
 def _eval_sources(
     settings: DataConfig,
     task: str,
@@ -355,6 +428,7 @@ def inspect_data(
             if name is not None and Path(name).exists():
                 raise
         else:
+            add_tokens(tokenizer, settings.added_tokens)
             reading = Reading(task, tokenizer, vocabulary_of(tokenizer, task, ends_texts=ends_texts))
             size = reading.vocabulary.size
             target_frame = target_frame_of(reading.framed(settings), task)

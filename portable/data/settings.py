@@ -29,7 +29,7 @@ CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "seq2seq-lm",
     "sequence-classification",
 )
-PREFERENCE = "preference"
+PREFERENCE, FINISHED = "preference", "samples"
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def _format(settings: DataConfig, task: str) -> Format:
 
 def converses(settings: DataConfig) -> bool:
     """Whether the records are conversations, or prompts with completions; asked once the format is known."""
-    return settings.format not in ("auto", "text")
+    return settings.format not in ("auto", "text", "samples")
 
 
 def packs(settings: DataConfig, task: str) -> bool | Literal["documents"]:

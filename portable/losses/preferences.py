@@ -76,8 +76,9 @@ class DPO(_Preference):
     Attributes:
         beta: how strongly the model is held to the reference.
         label_smoothing: the probability that a preference is the wrong way round (cDPO).
-        reference: a folder or hub id of a model; each rank keeps a frozen copy. None: the weights that the
-            run starts from, of which the log-probabilities are computed once and cached with the data.
+        reference: ``"adapter"``: the base model, by a pass with the adapter switched off. A folder or hub id
+            of a model: each rank keeps a frozen copy. None: the weights that the run starts from, of which
+            the log-probabilities are computed once and cached with the data.
     """
 
     beta: float = 0.1
@@ -88,7 +89,7 @@ class DPO(_Preference):
     def __post_init__(self) -> None:
         # A loss has either of the two.
         self.once = _reference_log_probs if self.reference is None else None
-        self.before = None if self.reference is None else self._of_copy
+        self.before = None if self.reference is None else self._of_reference
 
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         ratios = log_probs - batch[REFERENCE].to(log_probs.dtype)
@@ -101,7 +102,9 @@ class DPO(_Preference):
         right, wrong = -functional.logsigmoid(margin), -functional.logsigmoid(-margin)
         return (1 - self.label_smoothing) * right + self.label_smoothing * wrong
 
-    def _of_copy(self, forward: Callable[..., Outputs], batch: Batch) -> Mapping[str, Tensor]:
+    def _of_reference(self, forward: Callable[..., Outputs], batch: Batch) -> Mapping[str, Tensor]:
+        if self.reference == "adapter":
+            return _reference_log_probs(lambda: forward(adapter=False), batch)
         if self._copy is None:
             self._copy = _frozen(str(self.reference), batch["labels"].device)
         return _reference_log_probs(lambda: forward(self._copy), batch)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.model.layers import transformer_layers
 from portable.model.parameters import token_embedding
+from portable.model.quantized import elements
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters. Tied parameters count once."""
-    return sum(p.numel() for p in model.parameters())
+    stands_for = elements(model)
+    return sum(stands_for.get(id(p), p.numel()) for p in model.parameters())
 
 
 def parameters_in_words(parameters: int, trained: int) -> str:
@@ -44,7 +46,7 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: f
     layers = [{id(p) for p in layer.parameters()} for _, layer in transformer_layers(model)]
     hidden: int = getattr(text, "hidden_size", 0 if embedding is None else embedding.shape[1])
     share = 1.0 - _idle_share(text)
-    passes, flops, reached = 1, 0.0, set[int]()
+    passes, flops, reached, stands_for = 1, 0.0, set[int](), elements(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             passes = 2
@@ -52,7 +54,12 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: f
             reached.add(id(parameter))
         if parameter is not embedding or tied:
             used = share if _is_expert(name, parameter, text) else 1.0
-            flops += 2.0 * (passes + parameter.requires_grad) * used * parameter.numel()
+            flops += (
+                2.0
+                * (passes + parameter.requires_grad)
+                * used
+                * stands_for.get(id(parameter), parameter.numel())
+            )
     through = sum(bool(layer & reached) for layer in layers)
     return flops + 4.0 * (len(layers) + 2 * through) * hidden * seq_len
 

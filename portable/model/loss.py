@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -81,8 +81,9 @@ class Loss(Protocol):
       applies. A loss with logits makes a language model keep all of a micro-batch's.
     - ``weight(batch)``: what a micro-batch weighs in the mean, a number computed on the host from its CPU
       tensors. By default its number of labels.
-    - ``before(forward, batch)``: called without gradients ahead of the forward pass. ``forward()`` runs the
-      model in training on the batch, ``forward(other)`` another one, and both return :class:`Outputs`. The
+    - ``before(forward, batch)``: called without gradients or dropout ahead of the forward pass. ``forward()``
+      runs the model in training on the batch, ``forward(adapter=False)`` without its adapter, and
+      ``forward(other)`` another model; they return :class:`Outputs`. The
       tensors that it returns, by name, are added to the batch that the loss gets.
     - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
       starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
@@ -297,6 +298,7 @@ class Objective:
         head: ChunkedHead | None = None,
         loss: TrainingLoss | None = None,
     ) -> None:
+        self._model = model
         self._terms = ModelTerms(model)
         self.of_routers = self._terms.of_routers
         self._sequences = global_batch_size
@@ -353,7 +355,7 @@ class Objective:
             loss, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
             return self._terms.added(loss / valid.clamp(min=1), output, share=share), None
         divisor = torch.where(valid > 0, valid, 1).float()
-        batch = self._with_passes_before(self._loss, model, batch)
+        batch = self._with_passes_before(self._loss, batch)
         outputs = self._outputs(model, batch, self._loss.needs, self._terms)
         total, numbers = self._loss(outputs, batch)
         if not self._checked and total.device.type != "xla":  # where it would compile another graph
@@ -366,7 +368,7 @@ class Objective:
         """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
         if isinstance(measure, OncePass):
             assert self._loss is not None and self._loss.once is not None
-            return self._before(self._loss, self._loss.once, model, batch)
+            return self._before(self._loss, self._loss.once, batch)
         if self._loss is not None and self._loss.in_evaluation:
             return self._evaluated_by(self._loss, model, batch, measure)
         labels = batch["labels"]
@@ -385,7 +387,7 @@ class Objective:
     def _evaluated_by(
         self, loss: TrainingLoss, model: nn.Module, batch: Batch, measure: Measure
     ) -> dict[str, Tensor]:
-        batch = self._with_passes_before(loss, model, batch)
+        batch = self._with_passes_before(loss, batch)
         # Predictions are made from the logits.
         needs = loss.needs | (set() if measure.needs is None else {LOGITS})
         outputs = self._outputs(model, batch, needs)
@@ -396,27 +398,27 @@ class Objective:
         own = {f"{OF_LOSS}{name}": value for name, value in numbers.items()}
         return {"loss": total, **own, **measure(outputs, batch)}
 
-    def _with_passes_before(self, loss: TrainingLoss, model: nn.Module, batch: Batch) -> Batch:
-        if loss.before is None:
-            return batch
-        return {**batch, **self._before(loss, loss.before, model, batch)}
+    def _with_passes_before(self, loss: TrainingLoss, batch: Batch) -> Batch:
+        return batch if loss.before is None else {**batch, **self._before(loss, loss.before, batch)}
 
     def _before(
-        self,
-        loss: TrainingLoss,
-        function: Callable[..., Mapping[str, Tensor]],
-        model: nn.Module,
-        batch: Batch,
+        self, loss: TrainingLoss, function: Callable[..., Mapping[str, Tensor]], batch: Batch
     ) -> dict[str, Tensor]:
         """What a function of the user's makes of passes without gradients."""
 
-        def forward(other: nn.Module | None = None) -> Outputs:
+        def forward(other: nn.Module | None = None, *, adapter: bool = True) -> Outputs:
             attention = self._attention if other is None else DocumentAttention(other)
             head = self._head if other is None else None
-            return _outputs(other or model, batch, head, attention, loss.needs, self._takes)
+            with nullcontext() if adapter else without_adapter(self._model):
+                return _outputs(other or self._model, batch, head, attention, loss.needs, self._takes)
 
-        with torch.no_grad(), plugins.told_as(loss.key):
-            return dict(function(forward, batch))
+        training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad(), plugins.told_as(loss.key):
+                return dict(function(forward, batch))
+        finally:
+            self._model.train(training)
 
     def _outputs(
         self, model: nn.Module, batch: Batch, needs: Collection[str], terms: ModelTerms | None = None
@@ -595,6 +597,25 @@ def _statistics(logits: Tensor, labels: Tensor, wanted: Sequence[str]) -> dict[s
     if "mean_logits" in wanted:
         found["mean_logits"] = logits.mean(dim=-1)
     return found
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Within this context, switch off the adapter of ``model``, which changes no parameter.
+
+    Raises:
+        UserError: if it has none.
+    """
+    layers: list[Any] = [one for one in model.modules() if getattr(one, "_disable_adapters", None) is False]
+    if not layers:
+        raise UserError("the model has no adapter to switch off; set adapter.type, or name another reference")
+    for layer in layers:  # peft's own switch also changes what is trained, which engines have taken in
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 _INPUTS = (

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from portable.errors import require
+from portable.model.layers import transformer_layers
 from portable.optim.adafactor import RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit
+from portable.optim.muon import Muon
 from portable.optim.sharded import local
 from portable.patterns import matching
 
@@ -58,6 +60,25 @@ def decaying(model: nn.Module) -> set[str]:
     return names
 
 
+def layer_matrices(model: nn.Module) -> set[str]:
+    """The names of the matrices of the transformer layers, stacks of matrices (experts) included.
+
+    Not of embeddings, the head, convolutions, norms and biases, nor of vectors that are stored as matrices.
+    """
+    decays = decaying(model)
+    found = set()
+    for prefix, layer in transformer_layers(model):
+        for inner, module in layer.named_modules():
+            if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+                continue
+            dotted = f"{prefix}.{inner}." if inner else f"{prefix}."
+            for name, parameter in module.named_parameters(recurse=False):
+                shape = parameter.shape[-2:]
+                if 2 <= parameter.dim() <= 3 and min(shape) > 1 and dotted + name in decays:
+                    found.add(dotted + name)
+    return found
+
+
 def _spared(name: str) -> bool:
     return _SPARED.search(name.lower()) is not None
 
@@ -70,12 +91,14 @@ class Group(NamedTuple):
         spared: whether weight decay leaves it out.
         learning_rate: its highest; the schedule scales all rates alike.
         weight_decay: of its parameters.
+        matrices: whether Muon updates them as matrices.
     """
 
     number: int
     spared: bool
     learning_rate: float
     weight_decay: float
+    matrices: bool = False
 
 
 def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:
@@ -100,6 +123,11 @@ def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:
             bool(new), f"{key}: {group.pattern!r} matches only parameters that {why}; correct or remove it"
         )
         number.update(dict.fromkeys(new, place))
+    matrices = layer_matrices(model) if settings.optimizer == "muon" else set()
+    require(
+        settings.optimizer != "muon" or bool(matrices & trained),
+        "train.optimizer: muon is for the matrices of transformer layers, and none is trained; use adamw",
+    )
     made = {}
     for name in every:
         if name in trained:
@@ -109,7 +137,7 @@ def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:
                 given = settings.parameter_groups[place - 1]
                 rate = rate if given.learning_rate is None else given.learning_rate
                 decay = decay if given.weight_decay is None else given.weight_decay
-            made[name] = Group(place, spared, rate, 0.0 if spared else decay)
+            made[name] = Group(place, spared, rate, 0.0 if spared else decay, name in matrices)
     return made
 
 
@@ -125,8 +153,11 @@ def parameter_groups(
             value that a schedule scales.
     """
     made: dict[Group, dict[str, Any]] = {}
+    muon = any(group.matrices for group in groups.values())
     for group in sorted({groups[name] for name in parameters if name in groups}):
         made[group] = {"params": [], "weight_decay": group.weight_decay}
+        if muon:
+            made[group]["matrices"] = group.matrices
         if group.learning_rate != learning_rate:
             made[group] |= {"lr": group.learning_rate, "initial_lr": group.learning_rate}
     for name, parameter in parameters.items():
@@ -140,7 +171,8 @@ def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     groups: Mapping[str, Group],
     embeddings: Collection[nn.Parameter] = (),
-) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit:
+    compute: torch.dtype = torch.float32,
+) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon:
     """Build ``train.optimizer``.
 
     A step is a no-op if the flag ``found_inf`` on the device is set. The fused optimizers take a step in one
@@ -151,6 +183,7 @@ def build_optimizer(
         parameters: by name.
         groups: by the same names; see :func:`groups_of`.
         embeddings: the parameters that keep 32-bit moments in an 8-bit optimizer.
+        compute: the run's compute type; Muon's products are in fp32 or bf16.
     """
     made = parameter_groups(parameters, groups, settings.learning_rate)
     beta1, beta2 = settings.betas
@@ -162,8 +195,23 @@ def build_optimizer(
         )
     if settings.optimizer == "adafactor":
         return Adafactor(made, lr=settings.learning_rate, rule=RULES[settings.adafactor_rule])
+    if settings.optimizer == "muon":
+        return muon(settings, made, compute)
     assert settings.optimizer == "sgd", settings.optimizer
     return FusedSGD(made, lr=settings.learning_rate, momentum=beta1)
+
+
+def muon(settings: TrainConfig, groups: list[dict[str, Any]], compute: torch.dtype) -> Muon:
+    """Build Muon; the arguments are those of :func:`build_optimizer`."""
+    return Muon(
+        groups,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        momentum=settings.muon_momentum,
+        rate_rule=settings.muon_rate,
+        compute=torch.float32 if compute == torch.float32 else torch.bfloat16,
+    )
 
 
 def set_rates(
@@ -173,7 +221,7 @@ def set_rates(
     highest = settings.learning_rate
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * (group.get("initial_lr", highest) / highest)
-        if betas is not None:
+        if betas is not None and not group.get("matrices"):
             group["betas"] = betas
 
 

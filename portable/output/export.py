@@ -88,15 +88,14 @@ def export(
 def _write(
     checkpoint: Place, out: Place, base: Checkpoint | None, beside: Mapping[str, Path], **options: Any
 ) -> None:
-    opened = open_checkpoint(checkpoint)
-    opened = opened.with_companions({**opened.companions, **beside})
+    opened = open_checkpoint(checkpoint).with_companions(beside)
     adapter = find_adapter(opened)
     if adapter is None:
         write_safetensors(opened, out, **options)
     elif base is None:
         write_adapter(adapter, out, **options)
     else:
-        write_merged(adapter, base, out, **options)
+        write_merged(adapter, base.with_companions(beside), out, **options)
 
 
 def recover_export(folder: Path) -> None:

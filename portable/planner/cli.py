@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.planner.meta_model import MetaModel
+    from portable.planner.plan import Option as Planned
 
 USAGE = f"""\
 usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--compile] [--json] [--KEY VALUE ...]
@@ -80,6 +81,12 @@ def run(argv: Sequence[str]) -> int:
             "Also compile the run's graphs for the device, a TPU (v4, v5e, v5p, v6e), with its own compiler, "
             "and compare the plan with it. Takes minutes, and no TPU.",
         ),
+        Option(
+            "only-memory",
+            "switch",
+            "With --compile: end once memory is assigned and collectives are scheduled, before the compiler "
+            "makes code: seconds in place of minutes.",
+        ),
         Option("topology", "text", "With --compile: the chips along each axis of the slice, 4x4.", "AxB"),
         Option("wide", "switch", "Show what the device memory of each option consists of."),
         Option("json", "switch", "Print the plan as JSON."),
@@ -90,18 +97,37 @@ def run(argv: Sequence[str]) -> int:
     planner = Planner(config, _meta_model(config), target)
     found = planner.options()
     best = planner.best(found)
+    adapter = _with_adapter(planner) if target.device is not None and not _fits_as_it_is(best) else None
     compiled = _compiled(planner, given)
     if given.get("json"):
-        answer = as_json(planner, found, best)
+        answer = as_json(planner, found, best, adapter)
         if compiled is not None:
             answer["compiled"] = compiled_report.as_json(*compiled)
         say(json.dumps(answer, indent=1))
     else:
         width = shutil.get_terminal_size((100, 24)).columns
-        say(as_text(planner, found, best, wide=bool(given.get("wide")), width=min(max(60, width), 110)))
+        wide = bool(given.get("wide"))
+        say(as_text(planner, found, best, adapter, wide=wide, width=min(max(60, width), 110)))
         if compiled is not None:
             say("\n" + compiled_report.as_text(*compiled))
     return 0
+
+
+def _fits_as_it_is(best: Planned | None) -> bool:
+    return best is not None and not best.setting.offloaded
+
+
+def _with_adapter(planner: Planner) -> Planned | None:
+    """What training an adapter instead of all weights takes; None if that does not fit or is not possible."""
+    if planner.config.adapter.type is not None:
+        return None
+    try:
+        config = planner.config.replaced({"adapter.type": "lora"})
+        instead = Planner(config, _meta_model(config), planner.target)
+        best = instead.best(instead.options())
+    except UserError:  # of a model that cannot have one, or beside another setting
+        return None
+    return best if _fits_as_it_is(best) else None
 
 
 def _compiled(
@@ -111,6 +137,7 @@ def _compiled(
     topology = given.get("topology")
     if not given.get("compile"):
         require(topology is None, "--topology: has an effect only with --compile; add it, or leave both out")
+        require(not given.get("only_memory"), "--only-memory: has an effect only with --compile; add it")
         return None
     own = planner.option(Setting.of(planner.config))
     target = planner.target
@@ -120,6 +147,7 @@ def _compiled(
         target.cluster.devices,
         topology,
         planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,
+        only_memory=bool(given.get("only_memory")),
     )
     compiled = compiled_report.advised(compiled, next_reductions(planner, own))
     return compiled, compiled_report.compare(compiled, own, planner.share // planner.micro_batch)

@@ -60,6 +60,8 @@ class Inventory:
     num_layers: int
     """Layers that a token passes through. Layers that share parameters count each time."""
     vocab_size: int
+    parameters: int
+    """Parameters that the weights stand for; quantized ones have fewer elements."""
     no_units: str | None = None
     """Why FSDP cannot make units of this model, as a message for the user; None if it can."""
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from portable.errors import UserError, one_line
+from portable.model.flops import parameter_count
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
 from portable.optim.optimizers import groups_of
@@ -90,6 +91,7 @@ def inspect(module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = 
         hidden_size=int(getattr(text, "hidden_size", 1024)),
         num_layers=int(getattr(text, "num_hidden_layers", len(layers))),
         vocab_size=int(getattr(text, "vocab_size", 0)),
+        parameters=parameter_count(model),
     )
 
 

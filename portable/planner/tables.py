@@ -19,13 +19,15 @@ _PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 _BYTES = ("device", "host", "disk", "sends")
 
 
-def as_json(planner: Planner, options: Sequence[Option], best: Option | None) -> dict[str, Any]:
-    """The plan for programs; sizes in bytes."""
+def as_json(
+    planner: Planner, options: Sequence[Option], best: Option | None, adapter: Option | None = None
+) -> dict[str, Any]:
+    """The plan for programs; sizes in bytes. ``adapter``: what fits with one, where nothing does without."""
     target = planner.target
     device = target.device
     return {
         "model": planner.model.architecture,
-        "parameters": planner.model.elements,
+        "parameters": planner.model.parameters,
         "precision": planner.config.precision,
         "backend": target.backend,
         "device": None if device is None else device.name,
@@ -34,7 +36,8 @@ def as_json(planner: Planner, options: Sequence[Option], best: Option | None) ->
         "devices": target.cluster.devices,
         "host_memory": target.host_memory,
         "activations_estimated": planner.failure,
-        "best": None if best is None else {**_option(best), "reason": reason(planner, options, best)},
+        "best": None if best is None else _option(best) | {"reason": reason(planner, options, best, adapter)},
+        "with_adapter": None if adapter is None else _option(adapter),
         "options": [_option(option) for option in options],
     }
 
@@ -56,7 +59,13 @@ def _option(option: Option) -> dict[str, Any]:
 
 
 def as_text(
-    planner: Planner, options: Sequence[Option], best: Option | None, *, wide: bool = False, width: int = 100
+    planner: Planner,
+    options: Sequence[Option],
+    best: Option | None,
+    adapter: Option | None = None,
+    *,
+    wide: bool = False,
+    width: int = 100,
 ) -> str:
     """The plan for people.
 
@@ -64,6 +73,7 @@ def as_text(
         planner: that made it.
         options: all of them.
         best: the recommended one.
+        adapter: what fits with an adapter, where without one nothing does, or only with offloading.
         wide: show what device memory consists of.
         width: of a line of prose.
     """
@@ -71,7 +81,7 @@ def as_text(
     device, cluster = target.device, target.cluster
     where = f"{cluster.devices} x {device.name}" if device is not None else f"{cluster.devices} devices"
     rows = [
-        ("model", f"{planner.model.architecture}, {planner.model.elements:,} parameters"),
+        ("model", f"{planner.model.architecture}, {planner.model.parameters:,} parameters"),
         ("devices", where + ("" if device is None else f", {human_bytes(device.memory)} each")),
         (
             "batch",
@@ -84,7 +94,7 @@ def as_text(
     if planner.failure is not None:
         parts.append(f"note: activations are estimated by formula: {planner.failure}")
     if device is not None:
-        parts.append(folded(reason(planner, options, best), width))
+        parts.append(folded(reason(planner, options, best, adapter), width))
     if best is not None:
         parts.append(best.yaml(planner.config))
     parts.append(columns(options, planner, best, wide=wide))
@@ -170,17 +180,27 @@ def in_words(option: Option) -> str:
     return option.setting.strategy + (f" with {moved} {where}" if moved else "")
 
 
-def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> str:
-    """Why ``best`` is recommended, and what to reduce next."""
+def reason(
+    planner: Planner, options: Sequence[Option], best: Option | None, adapter: Option | None = None
+) -> str:
+    """Why ``best`` is recommended, what to reduce next, and what fits with an adapter."""
     device = planner.target.device
     assert device is not None
     usable = device.usable(planner.target.cluster.devices)
+    instead = ""
+    if adapter is not None:
+        instead = (
+            f".\nWith an adapter (adapter.type lora), {in_words(adapter)} takes "
+            f"{human_bytes(adapter.device_bytes.total)}"
+        )
+        if changes := changed(planner, adapter):
+            instead += " with " + " and ".join(changes)
     if best is None:
         least = min(options, key=lambda option: option.device_bytes.total)
         return (
             f"nothing fits: even {in_words(least)} takes {human_bytes(least.device_bytes.total)} of "
             f"{human_bytes(usable)} usable, most of it {largest_part(least)}, also with one sequence at a "
-            f"time and recomputation; {_last_resorts(planner)}"
+            f"time and recomputation; {_last_resorts(planner)}{instead}"
         )
     text = (
         f"best: {in_words(best)}, the first in the order that fits: "
@@ -200,7 +220,7 @@ def reason(planner: Planner, options: Sequence[Option], best: Option | None) -> 
     if changes := changed(planner, best):
         text += "; it takes " + " and ".join(changes)
     text += f".\nIf memory runs out: {next_reductions(planner, best)}"
-    return text
+    return text + instead
 
 
 def changed(planner: Planner, option: Option) -> list[str]:

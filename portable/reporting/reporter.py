@@ -23,6 +23,7 @@ from portable.reporting.metrics import (
     open_trackers,
     read_metrics,
 )
+from portable.terminal import columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -152,7 +153,8 @@ class Reporter(Events):
         if "mfu" in values:
             shown["mfu"] = f"{values['mfu']:.1%}"
         assert self._bar is not None
-        self._bar.set_postfix(shown)
+        # A bar of a hundred columns has no room for more.
+        self._bar.set_postfix({name: value for name, value in shown.items() if name != "mem"})
         if self._bar.disable:
             left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
             pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
@@ -246,7 +248,7 @@ class Reporter(Events):
             rows.append(("training loss", f"{self.last_loss:.4f}"))
         if self.last_evaluation:
             rows.append(("evaluation", evaluation_in_words(self.last_evaluation)))
-        return table([*rows, *places])
+        return table([*rows, *places], columns())
 
     def close(self) -> None:
         if self._bar is not None:

@@ -76,6 +76,7 @@ def _digest(config: RunConfig, data: Data, name: str, samples: Samples) -> str:
         config.train.loss,
         plugins.digest(config.train.loss or ""),
         model.model_dump(mode="json"),
+        config.adapter.model_dump(mode="json"),
         plugins.digest(model.function or ""),
         weights,
         config.seed if model.from_scratch else None,

@@ -31,17 +31,18 @@ def prepare_code(config: RunConfig) -> None:
         check(config.train.callbacks)
 
 
-def digests(config: RunConfig) -> dict[str, str]:
-    """A digest of each piece of code of the user's, by the setting that names it.
-
-    That of ``data.source`` is not one: the tokens that it comes to are compared.
-    """
+def named_code(config: RunConfig) -> dict[str, str]:
+    """The code of the user's that the steps and evaluations of a run call, by the setting that names it."""
     train = config.train
     alone = {"train.loss": train.loss, "model.function": config.model.function}
     named = {key: name for key, name in alone.items() if name is not None}
     named |= {f"train.metrics {name}": name for name in train.metrics or () if plugins.names_code(name)}
-    named |= {f"train.callbacks {name}": name for name in train.callbacks}
-    found = {key: plugins.digest(name) for key, name in named.items()}
+    return named | {f"train.callbacks {name}": name for name in train.callbacks}
+
+
+def digests(config: RunConfig) -> dict[str, str]:
+    """A digest of each piece of it. The tokens that ``data.source`` comes to are compared themselves."""
+    found = {key: plugins.digest(name) for key, name in named_code(config).items()}
     return {key: value for key, value in found.items() if value}
 
 

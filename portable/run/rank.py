@@ -19,6 +19,7 @@ from portable.ranks.collectives import all_or_none, peer_error, publish_error
 from portable.ranks.consistency import agree, settings_and_versions
 from portable.registry import create_backend
 from portable.run import micro_batch
+from portable.run.check_waits import check_waits
 from portable.run.evaluation import evaluate_all, needs_evaluation_data
 from portable.run.own_code import digests, prepare_code
 from portable.run.prepare import Prepared, prepare, with_agreed_micro_batch
@@ -42,6 +43,7 @@ def run_rank(
     eval_only: bool = False,
     profile: bool = False,
     replay: int | None = None,
+    waits: bool = False,
 ) -> int:
     """Train, or resume, as one rank of this launch.
 
@@ -51,6 +53,7 @@ def run_rank(
         eval_only: only evaluate.
         profile: write a trace of a few steps into ``profile`` in the run's folder.
         replay: only take this step again, with :mod:`portable.run.replay`.
+        waits: only check steps, with :mod:`portable.run.check_waits`.
 
     Returns:
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
@@ -63,7 +66,7 @@ def run_rank(
     prepared: Prepared | UserError
     try:
         if not isinstance(settled, Settled):
-            writes = not eval_only and replay is None
+            writes = not eval_only and replay is None and not waits
             settled = settle(config, backend_name, writes=writes)
         if replay is not None:  # compiled layers cannot be looked into
             settled = replace(
@@ -85,6 +88,8 @@ def run_rank(
             return _evaluate_only(prepared)
         if replay is not None:
             return replay_step(prepared, replay)
+        if waits:
+            return check_waits(prepared)
         return train_run(prepared, output, profile=profile)
     except ReportedElsewhereError:
         raise

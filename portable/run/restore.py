@@ -240,6 +240,8 @@ def _initialize(
         for weights in blueprint.initial_weights(config.seed):
             load_weights(weights)
         return
+    if adapter is not None:
+        adapter.check_base(pretrained.missing)
     if prepared.backend.rank == 0:
         for note in pretrained.notes():
             print(note, file=sys.stderr)

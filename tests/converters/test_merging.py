@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from converters import find_adapter, open_checkpoint, write_merged
+from converters.adapters.base_names import BaseNames
 from converters.adapters.merging import INPUTS_FIRST
 from converters.cli import main
 from tests.tiny_models import tiny_config
@@ -122,6 +123,45 @@ def test_every_linear_layer_of_an_architecture(kind: str, tmp_path: Path) -> Non
     assert_same(pair.merge().state_dict(), pair.truth(), pair.load(pair.base).state_dict())
 
 
+@pytest.mark.exhaustive
+def test_no_live_name_is_taken_for_another_tensor(tmp_path: Path) -> None:
+    """Of every architecture: a live parameter has the values that are found for it, or is not found."""
+    from tests.architectures import auto_class, pairs
+
+    found = missing = 0
+    for kind, task in pairs():
+        try:
+            torch.manual_seed(0)
+            values = {key: value for key, value in tiny_config(kind, task).items() if key != "model_type"}
+            model = auto_class(task).from_config(transformers.AutoConfig.for_model(kind, **values))
+            model.save_pretrained(tmp_path / "model")
+        except Exception:
+            continue
+        checkpoint = open_checkpoint(tmp_path / "model")
+        names = BaseNames(checkpoint.tensors, checkpoint.aliases)
+        for name, parameter in model.named_parameters():
+            place = names.find(name)
+            if place is None:
+                missing += 1
+                continue
+            found += 1
+            assert place.shape == tuple(parameter.shape), (kind, name)
+            live = (
+                parameter.detach().float().numpy().reshape(-1, parameter.shape[-1] if parameter.ndim else 1)
+            )
+            for region in place.regions:
+                tensor = checkpoint.tensors[checkpoint.aliases.get(region.name, region.name)]
+                held = tensor.read().astype(np.float32).reshape(-1, live.shape[-1])
+                if place.whole:
+                    assert np.array_equal(held, live), (kind, name)
+                else:
+                    rows = held[region.row : region.row + region.stop - region.start]
+                    assert np.array_equal(rows, live[region.start : region.stop]), (kind, name)
+        del checkpoint
+        shutil.rmtree(tmp_path / "model")
+    assert found > 30 * missing
+
+
 SEQ2SEQ = partial(model_of, "t5", "AutoModelForSeq2SeqLM")
 BERT = partial(model_of, "bert", "AutoModelForSequenceClassification")
 UNTIED = partial(model_of, "llama", tie_word_embeddings=False)
@@ -161,6 +201,10 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
     "one-expert-matrix": (partial(model_of, "mixtral"), lora(target_parameters=EXPERTS[1:])),
     "experts-inputs-first": (
         partial(model_of, "gpt_oss"),
+        lora(target_modules=[], target_parameters=EXPERTS),
+    ),
+    "square-experts": (
+        partial(model_of, "gpt_oss", intermediate_size=32),
         lora(target_modules=[], target_parameters=EXPERTS),
     ),
     "router": (partial(model_of, "qwen3_moe"), lora(modules_to_save=["mlp.gate"])),

@@ -201,6 +201,9 @@ CASES = [
     *((3, strategy, {"precision": "bf16", **PART}) for strategy in ("full_shard", "zero3")),
     *((2, strategy, {"precision": "bf16", **LORA}) for strategy in ("no_shard", "zero1", "zero2")),
     *((3, strategy, {"precision": "bf16", **LORA}) for strategy in ("shard_grad_op", "zero3")),
+    (2, "no_shard", {"precision": "bf16", **LORA, "adapter__base": "nf4"}),
+    (3, "full_shard", {"precision": "bf16", **LORA, "adapter__base": "nf4"}),
+    (2, "full_shard", {**LORA, "adapter__base": "int8"}),
 ]
 
 

@@ -6,16 +6,15 @@ only a GPU can tell (tests/gpu/test_cuda.py).
 
 from __future__ import annotations
 
-import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable.optim.adafactor import Adafactor
 from portable.optim.adamw_8bit import AdamW8bit
+from portable.run.check_waits import Waits
 from tests.parity import opened
 from tests.runs import configured
 
@@ -23,34 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-aten = torch.ops.aten
-READS = {
-    aten._local_scalar_dense.default,  # item(), float(), bool(), tolist() of one
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.equal.default,
-}
-
-
-class Waits(TorchDispatchMode):
-    """Notes where operations read values, or copy to a device from the host."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = [value for value in args if isinstance(value, torch.Tensor)]
-        outward = (
-            func is aten._to_copy.default
-            and inputs[0].device.type != torch.device(kwargs.get("device") or inputs[0].device).type
-        )
-        masks = func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
-        if func in READS or outward or masks:
-            self.found.append(f"{func}\n{''.join(traceback.format_stack(limit=12))}")
-        return func(*args, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sum("image/svg+xml" in output.get("data", {}) for output in shown) == 2  # both legs
     printed = "".join(output.get("text", "") for output in shown if output.get("name") == "stdout")
     assert "did you mean train.learning_rate" in printed
+    assert "eval_surprise" in printed  # a loss, a metric and records of the notebook, on two ranks
     assert "model.embed_tokens.weight" in printed
     assert (tmp_path / "converted" / "model.safetensors").is_file()
     assert (tmp_path / "runs" / "notebook" / "report.html").is_file()

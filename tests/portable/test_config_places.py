@@ -13,6 +13,9 @@ from portable.planner.cli import main as plan
 
 PLACES = {key for key, setting in keys.settings(RunConfig).items() if setting.may_be_path}
 NO_PLACES = {
+    "adapter.target_modules",
+    "model.function",
+    "train.loss",
     "compile_backend",
     "data.config_name",
     "data.label_field",

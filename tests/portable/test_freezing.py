@@ -72,6 +72,10 @@ def test_a_tied_parameter_is_one(run_of: Any) -> None:
             "train.frozen: 'embed_token$' matches no parameter; did you mean embed_tokens?",
         ),
         ({"train__trainable": ["lm_hea$"]}, "train.trainable: 'lm_hea$' matches no parameter"),
+        (
+            {"train__frozen": r"layers\.7\."},
+            r"train.frozen: 'layers\\.7\\.' matches no parameter; parameters are named like model.layers.1.",
+        ),
         ({"train__frozen": "(("}, "train.frozen: '((' is not a regular expression"),
         ({"train__frozen": "."}, "train.frozen: nothing is left to train"),
         ({"train__trainable": "norm", "train__frozen": "norm"}, "train.frozen: nothing is left to train"),

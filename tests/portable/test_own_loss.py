@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from portable import UserError
+from portable import RunError, UserError
 from portable.evaluation.evaluate import evaluate
 from portable.model.loss import IGNORED, Outputs
 from portable.run.batches import eval_batches
+from portable.run.rank import run_rank
 from tests.gpu.test_parity import STEPS, plain_losses
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
@@ -236,6 +237,18 @@ def test_what_is_no_loss_is_refused_in_a_line(name: str, told: str, corpus: Path
             assert result.numbers is not None
             trial.engine.objective.named(trial.backend.read([result.numbers]))
     assert str(caught.value).startswith("train.loss") and "\n" not in str(caught.value)
+
+
+def not_finite(outputs: Outputs, batch: Batch) -> Any:
+    assert outputs.logits is not None
+    valid = batch["labels"] != IGNORED
+    return torch.where(valid, outputs.logits.float().sum(-1), 0.0).sum() * torch.nan, valid.sum()
+
+
+def test_one_that_is_not_finite_ends_the_run_in_a_line(corpus: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path / "run", corpus, **PADDED, train__loss=f"{HERE}:not_finite")
+    with pytest.raises(RunError, match=r"step 1 \(samples 0 to 11\): the loss is not finite; the update"):
+        run_rank("cpu", config)
 
 
 def test_a_variant_of_cross_entropy_is_not_for_a_loss_of_ones_own(corpus: Path, tmp_path: Path) -> None:

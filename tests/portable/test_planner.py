@@ -211,6 +211,24 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     assert planner(needs[0] // 2).largest_micro_batch(sizes) is None
 
 
+def test_an_adapter_is_named_where_training_all_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model.config", json.dumps(LARGE), "--data.seq_len", "1024", "--precision", "bf16"]
+    argv = [*model, "--train.global_batch_size", "16", "--device", "a100-80"]
+    found = {}
+    for count in (2, 16):
+        assert main([*argv, "--devices", str(count), "--json"]) == 0
+        found[count] = json.loads(capsys.readouterr().out)
+    assert found[16]["with_adapter"] is None
+    best = found[2]["with_adapter"]
+    assert best["fits"] and (best["offload_optimizer"], best["offload_params"]) == ("none", "none")
+    assert main([*argv, "--devices", "2", "--adapter.type", "lora", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert {**best, "reason": None} == {**alone["best"], "reason": None} and alone["with_adapter"] is None
+    assert main([*argv, "--devices", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"With an adapter (adapter.type lora), {best['strategy']} takes" in said
+
+
 def test_the_recommended_row_is_on_top_as_it_will_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where nothing fits as it is configured."""
     argv = ["--model.config", json.dumps(LARGE), "--devices", "64", "--data.seq_len", "1024"]

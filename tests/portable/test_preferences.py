@@ -264,6 +264,71 @@ def test_a_frozen_copy_is_the_same_reference(data: Path, tmp_path: Path, brief_r
         assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
+# -- with an adapter ---------------------------------------------------------------------------------------
+
+LORA: dict[str, Any] = {
+    **PAIRS,
+    "adapter__type": "lora",
+    "adapter__r": 4,
+    "adapter__dropout": 0.0,
+    "train__learning_rate": 2e-2,
+    "train__steps": 6,
+    "train__warmup_steps": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def adapted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    found = losses(configured(tmp_path_factory.mktemp("truth"), data, **LORA))
+    assert found[-1]["loss"] < found[0]["loss"] - 0.01
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "settings"),
+    [
+        ("full_shard", 2, {"strategy": "full_shard"}),
+        ("zero2", 2, {"strategy": "zero2"}),
+        ("zero3", 2, {"strategy": "zero3"}),
+        ("xla", 2, {"backend": "xla"}),
+    ],
+)
+def test_the_adapter_switched_off_is_the_reference(
+    name: str, size: int, settings: dict[str, Any], adapted: Any, data: Path, tmp_path: Path, engines: Engines
+) -> None:
+    config = configured(tmp_path, data, **{**LORA, **settings, "train__loss": "dpo(reference='adapter')"})
+    for one, other in zip(engines.run(name, size, losses, config), adapted, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)  # rewards are differences of sums
+
+
+def leg(config: RunConfig) -> int:
+    return run_rank(config.backend, config)
+
+
+def test_a_run_moves_from_full_shard_to_zero2_to_xla(
+    adapted: Any, data: Path, tmp_path: Path, engines: Engines
+) -> None:
+    settings = {**LORA, "data__cache_dir": str(tmp_path / "cache"), "log__every_steps": 1}
+    legs: tuple[tuple[str, dict[str, Any], int | None], ...] = (
+        ("full_shard", {"strategy": "full_shard"}, 2),
+        ("zero2", {"strategy": "zero2"}, 4),
+        ("xla", {"backend": "xla"}, None),
+    )
+    for name, own, until in legs:
+        config = configured(tmp_path / "run", data, **settings, **own, train__stop_after=until)
+        assert engines.run(name, 2, leg, config) == 0
+    rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in rows] == pytest.approx([one["loss"] for one in adapted], rel=1e-5)
+
+
+def test_without_an_adapter_there_is_none_to_switch_off(data: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path, data, **{**PAIRS, "train__loss": "dpo(reference='adapter')"})
+    with pytest.raises(UserError, match="the model has no adapter to switch off; set adapter"):
+        losses(config)
+
+
 # -- data --------------------------------------------------------------------------------------------------
 
 

@@ -281,8 +281,8 @@ def reports_of_odd_steps(config: RunConfig) -> list[str]:
 
     for length, scale in ((16, 2.0), (16, 2.0), (12, 2.0), (16, 1.0)):
         step(length, scale)
-    for name in engine._optimizer._decay:
-        engine._optimizer._decay[name] *= 2
+    for name, (share, decay) in engine._optimizer._factors.items():
+        engine._optimizer._factors[name] = share, 2 * decay
     step(16, 2.0)
     return said
 

@@ -1,0 +1,111 @@
+"""The files in ``examples``: they run, and compute what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from portable import load_config
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.parity import opened
+from tests.portable.data_support import write_jsonl
+from tests.portable.test_preferences import pairs
+from tests.runs import TINY_MODEL, configured, tiny
+
+if TYPE_CHECKING:
+    from tests.engines import Engines
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def beside_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_files_are_valid(path: Path) -> None:
+    config = load_config(path)
+    assert config.train.loss is not None and (EXAMPLES / f"{path.stem}.py").is_file()
+
+
+def test_distillation(tmp_path: Path, corpus: Path, brief_runs: None) -> None:
+    teacher = configured(tmp_path / "teacher", corpus, train__learning_rate=1e-2)
+    run_rank("cpu", teacher)
+    final = tmp_path / "teacher" / "final"
+    more = {
+        "data__tokenizer": str(final),
+        "train__loss": f"distillation:Distillation(teacher='{final}')",
+        "train__micro_batch_size": 2,
+        "model__config": {**TINY_MODEL, "num_hidden_layers": 1},
+    }
+    path = EXAMPLES / "distillation.yaml"
+    config = load_config(path, tiny(tmp_path / "student", corpus, **more))
+    with opened(config) as trial:
+        rows = [next(iter(trial.batches)) for _ in range(3)]
+        trial.batches.close()
+        theirs = AutoModelForCausalLM.from_pretrained(final)
+        total = count = 0.0
+        with torch.no_grad():
+            for row in rows:
+                student = trial.engine.model(row["input_ids"]).logits / 2
+                wanted = (theirs(row["input_ids"]).logits / 2).log_softmax(-1)
+                kl = functional.kl_div(student.log_softmax(-1), wanted, reduction="sum", log_target=True) * 4
+                ce = functional.cross_entropy(
+                    (2 * student).flatten(0, 1), row["labels"].flatten(), reduction="sum"
+                )
+                total, count = total + float(0.5 * kl + 0.5 * ce), count + row["labels"].numel()
+    run_rank("cpu", config)
+    logged = [row for row in read_metrics(tmp_path / "student") if "loss" in row]
+    assert logged[0]["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert logged[-1]["divergence"] < logged[0]["divergence"]
+
+
+REWARD: dict[str, Any] = {
+    "data__seq_len": 48,
+    "data__chat_template": "chatml",
+    "data__packing": False,
+    "data__eval_fraction": 0.1,
+    "model__name_or_path": None,
+    "model__config": TINY_MODEL,
+    "train__global_batch_size": 4,
+    "train__micro_batch_size": 2,
+    "train__learning_rate": 1e-2,
+}
+
+
+def trained(path: Path, settings: dict[str, Any], examples: str) -> None:
+    import sys
+
+    sys.path.insert(0, examples)
+    run_rank("cpu", load_config(path, settings))
+
+
+def test_a_reward_model(tmp_path: Path, engines: Engines, brief_runs: None) -> None:
+    """Chosen answers begin with another word; the exported model scores as the trained one does."""
+    data = write_jsonl(tmp_path / "pairs.jsonl", pairs(60))
+    path = EXAMPLES / "reward_model.yaml"
+    logs = []
+    for name, size, more in (("one", 1, {}), ("two", 2, {"strategy": "full_shard"})):
+        settings = tiny(tmp_path / name, data, **REWARD, **more)
+        engines.run("full_shard", size, trained, path, settings, str(EXAMPLES))
+        logs.append(read_metrics(tmp_path / name))
+    one, two = ([row for row in log if "loss" in row] for log in logs)
+    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-4)
+    assert one[-1]["loss"] < one[0]["loss"] - 0.2 and logs[0][-1]["eval_accuracy"] > 0.9
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "one" / "final")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "one" / "final")
+    assert model.config.num_labels == 1
+    scores = []
+    for key in ("chosen", "rejected"):
+        row = pairs(9)[8]
+        text = tokens.apply_chat_template([*row["prompt"], *row[key]], tokenize=False)
+        with torch.no_grad():
+            scores.append(float(model(**tokens(text, return_tensors="pt", add_special_tokens=False)).logits))
+    assert scores[0] > scores[1]

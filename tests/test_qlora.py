@@ -1,0 +1,248 @@
+"""Adapters on a base in 4 and 8 bits, held against a loop in plain torch, peft and bitsandbytes."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from converters import open_checkpoint
+from portable.data import TrainLoader, build_data
+from portable.errors import UserError
+from portable.model import quantized
+from portable.registry import create_backend
+from portable.reporting.metrics import read_metrics
+from portable.run.prepare import prepare
+from portable.run.rank import run_rank
+from portable.run.restore import restore
+from portable.run.settle import settle
+from tests.gpu.test_pretrained_memory import peak_of
+from tests.parity import opened
+from tests.runs import TINY_MODEL, configured
+
+bnb: Any = pytest.importorskip("bitsandbytes")
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.engines import Engines
+
+STEPS = 6
+COMMON: dict[str, Any] = {
+    "model__config": {**TINY_MODEL, "hidden_size": 64, "intermediate_size": 96},
+    "adapter__type": "lora",
+    "train__micro_batch_size": 1,
+    "train__global_batch_size": 12,
+    "train__steps": STEPS,
+    "train__learning_rate": 1e-2,
+}
+
+
+def our_losses(config: RunConfig) -> list[float]:
+    with opened(config) as trial:
+        return trial.backend.read([trial.step().loss for _ in range(STEPS)])
+
+
+def in_place_of(linear: nn.Linear, kind: str) -> Any:
+    """bitsandbytes' own layer with the values of ``linear``."""
+    sizes = linear.in_features, linear.out_features, linear.bias is not None
+    if kind == "nf4":
+        made = bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
+    else:
+        made = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=0.0)
+    made.load_state_dict(linear.state_dict())
+    return made.to("cpu")
+
+
+def peft_losses(config: RunConfig) -> list[float]:
+    """The same run as a person would write it: one process, the whole batch at once."""
+    import peft
+
+    kind = config.adapter.base
+    backend = create_backend("cpu")
+    run = prepare(settle(config.replaced({"adapter.base": "auto"}), backend.name), backend)
+    state = restore(run, None).engine.model.state_dict()
+    assert run.adapter is not None
+    base: Any = AutoModelForCausalLM.from_config(run.model_config, attn_implementation="sdpa")
+    lora = {name: tensor for name, tensor in state.items() if "lora" in name}
+    rest = {name.replace(".base_layer", ""): state[name] for name in state.keys() - lora.keys()}
+    base.load_state_dict(rest)
+    for name, module in list(base.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            base.set_submodule(name, in_place_of(module, kind))
+    setattr(base, f"is_loaded_in_{4 if kind == 'nf4' else 8}bit", True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = peft.get_peft_model(base, run.adapter.config)
+    assert any("bnb" in type(module).__module__ for module in model.modules())
+    assert not model.get_base_model().load_state_dict(lora, strict=False).unexpected_keys
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    train = config.train
+    optimizer = torch.optim.AdamW(trained, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
+    size = train.global_batch_size
+    loader = iter(
+        TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
+    )
+    losses = []
+    for step in range(STEPS):
+        batch = next(loader)
+        labels = batch.pop("labels")
+        logits = model(**batch, use_cache=False).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = run.schedule(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    loader.close()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    folder = tmp_path_factory.mktemp("truth")
+    return {
+        kind: peft_losses(configured(folder, corpus, **COMMON, adapter__base=kind))
+        for kind in ("nf4", "int8")
+    }
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (1, {"strategy": "no_shard"}),
+        (2, {"strategy": "no_shard"}),
+        (3, {"strategy": "full_shard"}),
+        (2, {"strategy": "shard_grad_op", "memory__activation_checkpointing": "full"}),
+        (2, {"strategy": "full_shard", "memory__offload_params": "cpu"}),
+    ],
+)
+def test_equals_a_loop_with_peft_and_bitsandbytes(
+    kind: str,
+    size: int,
+    settings: dict[str, Any],
+    truth: dict[str, list[float]],
+    engines: Engines,
+    corpus: Path,
+    tmp_path: Path,
+) -> None:
+    config = configured(tmp_path, corpus, **COMMON, adapter__base=kind, **settings)
+    losses = engines.run("full_shard", size, our_losses, config)
+    assert losses[-1] < losses[0] - 0.1
+    assert truth["nf4"] != pytest.approx(truth["int8"], rel=1e-4)
+    assert losses == pytest.approx(truth[kind], rel=1e-6 if size == 1 and kind == "nf4" else 1e-5)
+
+
+def launched(config: RunConfig) -> int:
+    return run_rank("cpu", config)
+
+
+def test_a_run_stops_goes_on_and_is_exported(engines: Engines, corpus: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        **COMMON,
+        "adapter__base": "nf4",
+        "precision": "bf16",
+        "checkpoint__every_steps": 3,
+    }
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    config = configured(whole, corpus, **settings, strategy="full_shard")
+    assert engines.run("full_shard", 2, launched, config) == 0
+    for size, more in ((2, {"train__stop_after": 3}), (1, {"strategy": "no_shard"})):
+        assert engines.run("full_shard", size, launched, configured(run, corpus, **settings, **more)) == 0
+    losses = [[row["loss"] for row in read_metrics(folder) if "loss" in row] for folder in (whole, run)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert losses[1][:3] == losses[0][:3]
+    ours, theirs = (open_checkpoint(folder / "final").tensors for folder in (run, whole))
+    assert ours.keys() == theirs.keys()
+    assert all("lora" in name for name in ours)
+
+
+def refused(settings: dict[str, Any], folder: Path, corpus: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        prepare(settle(configured(folder, corpus, **{**COMMON, **settings}), "cpu"), create_backend("cpu"))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "zero2"}, "adapter.base nf4 does not work with DeepSpeed's strategy zero2"),
+        ({"adapter__use_dora": True}, "adapter.use_dora does not work with adapter.base nf4"),
+        ({"compile": True}, "compile does not work with adapter.base nf4"),
+        (
+            {"model__config": {"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 4}},
+            "adapter.base: GPT2LMHeadModel has no linear layers to hold in nf4",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    settings: dict[str, Any], message: str, corpus: Path, tmp_path: Path
+) -> None:
+    assert refused({"adapter__base": "nf4", **settings}, tmp_path, corpus).startswith(message)
+
+
+def test_without_the_package(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    quantized.bitsandbytes.cache_clear()
+    try:
+        said = refused({"adapter__base": "nf4"}, tmp_path, corpus)
+    finally:
+        quantized.bitsandbytes.cache_clear()
+    assert said.startswith("adapter.base: nf4 and int8 need bitsandbytes; pip install")
+
+
+def test_counts_are_those_of_the_model(corpus: Path, tmp_path: Path) -> None:
+    """A quantized weight stands for all its elements."""
+    whole, part = (
+        prepare(
+            settle(configured(tmp_path, corpus, **COMMON, adapter__base=base), "cpu"), create_backend("cpu")
+        )
+        for base in ("auto", "nf4")
+    )
+    assert (part.parameters, part.trained) == (whole.parameters, whole.trained)
+    assert part.flops_per_token == whole.flops_per_token
+    inside = sum(p.numel() * p.itemsize for p in part.model.model.layers.parameters() if not p.requires_grad)
+    assert inside < 0.6 * sum(p.numel() for p in whole.model.model.layers.parameters() if not p.requires_grad)
+
+
+def grown(config: RunConfig) -> tuple[int, int]:
+    """How much this process grows while the engine gets its weights, and the bytes of its parameters."""
+    backend = create_backend("cpu")
+    backend.start()
+    try:
+        run = prepare(settle(config, backend.name), backend)
+        found: list[int] = []
+        with peak_of(found):
+            engine: Any = restore(run, None).engine
+        return found[0], sum(p.numel() * p.itemsize for p in engine.model.parameters())
+    finally:
+        backend.stop()
+
+
+@pytest.mark.slow
+def test_host_memory_does_not_grow_with_the_model(corpus: Path, tmp_path: Path) -> None:
+    beyond = []
+    for layers in (2, 8):
+        folder = tmp_path / f"model{layers}"
+        sizes = {"num_hidden_layers": layers, "hidden_size": 512, "intermediate_size": 1536}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**TINY_MODEL, **sizes}))
+        model.save_pretrained(folder)
+        build_data(configured(folder, corpus).data, model_vocab_size=384).tokenizer.save_pretrained(folder)
+        settings = {**COMMON, "model__config": None, "model__name_or_path": str(folder)}
+        config = configured(tmp_path / "run", corpus, **settings, adapter__base="nf4", precision="bf16")
+        most, size = grown(config)
+        whole = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        assert size < 0.3 * whole
+        beyond.append(most - size)
+    assert beyond[1] < beyond[0] + 16 * 2**20, beyond
