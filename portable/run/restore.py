@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -194,7 +195,7 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
             engine.load(checkpoint)
             if prepared.data.streams:
                 try:
-                    prepared.data.train.adopt(state.metadata.get("streams", {}))
+                    prepared.data.train.adopt(json.loads(state.metadata.get("streams", "{}")))
                 except (TypeError, ValueError, AttributeError) as error:
                     raise DamagedError(f"{source}: its manifest is damaged ({one_line(error)})") from error
     except CheckpointError as error:
