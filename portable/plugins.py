@@ -384,6 +384,19 @@ def _names_in(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
+def load_made(key: str, text: str) -> Any:
+    """The object that a setting names; what a function returns, in place of the function."""
+    found = load(key, text)
+    with told_as(f"{key}: {text}"):
+        return found() if callable(found) else found
+
+
+def installed() -> dict[str, str]:
+    """The modules of a notebook or script that :func:`install` made in this process."""
+    names = [name for name in sys.modules if name.startswith(NOTEBOOK)]
+    return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
+
+
 def install(sources: Mapping[str, str]) -> None:
     """Make the modules of a notebook or script importable in this process."""
     for name, text in sources.items():

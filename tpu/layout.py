@@ -193,14 +193,15 @@ class _Constrain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sharding: Any, gradient: Any) -> Tensor:
         ctx.gradient = gradient
-        return _marked(tensor, sharding)
+        return marked(tensor, sharding)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _marked(gradients[0], ctx.gradient), None, None
+        return marked(gradients[0], ctx.gradient), None, None
 
 
-def _marked(tensor: Tensor, sharding: Any) -> Tensor:
+def marked(tensor: Tensor, sharding: Any) -> Tensor:
+    """A copy of ``tensor`` that is annotated with a sharding."""
     # Marking works in place, and a clone would inherit the sharding of a placed tensor. The compiler removes
     # the multiplication.
     copy = tensor * 1

@@ -29,7 +29,7 @@ from portable.model.pretrained import snapshot
 from portable.model.quantized import KINDS, QuantizedLinear, QuantizedTensor, bitsandbytes, quantize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -99,6 +99,23 @@ class Adapter:
                 if base in weights:
                     found[name] = lengths.of(weights[base])
         return found
+
+    def check_base(self, missing: Sequence[str]) -> None:
+        """Raise UserError for weights that the base model's files lack and the adapter would not hold.
+
+        They would be random here, and again where the adapter is loaded.
+
+        Args:
+            missing: their names in the base model.
+        """
+        held = {base for name, base in self._names.items() if name in self._files}
+        lost = [name for name in missing if name not in held]
+        if lost:
+            module = lost[0].split(".")[-3:-1][0]
+            raise UserError(
+                f"adapter: {self._run.model.name_or_path} has no {lost[0]}, which would be random and not "
+                f"saved with the adapter; add {module} to adapter.modules_to_save, or take another base"
+            )
 
     def initial(self) -> Mapping[str, ReadableTensor]:
         """The adapter's own values at the start, by parameter name.

@@ -62,6 +62,10 @@ class Checkpoints(ABC, Generic[P]):
         self._rank = rank
         self._pending: _Pending[P] | None = None
         self._last: P | None = None  # the last complete checkpoint, as far as this rank knows
+        self.on_complete: Callable[[P], None] = lambda folder: None
+        """Called on rank 0 with each new checkpoint, where it was saved: mostly in a background thread."""
+        self.in_use: Callable[[], set[int]] = set
+        """The steps of checkpoints that must not be deleted yet."""
 
     # -- implemented for each kind of storage ------------------------------------------------------------
 
@@ -156,7 +160,8 @@ class Checkpoints(ABC, Generic[P]):
         def complete() -> None:
             self._complete(handle, written, final, add, manifest)
             if self._rank == 0:
-                self._prune({step for step, _ in state.standing.best})
+                self.on_complete(final)
+                self.prune({step for step, _ in state.standing.best})
 
         self._pending = _Pending(final, in_background(complete, name="checkpoint"))
 
@@ -191,12 +196,12 @@ class Checkpoints(ABC, Generic[P]):
                 f"{folder}: could not be written ({reason}); last good checkpoint: {self._last or 'none'}"
             ) from error
 
-    def _prune(self, best: set[int]) -> None:
-        """Delete old checkpoints, except those of the steps ``best``."""
+    def prune(self, best: set[int]) -> None:
+        """Delete old checkpoints, except those of the steps ``best`` and those in use."""
         if self._keep is None:
             return
         for step, folder in self.complete()[: -self._keep]:
-            if step not in best:
+            if step not in best | self.in_use():
                 self._remove(folder)
 
 

@@ -40,7 +40,7 @@ def dump_yaml(config: RunConfig, comments: bool = True) -> str:
     for name, value in tree.items():
         if comments and name in about:
             parts.append(f"\n# {about[name].splitlines()[0]}\n")
-        parts.append(_text({name: value}))
+        parts.append(as_yaml({name: value}))
     return "".join(parts).lstrip("\n")
 
 
@@ -57,7 +57,8 @@ def _tree(config: RunConfig) -> dict[str, Any]:
     return plain
 
 
-def _text(value: dict[str, Any]) -> str:
+def as_yaml(value: dict[str, Any]) -> str:
+    """``value``, of plain values, as YAML that this program reads back as the same."""
     return yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100
     )

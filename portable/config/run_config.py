@@ -19,6 +19,7 @@ from portable.config.sections import (
     DeepSpeedConfig,
     Fp16Config,
     FsdpConfig,
+    HubConfig,
     LogConfig,
     MemoryConfig,
     ModelConfig,
@@ -116,6 +117,7 @@ class RunConfig(Section):
         default_factory=CheckpointConfig, description=str(CheckpointConfig.__doc__)
     )
     log: LogConfig = Field(default_factory=LogConfig, description=str(LogConfig.__doc__))
+    hub: HubConfig = Field(default_factory=HubConfig, description=str(HubConfig.__doc__))
 
     _put: dict[str, Any] = PrivateAttr(default_factory=dict)
     _came_from: dict[str, str] = PrivateAttr(default_factory=dict)

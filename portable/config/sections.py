@@ -27,7 +27,9 @@ from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read w
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
-Format = Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"]
+Format = Literal[
+    "auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"
+]
 XlaDtype = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -226,6 +228,32 @@ class DataConfig(Section):
         description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
         "for the last part of a run: from that step on they replace all weights before.",
     )
+    on_bad_record: Literal["error", "skip"] = Field(
+        default="error",
+        description="What a record that cannot be read does: end the run, or be left out. The first few are "
+        "printed with file and line, and their number.",
+        json_schema_extra=OF_SOURCE,
+    )
+    stream: Flag = Field(
+        default=False,
+        description="Train while the files are read: they are tokenized one by one, ahead of the run, and at "
+        "most data.cache_limit of their tokens is on disk. For data that is larger than the disk, and "
+        "to begin at once (causal-lm). Nothing is held out of it: set data.eval.",
+        json_schema_extra=OF_SOURCE,
+    )
+    shuffle_window: int = Field(
+        default=1,
+        ge=1,
+        description="Files of a stream whose samples are mixed: windows of so many, in a shuffled order. "
+        "More is shuffled better, and the run begins once as many are tokenized.",
+        json_schema_extra=IDENTITY,
+    )
+    cache_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="Gigabytes of a stream's tokens that stay on disk; what is needed again is made again. "
+        "Null: half of the space that is free at the start.",
+    )
     config_name: str | None = Field(
         default=None,
         description="Configuration of the hub dataset, if it has several (such as wikitext-2-raw-v1).",
@@ -249,7 +277,8 @@ class DataConfig(Section):
         description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
         "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
         "messages); alpaca (instruction, input, output); preference (prompt, chosen, rejected, for a loss of "
-        "pairs). auto: recognized by the first record's columns.",
+        "pairs); samples (finished ones, from code of your own). auto: recognized by the first record's "
+        "columns.",
         json_schema_extra=OF_SOURCE,
     )
     chat_template: PathText | None = Field(
@@ -342,6 +371,13 @@ class DataConfig(Section):
         default=None,
         description="Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a "
         "model built from scratch, a small byte-pair encoding trained on the source, once, and cached.",
+    )
+    added_tokens: Names = Field(
+        default=(),
+        description="Special tokens to add to the tokenizer, such as those of a chat template. The model's "
+        "vocabulary grows where it has to; new rows are drawn around the mean of the others, as in "
+        "transformers.",
+        json_schema_extra=IDENTITY,
     )
     vocab_size: int | None = Field(
         default=None,
@@ -942,4 +978,26 @@ class LogConfig(Section):
     )
     sample_tokens: int = Field(
         default=64, ge=0, description="Tokens to generate in that sample. 0: no sample."
+    )
+
+
+class HubConfig(Section):
+    """Uploading what is exported to the Hugging Face hub."""
+
+    push: Literal["end", "checkpoints"] | None = Field(
+        default=None,
+        description="What to upload: <output_dir>/final at the end, with a model card (end), or the export "
+        "of every checkpoint, too, each as a commit (checkpoints). Null: nothing. Optimizer states and data "
+        "stay here. The token comes from HF_TOKEN or hf auth login.",
+    )
+    repo: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Repository, such as organization/name. It is created if there is none. Null: the last "
+        "part of output_dir, under the name of the token's user.",
+    )
+    private: Flag = Field(
+        default=True,
+        description="Create the repository as a private one, and refuse one that is public. False: create a "
+        "public one; an existing one stays as it is.",
     )

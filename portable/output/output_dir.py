@@ -30,6 +30,7 @@ class Output(ABC):
         place: the path or URL of ``output_dir``.
         work: the local folder for this process's files. They appear at ``place`` under the same names, at
             once if it is the same folder, else at :meth:`publish`.
+        scratch: a local folder for temporary files, which are not published. It may not exist.
         rank: of this process.
         agreed: the part of ``output_dir`` that must be equal on all ranks. Empty for a local folder: a shared
             folder may have another path on each rank.
@@ -37,6 +38,7 @@ class Output(ABC):
 
     place: Place
     work: Path
+    scratch: Path
     rank: int
     agreed = ""
 
@@ -86,6 +88,7 @@ class LocalOutput(Output):
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.place = self.work = folder
+        self.scratch = folder / ".scratch"
         self.rank = rank
 
     def check_writable(self) -> None:

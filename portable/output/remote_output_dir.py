@@ -54,6 +54,7 @@ class RemoteOutput(Output):
         # Trackers and plots name the run by the last parts of the URL.
         self.work = self._staging / "run" / place.parent.name / place.name
         self._shards = self._staging / "shards"
+        self.scratch = self._staging / "scratch"
         self._opened = False
         self._lease: Lease | None = None
         self._sent: dict[str, tuple[int, int]] = {}

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.adapters.card import CARD, model_card
-from portable.checkpoint.trainer_state import TrainerState
+from portable.checkpoint.trainer_state import TrainerState, step_of
 from portable.data import IGNORED
 from portable.errors import one_line
 from portable.formatting import human_count, table
@@ -18,6 +17,7 @@ from portable.model.flops import parameters_in_words
 from portable.model.shape_hints import shape_hints
 from portable.output.existing_run import FINAL
 from portable.output.export import export
+from portable.reporting.card import CARD, model_card
 from portable.reporting.html_report import REPORT_FILE, write_report
 from portable.reporting.loss_plot import plot_loss
 from portable.reporting.metrics import METRICS_FILE, read_metrics
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from portable.reporting.reporter import Reporter
     from portable.run.prepare import Prepared
     from portable.run.restore import Restored
+    from portable.run.uploads import Uploads
 
 PROMPT_TOKENS = 32
 
@@ -124,7 +125,7 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
         ids: list[int] = data.tokenizer(given)["input_ids"]
         return torch.tensor([ids], dtype=torch.int64)
     samples = data.eval if data.eval is not None else data.train
-    batch = samples.batch([(0, 0)])
+    batch = samples.batch([samples.example()])
     if samples.sequences > 1:
         batch = {name: values[:, 0] for name, values in batch.items()}
     if data.end_of_turn is not None:
@@ -159,8 +160,9 @@ def finish(
     *,
     complete: bool,
     exported: Place | None,
+    uploads: Uploads | None,
 ) -> None:
-    """Export the model, draw the pictures and print where everything is; on rank 0 only.
+    """Export the model, draw the pictures, upload and print where everything is; on rank 0 only.
 
     Args:
         checkpoint: the newest. exported: the one that ``final`` is made from.
@@ -169,10 +171,12 @@ def finish(
     places = [("metrics", str(place / METRICS_FILE))]
     if checkpoint is not None:
         places.append(("checkpoint", str(checkpoint)))
+    final: Place | None = None
     if complete and prepared.config.checkpoint.export and exported is not None:
-        _export(prepared, exported, place / FINAL, folder)
+        final = place / FINAL
+        export_with_card(prepared, folder, exported, final)
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
-        places.append(("model", f"{place / FINAL}{origin}"))
+        places.append(("model", f"{final}{origin}"))
     try:
         if (picture := plot_loss(folder)) is not None:
             places.append(("loss curve", str(place / picture.name)))
@@ -184,19 +188,42 @@ def finish(
     if profiler is not None:
         trace = str(place / profiler.path.relative_to(folder).as_posix())
         places.append(("profile", trace if profiler.written else "too few steps for one"))
+    missing: list[str] = []
+    if uploads is not None:
+        url, missing = uploads.finish(final, exported)
+        places += [] if url is None else [("uploaded to", url)]
     reporter.say(reporter.summary(places))
+    for line in missing:
+        reporter.say(f"warning: {line}")
     if not complete:
         reporter.say(f"stopped before step {prepared.steps}, the last, as train.stop_after says")
 
 
-def _export(prepared: Prepared, checkpoint: Place, final: Place, folder: Path) -> None:
-    """Write the model, or the adapter with a card that names its base."""
+def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: Place) -> None:
+    """Write the model of a checkpoint, or its adapter, with a model card.
+
+    Args:
+        prepared: the run.
+        folder: of its ``metrics.jsonl``.
+        checkpoint: of the run.
+        out: what to write.
+    """
     adapter, config = prepared.adapter, prepared.config
-    if adapter is None:
-        export(checkpoint, final)
-        return
+    last = step_of(checkpoint.name)
+    rows = [row for row in read_metrics(folder) if last is None or row["step"] <= last]
+    text = model_card(
+        config,
+        adapter=adapter,
+        architecture=prepared.architecture,
+        data=prepared.data.description,
+        metrics=rows,
+    )
     with TemporaryDirectory() as temporary:
         card = Path(temporary) / CARD
-        card.write_text(model_card(config, adapter, prepared.data.description, read_metrics(folder)), "utf-8")
-        base = adapter.base if config.checkpoint.export == "merged" else None
-        export(checkpoint, final, base=base, beside={CARD: card})
+        card.write_text(text, "utf-8")
+        beside = {CARD: card}
+        base = adapter.base if adapter is not None and config.checkpoint.export == "merged" else None
+        if base is not None:  # whose config knows nothing of the labels and special tokens of this run
+            prepared.model_config.save_pretrained(temporary)
+            beside["config.json"] = Path(temporary) / "config.json"
+        export(checkpoint, out, base=base, beside=beside)

@@ -194,6 +194,11 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                 blueprint = _blueprint(prepared)
                 _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
             engine.load(checkpoint)
+            if prepared.data.streams:
+                try:
+                    prepared.data.train.adopt(state.metadata.get("streams", {}))
+                except (TypeError, ValueError, AttributeError) as error:
+                    raise DamagedError(f"{source}: its manifest is damaged ({one_line(error)})") from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     return Progress(state.step, state.samples, state.skipped_steps, state.standing)
@@ -234,6 +239,8 @@ def _initialize(
         for weights in blueprint.initial_weights(config.seed):
             load_weights(weights)
         return
+    if adapter is not None:
+        adapter.check_base(pretrained.missing)
     if prepared.backend.rank == 0:
         for note in pretrained.notes():
             print(note, file=sys.stderr)

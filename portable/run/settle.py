@@ -14,6 +14,7 @@ from portable.batch_plan import BatchPlan, plan_batches
 from portable.checkpoint.external import own_state
 from portable.data import recognise_format
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
+from portable.output.hub import Hub, pushes
 from portable.output.open_output import open_output
 from portable.paths import place_of, storage_errors
 from portable.registry import backend_package
@@ -84,6 +85,8 @@ def settle(
     if writes:
         open_output(config).check_writable()
     first_plan(config, world)
+    if writes and pushes(config):
+        Hub(config).check()
     return Settled(config, place, existing, world)
 
 

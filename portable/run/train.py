@@ -6,6 +6,7 @@ import gc
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from portable.errors import UserError
 from portable.loop import Cadence, train
 from portable.output.existing_run import CONFIG_FILE, FINAL, PREVIEW_FILE, check_unchanged
 from portable.output.export import recover_export
+from portable.output.hub import Hub, pushes
 from portable.paths import storage_errors
 from portable.planner.meta_model import inspect
 from portable.ranks import launch
@@ -25,12 +27,13 @@ from portable.ranks.consistency import agree
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
-from portable.run.batches import train_loader
+from portable.run.batches import Awaited, train_loader
 from portable.run.callbacks import Callbacks, Run
 from portable.run.evaluation import Evaluations, why_ended
-from portable.run.finish import checkpoint_to_export, finish, headline, sample
+from portable.run.finish import checkpoint_to_export, export_with_card, finish, headline, sample
 from portable.run.restore import Restored, restore
 from portable.run.save import save
+from portable.run.uploads import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,14 +84,18 @@ def train_run(prepared: Prepared, output: Output, *, profile: bool = False) -> i
     """
     with storage_errors("output_dir"), ExitStack() as stack:
         held: UserError | None = None
+        hub: Hub | None = None
         try:
             if prepared.backend.rank == 0:
                 stack.enter_context(output.held())
                 check_unchanged(output.place, prepared.settled.existing)
+                if pushes(prepared.config):
+                    hub = Hub(prepared.config)
+                    hub.create()
         except UserError as error:
             held = error
         all_or_none(held)
-        return _train(prepared, _open(prepared, output, profile=profile))
+        return _train(prepared, _open(prepared, output, profile=profile), hub)
 
 
 def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
@@ -117,14 +124,20 @@ def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
 
 def _write_preview(prepared: Prepared, output: Output) -> None:
     """Write some samples for the report, which needs no data then."""
-    if prepared.config.model.task == "causal-lm" and not (output.work / PREVIEW_FILE).exists():
+    can = prepared.config.model.task == "causal-lm" and bool(prepared.data.opened)
+    if can and not (output.work / PREVIEW_FILE).exists():
         shown = preview(prepared.data, SHOWN, prepared.config.seed).as_json()
         write_durably(output.work / PREVIEW_FILE, json.dumps(shown, ensure_ascii=False) + "\n")
 
 
-def _train(prepared: Prepared, opened: Open) -> int:
+def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
     config, backend, output = prepared.config, prepared.backend, opened.output
     engine, progress, checkpoints = opened.restored.engine, opened.restored.progress, opened.checkpoints
+    uploads: Uploads | None = None
+    if hub is not None:
+        uploads = Uploads(hub, partial(export_with_card, prepared, output.work), output.scratch)
+        if config.hub.push == "checkpoints":
+            checkpoints.on_complete, checkpoints.in_use = uploads.add, uploads.in_use
 
     def report_hang(line: str) -> None:
         launch.report_hang(line)
@@ -147,7 +160,8 @@ def _train(prepared: Prepared, opened: Open) -> int:
         reporter.say(line)
     run = Run(prepared, engine, progress, checkpoints)
     events = Callbacks(reporter, run, prepared)
-    batches = watchdog.over(train_loader(prepared, progress.samples))
+    batches = Awaited(watchdog.over(train_loader(prepared, progress.samples)))
+    events.batches = batches
     evaluation = Evaluations(prepared, engine, events, watchdog.over)
     gc.collect()
     gc.freeze()  # the model and the libraries stay: no collection need visit them
@@ -192,7 +206,18 @@ def _train(prepared: Prepared, opened: Open) -> int:
     if backend.rank == 0:
         latest = checkpoints.latest()
         chosen = checkpoint_to_export(prepared, checkpoints, progress, reporter)
-        finish(prepared, output, reporter, latest, opened.profiler, complete=complete, exported=chosen)
+        finish(
+            prepared,
+            output,
+            reporter,
+            latest,
+            opened.profiler,
+            complete=complete,
+            exported=chosen,
+            uploads=uploads,
+        )
+        if uploads is not None:  # it kept some from being deleted
+            checkpoints.prune({step for step, _ in progress.standing.best})
     output.publish()
     return EXIT_DONE
 

@@ -135,7 +135,7 @@ class TorchMuon:
     """torch's Muon for the matrices of the layers of a Llama, its AdamW for the rest."""
 
     def __init__(self, groups: list[dict[str, Any]], config: RunConfig) -> None:
-        train, embedding = config.train, config.model.config["vocab_size"]
+        train, embedding = config.train, (config.model.config or {})["vocab_size"]
         made: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in groups:
             for of in made:

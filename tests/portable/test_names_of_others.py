@@ -113,7 +113,7 @@ TRL = {
     "num_train_epochs": "train.epochs",
     "packing": "data.packing",
     "per_device_train_batch_size": "train.micro_batch_size",
-    "push_to_hub": "leave it out",
+    "push_to_hub": "hub.push",
     "reward_model_path": "leave it out",
     "save_strategy": "checkpoint.every_epochs",
     "torch_dtype": "precision",

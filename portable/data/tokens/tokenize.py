@@ -142,6 +142,8 @@ def tokenize(
                         bar.update(sum(_size(document) for document in batch))
             if not written:
                 raise source.no_text()
+            if source.bad is not None:
+                source.bad.tell(source.name)
             writer.finish(suffix=list(framed.suffix), source=source.name, **facts)
         draft.commit()
     try:

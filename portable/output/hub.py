@@ -1,0 +1,219 @@
+"""A model repository on the Hugging Face hub, through huggingface_hub."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import RunError, UserError, one_line
+from portable.output.export import MARKER
+from portable.paths import place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from portable.config import RunConfig
+
+WAITS = (10.0, 60.0)
+"""Seconds between the attempts of an upload. Within each, huggingface_hub repeats most requests."""
+_NO_ANSWER = 300.0  # seconds after which a request fails; the library's own limit is none
+_NO_ANSWER_AT_START = 30.0
+_LATER = (408, 409, 425, 429)
+_TOKEN = "set HF_TOKEN to a token that may write, or log in with: hf auth login"
+
+
+class Hub:
+    """The repository that a run pushes to.
+
+    Args:
+        config: of the run, with ``hub.push``.
+
+    Raises:
+        UserError: if its name cannot be one.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
+        given = config.hub.repo
+        self.name = given or place_of("output_dir", config.output_dir).name
+        """With the organization or user as far as it is known."""
+        self._private = config.hub.private
+        self._created = False
+        try:
+            validate_repo_id(self.name)
+        except HFValidationError as error:
+            said = "" if given else "the last part of output_dir is no name of a repository; set hub.repo: "
+            raise UserError(f"hub.repo: {said}{one_line(error)}") from error
+
+    def check(self) -> None:
+        """Check token, name and rights before a run, without changing anything there.
+
+        A hub that does not answer is only told: the run can train, and upload later.
+
+        Raises:
+            UserError: for what a run could not upload with.
+        """
+        from huggingface_hub import HfApi, constants
+
+        if constants.HF_HUB_OFFLINE:
+            raise UserError("hub.push: HF_HUB_OFFLINE is set; unset it, or set hub.push to null")
+        try:
+            with _patience(_NO_ANSWER_AT_START):
+                self._check(HfApi())
+        except Exception as error:
+            if (refused := self._refusal(error)) is not None:
+                raise refused from error
+            print(
+                f"warning: hub.push: the hub does not answer ({_reason(error)}); the run goes on, and tries "
+                "again when it uploads",
+                file=sys.stderr,
+            )
+
+    def create(self) -> None:
+        """Create the repository, if there is none.
+
+        Raises:
+            UserError: if the hub refuses that. A hub that does not answer is asked again at an upload.
+        """
+        try:
+            with _patience(_NO_ANSWER_AT_START):
+                self._create()
+        except Exception as error:
+            if (refused := self._refusal(error)) is not None:
+                raise refused from error
+
+    def push(self, folder: Path, message: str) -> str:
+        """Upload an export as a commit; return the repository's URL. Fails after :data:`WAITS`.
+
+        Raises:
+            RunError: if it failed.
+        """
+        from huggingface_hub import HfApi
+
+        for wait in (*WAITS, None):
+            try:
+                with _patience(_NO_ANSWER), _silence():
+                    self._create()
+                    HfApi().upload_folder(
+                        repo_id=self.name,
+                        folder_path=folder,
+                        commit_message=message,
+                        ignore_patterns=[MARKER],
+                    )
+                return f"{HfApi().endpoint}/{self.name}"
+            except Exception as error:
+                if wait is None or self._refusal(error) is not None:
+                    raise RunError(_reason(error)) from error
+            time.sleep(wait)
+        raise AssertionError
+
+    def by_hand(self, folder: object) -> str:
+        """The command that uploads ``folder``, an export."""
+        private = " --private" if self._private else ""
+        return f"hf upload {self.name} {folder} . --exclude {MARKER}{private}"
+
+    def _check(self, api: Any) -> None:
+        from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
+
+        try:
+            user = api.whoami()
+        except LocalTokenNotFoundError as error:
+            raise UserError(f"hub.push: there is no token; {_TOKEN}") from error
+        if ((user.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
+            raise UserError(f"hub.push: the token may only read; {_TOKEN}")
+        self._qualify(user)
+        try:
+            found = api.model_info(self.name)
+        except RepositoryNotFoundError:
+            owner = self.name.partition("/")[0]
+            if owner not in (user["name"], *(one["name"] for one in user.get("orgs") or [])):
+                raise UserError(
+                    f"hub.repo: {self.name}: there is none, and the token's user, {user['name']}, is not in "
+                    f"{owner}, so cannot create it; check the name, or {_TOKEN}"
+                ) from None
+            return
+        if self._private and not found.private:
+            raise UserError(
+                f"hub.private: {self.name} exists and is public; set hub.private to false, or name another "
+                "repository in hub.repo"
+            )
+        api.auth_check(self.name, write=True)
+
+    def _create(self) -> None:
+        from huggingface_hub import HfApi
+
+        if self._created:
+            return
+        api = HfApi()
+        self._check(api)
+        api.create_repo(self.name, private=self._private, exist_ok=True)
+        self._created = True
+
+    def _qualify(self, user: dict[str, Any]) -> None:
+        if "/" not in self.name:
+            self.name = f"{user['name']}/{self.name}"
+
+    def _refusal(self, error: Exception) -> UserError | None:
+        """The mistake of the user's that ``error`` tells of; None if trying again may help."""
+        from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+        if isinstance(error, UserError):
+            return error
+        if isinstance(error, RepositoryNotFoundError):
+            return UserError(f"hub.repo: {self.name}: there is none, or the token may not see it; {_TOKEN}")
+        if not isinstance(error, HfHubHTTPError):
+            return None
+        status = error.response.status_code
+        if status >= 500 or status in _LATER:
+            return None
+        if status == 401:
+            return UserError(f"hub.push: the hub does not know the token; {_TOKEN}")
+        if status == 403:
+            return UserError(f"hub.repo: the token may not write to {self.name}; {_TOKEN}")
+        return UserError(f"hub.push: {self.name}: {_reason(error)}")
+
+
+def pushes(config: RunConfig) -> bool:
+    """Whether this process uploads for ``config``: rank 0, or the launcher."""
+    return config.hub.push is not None and os.environ.get("RANK", "0") == "0"
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in one short line."""
+    text = one_line(error) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+@contextmanager
+def _patience(seconds: float) -> Iterator[None]:
+    """Let requests fail that have no answer for so long."""
+    from huggingface_hub.utils import get_session
+
+    session = get_session()
+    before, session.timeout = session.timeout, seconds
+    try:
+        yield
+    finally:
+        session.timeout = before
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Draw no progress bars: the run has its own."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if before := are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            enable_progress_bars()

@@ -1,0 +1,207 @@
+"""The model card of an export: what it was made from, on which data, how, and how the losses went."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.storage.store_errors import redact
+from portable import plugins
+from portable.adapters.settings import KINDS
+from portable.config import keys
+from portable.config.dump import as_yaml
+from portable.config.training_sources import training_sources
+from portable.reporting.metrics import is_evaluation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from portable.adapters.adapter import Adapter
+    from portable.config import RunConfig
+
+CARD = "README.md"
+_ROWS = 10
+_SETTINGS = (
+    "seed",
+    "precision",
+    "data.seq_len",
+    "data.packing",
+    "train.global_batch_size",
+    "train.loss",
+    "train.optimizer",
+    "train.learning_rate",
+    "train.schedule",
+    "train.steps",
+    "train.epochs",
+    "train.weight_decay",
+)
+_AUTO = {
+    "causal-lm": ("AutoModelForCausalLM", "text-generation"),
+    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "text2text-generation"),
+    "sequence-classification": ("AutoModelForSequenceClassification", "text-classification"),
+    "masked-lm": ("AutoModelForMaskedLM", "fill-mask"),
+}
+_OF_THE_MACHINE = ("output_dir", "log.", "hub.", "checkpoint.", "data.cache_dir", "memory.nvme_path")
+_FOLDER = re.compile(r"(?<![\w.:/~])/(?:[^\s/;,:]+/)+")
+
+
+def model_card(
+    config: RunConfig,
+    *,
+    adapter: Adapter | None,
+    architecture: str,
+    data: str,
+    metrics: Sequence[Mapping[str, Any]],
+) -> str:
+    """The text of the card.
+
+    It has no samples of the data, and of local files the names alone: exports are made to be shared.
+
+    Args:
+        config: of the run.
+        adapter: of the run, if there is one.
+        architecture: the model's class.
+        data: the data in words.
+        metrics: the rows of ``metrics.jsonl`` up to the exported checkpoint.
+    """
+    from huggingface_hub import ModelCardData
+
+    name = config.model.name_or_path
+    loader, pipeline = _AUTO[config.model.task]
+    kind = None if adapter is None else str(config.adapter.type)
+    alone = kind is not None and config.checkpoint.export != "merged"
+    on_hub = name if name is not None and not Path(name).exists() and not config.model.from_scratch else None
+    head = ModelCardData(
+        base_model=on_hub,
+        base_model_relation=None if on_hub is None else ("adapter" if alone else "finetune"),
+        datasets=_datasets(config) or None,
+        library_name="peft" if alone else "transformers",
+        pipeline_tag=pipeline,
+        tags=["portable-trainer", *([] if kind is None else [kind])],
+    )
+    settings = (
+        [] if kind is None else [(f"adapter.{key}", getattr(config.adapter, key)) for key in KINDS[kind]]
+    )
+    settings += [(key, config.get(key)) for key in _SETTINGS]
+    shown = [
+        f"| `{key}` | {_shown(value)} |"
+        for key, value in settings
+        if value is not None and value is not False
+    ]
+    return "\n".join(
+        [
+            "---",
+            head.to_yaml(),
+            "---",
+            "",
+            f"# {Path(config.output_dir).name}",
+            "",
+            _origin(config, adapter, architecture, alone=alone),
+            "",
+            f"Trained on: {_FOLDER.sub('', data)}.",
+            "",
+            *_usage(loader, name, alone=alone),
+            "## Settings",
+            "",
+            "| setting | value |",
+            "|---|---|",
+            *shown,
+            "",
+            "## Curves",
+            "",
+            *_curve(metrics, "loss"),
+            *_curve(metrics, "eval_loss"),
+            *_evaluation(metrics),
+            "## Command",
+            "",
+            "`portable-train --config run.yaml`, with this file:",
+            "",
+            "```yaml",
+            _given(config).rstrip("\n"),
+            "```",
+            "",
+        ]
+    )
+
+
+def _origin(config: RunConfig, adapter: Adapter | None, architecture: str, *, alone: bool) -> str:
+    base = "a model with random weights" if config.model.from_scratch else f"`{config.model.name_or_path}`"
+    if adapter is None:
+        return f"Architecture: {architecture}. Trained from {base}."
+    what = "an adapter for it" if alone else "with an adapter merged into it"
+    digest = adapter.identity["base"]
+    return f"Base model: {base}, {what}." + (f" Fingerprint of its weights: `{digest}`." if digest else "")
+
+
+def _usage(loader: str, name: str | None, *, alone: bool) -> list[str]:
+    if not alone or name is None:
+        return []
+    return [
+        "```python",
+        "from peft import PeftModel",
+        f"from transformers import {loader}",
+        "",
+        f'model = PeftModel.from_pretrained({loader}.from_pretrained("{name}"), "path/of/this/folder")',
+        "```",
+        "",
+    ]
+
+
+def _datasets(config: RunConfig) -> list[str]:
+    """The data sets of the hub that are trained on."""
+    sources = [one.settings.source for one in training_sources(config.data).values()]
+    names = [one[0] if isinstance(one, list | tuple) and len(one) == 1 else one for one in sources]
+    return [
+        name
+        for name in names
+        if isinstance(name, str)
+        and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+        and not plugins.names_code(name)
+        and not Path(name).exists()
+    ]
+
+
+def _curve(metrics: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    """Up to ten points of one curve, as a table."""
+    points = [(row["step"], row[key]) for row in metrics if isinstance(row.get(key), int | float)]
+    if not points:
+        return []
+    stride = -(-len(points) // _ROWS)
+    chosen = [*points[:-1:stride], points[-1]]
+    return [f"| step | {key} |", "|---|---|", *(f"| {step} | {value:.4f} |" for step, value in chosen), ""]
+
+
+def _evaluation(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The last evaluation, as a table."""
+    rows = [row for row in metrics if any(map(is_evaluation, row))]
+    found = {
+        n: v for row in rows[-1:] for n, v in row.items() if is_evaluation(n) and isinstance(v, int | float)
+    }
+    if len(found) < 2:  # the curve shows it
+        return []
+    return ["| last evaluation | value |", "|---|---|", *(f"| {n} | {v:.4f} |" for n, v in found.items()), ""]
+
+
+def _given(config: RunConfig) -> str:
+    """The settings that the user gave, as YAML, without what only the user's machine has."""
+    given = {
+        key: _without_folders(value)
+        for key, value in keys.given(config).items()
+        if not key.startswith(_OF_THE_MACHINE)
+    }
+    return redact(as_yaml(keys.plain(keys.nested(given))))
+
+
+def _without_folders(value: Any) -> Any:
+    """``value`` with the last part of each absolute path in its place."""
+    if isinstance(value, str):
+        return Path(value).name if value.startswith("/") else value
+    if isinstance(value, list | tuple):
+        return [_without_folders(item) for item in value]
+    return {k: _without_folders(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _shown(value: Any) -> str:
+    value = keys.plain(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

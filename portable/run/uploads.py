@@ -1,0 +1,125 @@
+"""Uploads of exports to the hub, in the background; on rank 0."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portable.checkpoint.background import in_background
+from portable.checkpoint.trainer_state import step_of
+from portable.errors import one_line
+from portable.formatting import human_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from portable.output.hub import Hub
+    from portable.paths import Place
+
+
+class Uploads:
+    """Uploads one export at a time. No failure ends the run; :meth:`finish` tells what is missing.
+
+    A checkpoint that comes while another is uploaded waits, and gives way to a newer one: uploads that are
+    slower than saves do not pile up.
+
+    Args:
+        hub: where to.
+        export: writes the export of a checkpoint into a folder.
+        scratch: a local folder for that.
+    """
+
+    def __init__(self, hub: Hub, export: Callable[[Place, Path], None], scratch: Path) -> None:
+        self._hub = hub
+        self._export = export
+        self._scratch = scratch
+        self._lock = threading.Lock()
+        self._waiting: Place | None = None
+        self._reading: Place | None = None
+        self._worker: Future[None] | None = None
+        self._missed = 0
+        self._reason = ""
+        shutil.rmtree(scratch, ignore_errors=True)  # of a killed launch
+
+    def add(self, checkpoint: Place) -> None:
+        """Upload the export of a complete checkpoint soon."""
+        with self._lock:
+            if self._waiting is not None:
+                self._missed, self._reason = self._missed + 1, "a newer one came"
+            self._waiting = checkpoint
+            if self._worker is None:
+                self._worker = in_background(self._work, name="hub")
+
+    def in_use(self) -> set[int]:
+        """The steps of checkpoints that are still to be read."""
+        with self._lock:
+            steps = [step_of(one.name) for one in (self._waiting, self._reading) if one is not None]
+        return {step for step in steps if step is not None}
+
+    def finish(self, final: Place | None, checkpoint: Place | None) -> tuple[str | None, list[str]]:
+        """Wait for what is under way, and upload the final model.
+
+        Args:
+            final: its folder or URL; None if the run is not complete.
+            checkpoint: that it was made from.
+
+        Returns:
+            the URL of the repository if it has the final model, and a line for what is missing there.
+        """
+        if final is not None:
+            with self._lock:
+                self._waiting = None  # the final model takes its place
+        while (worker := self._worker) is not None:
+            worker.result()
+        url, lines = None, []
+        if self._missed:
+            missed = human_count(self._missed, "checkpoint")
+            lines.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({self._reason})")
+        if final is not None and checkpoint is not None:
+            message = f"Final model, step {step_of(checkpoint.name)}"
+            try:
+                if isinstance(final, Path):
+                    url = self._hub.push(final, message)
+                else:
+                    url = self._upload(checkpoint, message)
+            except Exception as error:
+                lines.append(
+                    f"hub.push: {final} was not uploaded ({one_line(error)}); upload it by hand: "
+                    + ("" if isinstance(final, Path) else "copy it to a local folder, FOLDER, and run: ")
+                    + self._hub.by_hand(final if isinstance(final, Path) else "FOLDER")
+                )
+        return url, lines
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._reading, self._waiting = self._waiting, None
+                if (checkpoint := self._reading) is None:
+                    self._worker = None
+                    return
+            try:
+                self._upload(checkpoint, f"Step {step_of(checkpoint.name)}")
+            except Exception as error:
+                self._failed(error)
+
+    def _upload(self, checkpoint: Place, message: str) -> str:
+        """Export a checkpoint and upload it; return the repository's URL."""
+        folder = self._scratch / checkpoint.name
+        try:
+            self._scratch.mkdir(parents=True, exist_ok=True)
+            self._export(checkpoint, folder)
+            with self._lock:
+                self._reading = None  # it may be deleted now
+            return self._hub.push(folder, message)
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _failed(self, error: Exception) -> None:
+        with self._lock:
+            first, self._missed, self._reason = not self._missed, self._missed + 1, one_line(error)
+        if first:
+            print(f"warning: hub.push: {self._reason}; the run goes on", file=sys.stderr)

@@ -1,0 +1,228 @@
+"""Uploads to the hub: huggingface_hub's own client against a server that answers as the hub, with faults."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from safetensors.numpy import load
+
+from portable.config import load_config
+from portable.errors import UserError
+from portable.output import hub as hub_module
+from portable.output.export import MARKER
+from portable.ranks import launch
+from portable.reporting.card import CARD
+from portable.run.rank import run_rank
+from tests.hub_server import DROP, TOKEN, FakeHub, Repository, serving
+from tests.runs import TINY_MODEL, configured, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+MODEL = {**TINY_MODEL, "num_hidden_layers": 1}
+
+
+def use(url: str, token: str | None, patch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub of this process ask ``url``."""
+    from huggingface_hub import constants
+
+    patch.setattr(constants, "ENDPOINT", url)
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its storage is no simple server
+    patch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")
+    patch.delenv("HF_TOKEN", raising=False)
+    if token is not None:
+        patch.setenv("HF_TOKEN", token)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with serving(FakeHub()) as found:
+        use(found.url, TOKEN, monkeypatch)
+        monkeypatch.setattr(hub_module, "WAITS", (0.0, 0.0))
+        yield found
+
+
+def run(folder: Path, corpus: Path, **settings: Any) -> int:
+    given = {"train__steps": 2, "checkpoint__every_steps": 1, "model__config": MODEL, "hub__push": "end"}
+    return run_rank("cpu", configured(folder, corpus, **{**given, "log__sample_tokens": 0, **settings}))
+
+
+def refused(folder: Path, corpus: Path, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        run(folder, corpus, **settings)
+    assert "\n" not in str(caught.value) and not folder.exists()
+    return str(caught.value)
+
+
+def on_rank(url: str, config: Any) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        use(url, TOKEN, patch)
+        patch.setattr(hub_module, "WAITS", (0.0, 0.0))
+        return run_rank("cpu", config)
+
+
+def test_two_ranks_upload_the_final_model_once(
+    tmp_path: Path, corpus: Path, hub: FakeHub, ranks: RankPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the repository then holds is ``final``, of an own user's, private, and nothing else."""
+    settings = tiny(tmp_path / "of-two", corpus, train__steps=2, hub__push="end", model__config=MODEL)
+    ranks.run(2, on_rank, hub.url, load_config(None, settings))
+    repository = hub.repositories["me/of-two"]
+    final = tmp_path / "of-two" / "final"
+    assert repository.private and [message for message, _ in repository.commits] == ["Final model, step 2"]
+    there = {path.name: path.read_bytes() for path in final.iterdir() if path.name != MARKER}
+    assert repository.files == there and "model.safetensors" in there
+    assert load(there["model.safetensors"])
+    assert sum("/commit/" in one for one in hub.requests) == sum("create" in one for one in hub.requests) == 1
+    assert f"{hub.url}/me/of-two" in capfd.readouterr().err
+    card = there[CARD].decode()
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert head["pipeline_tag"] == "text-generation" and "portable-trainer" in head["tags"]
+    assert "| step | loss |" in card and "| `train.steps` | 2 |" in card
+    assert str(tmp_path) not in card and str(corpus.parent) not in card and "corpus.jsonl" in card
+    assert not any(json.loads(line)["text"] in card for line in corpus.read_text().splitlines())
+
+
+def test_the_command_of_a_card_is_that_run(tmp_path: Path, corpus: Path) -> None:
+    """Its file is read back as the settings of the run, but for what is the machine's."""
+    run(tmp_path / "run", corpus, hub__push=None)
+    text = (tmp_path / "run" / "final" / CARD).read_text("utf-8")
+    (tmp_path / "again.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    again = load_config(tmp_path / "again.yaml").fingerprint()
+    mine = load_config(tmp_path / "run" / "config.yaml").fingerprint()
+    assert {key for key in mine if mine[key] != again[key]} <= {"data.source", "data.format"}
+    assert again["data.source"] == "corpus.jsonl"
+
+
+def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Path, hub: FakeHub) -> None:
+    """One at a time; a slow upload holds nothing up, and keeps its checkpoint from being deleted."""
+    hub.hold = threading.Event()
+    threading.Timer(2.0, hub.hold.set).start()
+    run(
+        tmp_path / "run",
+        corpus,
+        train__steps=6,
+        hub__push="checkpoints",
+        hub__repo="lab/tiny",
+        checkpoint__keep=1,
+    )
+    commits = hub.repositories["lab/tiny"].commits
+    messages = [message for message, _ in commits]
+    assert messages[0] == "Step 1" and messages[-1] == "Final model, step 6" and len(messages) <= 3
+    weights = [files["model.safetensors"] for _, files in commits]
+    assert len(set(weights)) == len(weights)
+    card = commits[0][1][CARD].decode()
+    assert "| 1 |" in card and "| 2 |" not in card  # what was known at that step
+    assert not any("optim" in name or "trainer_state" in name for _, files in commits for name in files)
+    left = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert left == ["step-000006"] and not (tmp_path / "run" / ".scratch").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "faults"),
+    [("POST /me/run.git", [503]), ("PUT /lfs", [DROP]), ("/commit/", [500, 502]), ("/validate-yaml", [DROP])],
+    ids=str,
+)
+def test_a_failing_upload_is_repeated(
+    part: str, faults: list[int | str], tmp_path: Path, corpus: Path, hub: FakeHub
+) -> None:
+    hub.faults = {part: faults}
+    assert run(tmp_path / "run", corpus) == 0
+    assert not faults and "model.safetensors" in hub.repositories["me/run"].files
+
+
+@pytest.mark.parametrize("fault", [500, 403, DROP], ids=str)
+def test_a_lost_upload_loses_no_run(
+    fault: int | str, tmp_path: Path, corpus: Path, hub: FakeHub, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults = {"/commit/": [fault] * 9}
+    assert run(tmp_path / "run", corpus, hub__push="checkpoints") == 0
+    told = [line for line in capfd.readouterr().err.splitlines() if "warning: hub" in line]
+    final = tmp_path / "run" / "final"
+    assert (final / "model.safetensors").is_file() and not hub.repositories["me/run"].commits
+    by_hand = f"upload it by hand: hf upload me/run {final} . --exclude {MARKER} --private"
+    assert told[-1].endswith(by_hand), told
+    tries = sum("/commit/" in one for one in hub.requests)
+    assert tries % 2 == 0 if fault == 403 else tries % 3 == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "server", "told"),
+    [
+        ({}, {"faults": {"whoami": [401]}}, "the hub does not know the token; set HF_TOKEN"),
+        ({}, {"role": "read"}, "the token may only read"),
+        (
+            {"hub__repo": "other/tiny"},
+            {},
+            "other/tiny: there is none, and the token's user, me, is not in other",
+        ),
+        ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "the token may not write to lab/tiny"),
+        (
+            {"hub__repo": "other/open", "hub__private": False},
+            {"repositories": {"other/open": Repository(private=False)}},
+            "the token may not write to other/open",
+        ),
+        (
+            {"hub__repo": "lab/open"},
+            {"repositories": {"lab/open": Repository(private=False)}},
+            "hub.private: lab/open exists and is public; set hub.private to false",
+        ),
+        ({"hub__repo": "a b"}, {}, "hub.repo: "),
+        ({"checkpoint__export": False}, {}, "hub.push end uploads what checkpoint.export writes"),
+        ({"hub__push": None, "hub__repo": "lab/tiny"}, {}, "hub.repo has no effect without hub.push"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_uploaded_is_refused_at_the_start(
+    settings: dict[str, Any], server: dict[str, Any], told: str, tmp_path: Path, corpus: Path, hub: FakeHub
+) -> None:
+    vars(hub).update(server)
+    assert told in refused(tmp_path / "run", corpus, **settings)
+    assert not any("/commit/" in one or "/preupload/" in one for one in hub.requests)
+
+
+def test_without_a_token(tmp_path: Path, corpus: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(hub.url, None, monkeypatch)
+    assert "hub.push: there is no token; set HF_TOKEN" in refused(tmp_path / "run", corpus)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused(tmp_path / "run", corpus)
+    assert not hub.requests
+
+
+def test_a_hub_that_is_down_at_the_start(
+    tmp_path: Path, corpus: Path, hub: FakeHub, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults = {"whoami": [503, DROP]}
+    assert run(tmp_path / "run", corpus) == 0
+    assert "warning: hub.push: the hub does not answer (" in capfd.readouterr().err
+    assert hub.repositories["me/run"].commits
+
+
+def test_an_answer_that_never_comes(hub: FakeHub, tmp_path: Path, corpus: Path) -> None:
+    """huggingface_hub waits for ever by itself."""
+    from huggingface_hub.utils import get_session
+
+    before = get_session().timeout
+    hub.hold = threading.Event()
+    hub.repositories["me/run"] = Repository(private=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub_module, "_NO_ANSWER", 0.2)
+        assert run(tmp_path / "run", corpus) == 0
+    hub.hold.set()
+    assert get_session().timeout == before
+
+
+def test_the_launcher_and_rank_zero_alone_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, {"hub.push": "end"})
+    assert hub_module.pushes(config)
+    monkeypatch.setenv("RANK", "1")
+    assert not hub_module.pushes(config)
+    assert launch.joined is not None
