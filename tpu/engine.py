@@ -93,7 +93,7 @@ class XlaEngine:
         )
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())
-        self._optimizer = Optimizer(config.train, model, layout, self._held)
+        self._optimizer = Optimizer(config.train, model, layout, self._held, self._compute)
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()
