@@ -18,8 +18,9 @@ from converters.errors import OptimizerStateError
 from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
 from portable.config.problems import shown
 from portable.errors import DamagedError, UserError
+from portable.model.groups import groups_of
 from portable.model.parameters import embeddings, stored_tensors, tied_names
-from portable.optim.optimizers import build_optimizer, groups_of
+from portable.optim.optimizers import build_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
