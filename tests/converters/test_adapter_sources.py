@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 from safetensors.numpy import load_file
 
-from converters import open_checkpoint
+from converters import fingerprint, open_checkpoint
 from converters.cli import main
 from tests.converters.making import written_by
 
@@ -74,3 +76,21 @@ def test_an_adapter_alone_has_no_base(
     source = str(adapters / "zero1")
     assert main([source, str(tmp_path / "out"), "--merge-into", source]) == 2
     assert "holds the adapter alone; give its base model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["zero2-bf16", "live"])
+def test_another_base_than_the_recorded_one_is_refused(
+    name: str, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Our checkpoints record it in `trainer_state.json`, an adapter made from one in its header."""
+    source = tmp_path / "step"
+    shutil.copytree(adapters / name, source)
+    for recorded, code in ((fingerprint(open_checkpoint(adapters / "base")), 0), ("0" * 32, 2)):
+        state = {"step": 2, "metadata": {"adapter": {"base": recorded}}}
+        (source / "trainer_state.json").write_text(json.dumps(state))
+        out, folder = tmp_path / f"out{code}", tmp_path / f"folder{code}"
+        into = ["--merge-into", str(adapters / "base"), "--quiet"]
+        assert main([str(source), str(out), *into]) == code
+        assert main([str(source), str(folder), "--quiet"]) == 0
+        assert main([str(folder), str(tmp_path / f"again{code}"), *into]) == code
+    assert capsys.readouterr().err.count("was trained on other weights") == 2
