@@ -39,7 +39,7 @@ _PROGRAMS: tuple[tuple[str, set[str], set[str]], ...] = (
         {"per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps", "logging_steps"},
     ),
 )
-"""What tells a config file of another program: keys that it has, and keys of which it has one or more."""
+"""What tells a config file of another program: keys that it has, and keys of which it has some; two at least."""
 
 ELSEWHERE = {
     # The Trainer's, and those of transformers' example scripts.
@@ -348,6 +348,7 @@ def _ratio(a: str, b: str) -> float:
 def program_of(values: Mapping[str, object]) -> str | None:
     """The program whose config file has the top-level keys ``values``, or None."""
     for program, all_of, one_of in _PROGRAMS:
-        if all_of <= values.keys() and one_of & values.keys():
+        found = one_of & values.keys()
+        if all_of <= values.keys() and found and len(all_of | found) > 1:
             return program
     return None
