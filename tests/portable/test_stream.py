@@ -359,7 +359,7 @@ def test_bad_records_are_skipped_and_told(
 
 
 @pytest.mark.exhaustive
-def test_a_hundred_thousand_samples_of_a_mixture_with_a_stream(files: Path, tmp_path: Path) -> None:
+def test_ten_thousand_samples_of_a_mixture_with_a_stream(files: Path, tmp_path: Path) -> None:
     """The very samples, on 1, 2, 3 and 7 ranks, with 0 and 4 workers, and after moves at random moments.
 
     Every move is to a machine with an empty cache, which has the manifest of the rank that stopped.
@@ -369,7 +369,7 @@ def test_a_hundred_thousand_samples_of_a_mixture_with_a_stream(files: Path, tmp_
         {"name": "texts", "source": str(write_corpus(tmp_path)), "weight": 3},
         {"name": "one", "source": str(files / "part-0.jsonl"), "weight": 2},
     ]
-    batch, steps = 42, 2381
+    batch, steps = 42, 240
     whole: list[Any] = []
     chance = random.Random(5)
     tokenizer: str | None = None
@@ -383,7 +383,7 @@ def test_a_hundred_thousand_samples_of_a_mixture_with_a_stream(files: Path, tmp_
 
     tokenizer = _saved(machine(0), files)
     for number, (world_size, workers) in enumerate([(1, 0), (2, 0), (3, 0), (7, 0), (1, 4)], start=1):
-        stops = sorted(chance.sample(range(1, steps), 4)) if number > 1 else []
+        stops = sorted(chance.sample(range(1, steps), 2)) if number > 1 else []
         found: list[list[bytes]] = [[] for _ in range(steps)]
         state: dict[str, Any] = {}
         left: dict[str, Any] = {}
@@ -403,7 +403,7 @@ def test_a_hundred_thousand_samples_of_a_mixture_with_a_stream(files: Path, tmp_
             state = left
         whole = whole or found
         assert found == whole
-    assert sum(map(len, whole)) >= 100_000
+    assert sum(map(len, whole)) >= 10_000
 
 
 def test_a_stream_from_a_store(files: Path, tmp_path: Path, s3: ObjectStore) -> None:
