@@ -38,10 +38,12 @@ def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:
         weight, bias = head.weight, head.bias
         if hidden.dim() != 3 or hidden.shape[0] % layout.devices:
             return nn.functional.linear(hidden, marked(weight, whole), bias)
-        logits: Tensor = _Head.apply(hidden, weight, layout.devices, whole, cut, apart)
+        arguments = hidden, weight, layout.devices, whole, cut, apart
+        logits: Tensor = _Head.apply(*arguments)  # type: ignore[no-untyped-call]
         return logits if bias is None else logits + bias
 
-    head.forward = forward  # type: ignore[method-assign]
+    module: Any = head
+    module.forward = forward
     return True
 
 
