@@ -39,7 +39,7 @@ _PROGRAMS: tuple[tuple[str, set[str], set[str]], ...] = (
         {"per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps", "logging_steps"},
     ),
 )
-"""What tells a config file of another program: keys that it has, and keys of which it has some; two at least."""
+"""What tells a file of another program: keys that it has, and keys of which it has some; two at least."""
 
 ELSEWHERE = {
     # The Trainer's, and those of transformers' example scripts.
