@@ -31,7 +31,8 @@ def orthogonalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """The nearest matrix with equal singular values, roughly: they come to lie between 0.7 and 1.2.
 
     Args:
-        matrices: ``[..., rows, columns]``, each by itself.
+        matrices: ``[..., rows, columns]``, each by itself. On XLA at least three dims: torch_xla computes
+            ``addmm`` on the host.
         dtype: of the products.
 
     Returns:
