@@ -24,7 +24,7 @@ from tests.engines import ENGINES, Engines
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
 from tests.parity import opened
-from tests.runs import configured
+from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,6 +121,29 @@ def test_every_engine(
 ) -> None:
     config = configured(tmp_path, corpus, **MUON, **ENGINES[name].settings)
     assert_close(engines.run(name, size, our_losses, config), truth, 1e-5)
+
+
+def test_layers_in_a_loop(truth: Losses, engines: Engines, corpus: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path, corpus, **MUON, backend="xla", xla__scan_layers=True)
+    assert_close(engines.run("xla", 2, our_losses, config), truth, 1e-5)
+
+
+EXPERTS = {
+    **TINY_MODEL,
+    "model_type": "mixtral",
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 1,
+}
+
+
+@pytest.mark.parametrize("name", ["full_shard", "zero3"])
+def test_each_expert_is_a_matrix(name: str, engines: Engines, corpus: Path, tmp_path: Path) -> None:
+    """Which ranks hold as a whole, or in parts."""
+    settings: dict[str, Any] = {**MUON, "model__config": EXPERTS}
+    one = engines.run("no_shard", 1, our_losses, configured(tmp_path / "one", corpus, **settings))
+    config = configured(tmp_path / "two", corpus, **settings, **ENGINES[name].settings)
+    assert_close(engines.run(name, 2, our_losses, config), one, 1e-5)
 
 
 def sent(config: RunConfig) -> int:
