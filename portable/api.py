@@ -62,6 +62,7 @@ def with_objects(
     callbacks: Sequence[Any] = (),
     data: Any = None,
     model: Any = None,
+    schedule: Any = None,
 ) -> RunConfig:
     """``config`` with names in place of objects, and the source text that ranks need to make them.
 
@@ -74,6 +75,7 @@ def with_objects(
         ("loss", "train.loss", loss),
         ("data", "data.source", data),
         ("model", "model.function", model),
+        ("schedule", "train.schedule", schedule),
     ):
         if name == "data" and isinstance(one, Sequence) and not isinstance(one, str):
             folder = config.data.cache_dir
@@ -99,6 +101,7 @@ def train(
     callbacks: Sequence[Any] = (),
     data: Any = None,
     model: Any = None,
+    schedule: Any = None,
 ) -> Result:
     """Train ``config``, or resume its run, as ``portable-train`` does.
 
@@ -115,6 +118,7 @@ def train(
         callbacks: besides ``train.callbacks``.
         data: in place of ``data.source``: a function or class that gives records, or a list of records.
         model: in place of ``model.function``.
+        schedule: in place of ``train.schedule``: what to multiply the rate by, of step and total steps.
 
     Raises:
         UserError: for refused input; nothing was done.
@@ -122,7 +126,15 @@ def train(
     """
     from portable.cli import run
 
-    config = with_objects(config, loss=loss, metrics=metrics, callbacks=callbacks, data=data, model=model)
+    config = with_objects(
+        config,
+        loss=loss,
+        metrics=metrics,
+        callbacks=callbacks,
+        data=data,
+        model=model,
+        schedule=schedule,
+    )
     from portable.config import Invocation
     from portable.run.train import EXIT_DONE, EXIT_STOPPED
 

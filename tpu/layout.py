@@ -105,12 +105,6 @@ class Layout:
         sharding = self.sharding((None, *self.batch(tensor.dim() - 1)))
         return constrain(tensor, sharding, sharding)
 
-    def matrices(self, shape: Sequence[int]) -> Spec:
-        """The spec of whole matrices, ``[..., rows, columns]``: spread over the devices, or replicated."""
-        if len(shape) > 2 and shape[0] % self.group == 0 and self.shards:
-            return (FSDP, *(None,) * (len(shape) - 1))
-        return self.replicated(len(shape))
-
     # -- tensors -----------------------------------------------------------------------------------------
 
     def place_batch(self, tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from portable.model.groups import groups_of
 from portable.optim import adafactor
 from portable.optim.muon import orthogonalized, rate_factor
 from portable.optim.optimizers import muon, parameter_groups
-from tpu.layout import constrain
+from tpu.layout import FSDP, constrain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -221,13 +221,35 @@ class Muon:
         *,
         stacked: bool,
     ) -> tuple[Tensor, State]:
-        buffer = state["momentum_buffer"].lerp(gradient, 1 - self._momentum)
-        update = gradient.lerp(buffer, self._momentum).to(self._compute)
-        place = self._layout.sharding(self._layout.matrices(update.shape))
-        # Whole matrices. Otherwise each product would gather its operands.
-        whole = orthogonalized(constrain(update, place, place), self._compute)
+        """``gradient`` is the orthogonalized update, and the state is new already; see :meth:`prepared`."""
         adjusted = rate * rate_factor(self._rate_rule, parameter.shape)
-        return parameter * (1 - rate * decay) - adjusted * whole.float(), {"momentum_buffer": buffer}
+        return parameter * (1 - rate * decay) - adjusted * gradient, state
+
+    def prepared(
+        self, gradients: Mapping[str, Tensor], states: Mapping[str, State]
+    ) -> tuple[dict[str, Tensor], dict[str, State]]:
+        """The orthogonalized updates, fp32, and the new states, by name.
+
+        Matrices of one shape are put together and spread over the devices, each of which has some as a whole.
+        """
+        made: dict[str, State] = {}
+        by_shape: dict[tuple[int, ...], dict[str, Tensor]] = {}
+        for name, gradient in gradients.items():
+            buffer = states[name]["momentum_buffer"].lerp(gradient, 1 - self._momentum)
+            update = gradient.lerp(buffer, self._momentum).to(self._compute)
+            shape = tuple(update.shape[-2:])
+            by_shape.setdefault(shape, {})[name] = update.reshape(-1, *shape)
+            made[name] = {"momentum_buffer": buffer}
+        updates: dict[str, Tensor] = {}
+        for alike in by_shape.values():
+            counts = [len(update) for update in alike.values()]
+            padding = -sum(counts) % self._layout.group
+            parts = [*alike.values(), *[torch.zeros_like(next(iter(alike.values()))[:1])] * padding]
+            place = self._layout.sharding((FSDP, None, None))
+            whole = orthogonalized(constrain(torch.cat(parts), place, place), self._compute)
+            for name, update in zip(alike, whole.split([*counts, *[1] * padding]), strict=False):
+                updates[name] = update.reshape(gradients[name].shape).float()
+        return updates, made
 
 
 def build_rule(settings: TrainConfig) -> Rule:
@@ -263,8 +285,8 @@ class Optimizer:
         apart = {name: p for name, p in model.named_parameters() if p.requires_grad}
         of = groups_of(model, settings)
         self._groups = _torch_groups(settings, apart, of)
-        rule, of_matrices = build_rule(settings), Muon(settings, layout, compute)
-        self._rules: dict[str, Rule] = {name: of_matrices if of[name].matrices else rule for name in trained}
+        rule, self._muon = build_rule(settings), Muon(settings, layout, compute)
+        self._rules: dict[str, Rule] = {name: self._muon if of[name].matrices else rule for name in trained}
         self._highest = settings.learning_rate
         self._factors = {name: self._factor(name, of) for name in trained}
         self._steps = layout.whole(torch.zeros(len(trained)))
@@ -299,15 +321,18 @@ class Optimizer:
             if len(gradients) < len(self._names):
                 reached = torch.tensor([float(name in gradients) for name in self._names])
                 counted = self._steps + self._layout.whole(reached)
+            own = {n: g.float() for n, g in gradients.items() if self._rules[n] is self._muon}
+            updates, states = self._muon.prepared(own, self._state)
             for index, name in enumerate(self._names):
                 if name not in gradients:
                     continue
                 parameter, state = self._parameters[name], self._state[name]
+                gradient, before = updates.get(name, gradients[name]), states.get(name, state)
                 share, decay = self._factors[name]
                 moved, new = self._rules[name].update(
                     parameter,
-                    gradients[name].float(),
-                    state,
+                    gradient.float(),
+                    before,
                     counted[index],
                     rate * share if isinstance(share, torch.Tensor) or share != 1 else rate,
                     decay,

@@ -13,7 +13,7 @@ from converters.storage.store_errors import redact
 from portable.config.evaluation_sources import SourceError, evaluation_sources
 from portable.config.suggest import did_you_mean
 from portable.config.training_sources import training_key, training_sources, weight_schedule
-from portable.optim.schedule import SCHEDULES, build_schedule, own_params, warmup_steps
+from portable.optim.schedule import build_schedule, own_params, schedule_class, warmup_steps
 from portable.registry import BACKENDS, backend_package
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def derived(config: RunConfig) -> dict[str, Any]:
         # With epochs, the number of steps depends on the data.
         found["train.warmup_steps"] = 0 if steps is None else warmup_steps(train, steps)
     elif steps is not None:
-        most = steps // 10 if SCHEDULES[train.schedule].warms_up else 0
+        most = steps // 10 if schedule_class(train.schedule).warms_up else 0
         found["train.warmup_steps"] = min(train.warmup_steps, most)
     if train.micro_batch_size != "auto":
         found["train.micro_batch_size"] = largest_divisor(train.global_batch_size, train.micro_batch_size)
@@ -408,7 +408,7 @@ def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
             hint = did_you_mean(name, params) or f"; {kind} takes {', '.join(params) or 'none'}"
             yield ConflictError(around, f"unknown key train.schedule_params.{name}{hint}")
     for name in ("warmup_ratio", "warmup_steps"):
-        if getattr(train, name) and not SCHEDULES[kind].warms_up:
+        if getattr(train, name) and not schedule_class(kind).warms_up:
             yield ConflictError(
                 (f"train.{name}", "train.schedule"),
                 f"train.{name} {getattr(train, name):g} has no effect with train.schedule {kind}, which "
@@ -419,7 +419,7 @@ def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
     except ValueError as error:
         yield ConflictError(around, str(error))
         return
-    if schedule.betas(0) is not None and not train.optimizer.startswith("adamw"):
+    if schedule.betas(0) is not None and train.optimizer not in ("adamw", "adamw_8bit", "muon"):
         yield ConflictError(
             around,
             f"train.schedule_params.cycle_momentum changes train.betas, which optimizer {train.optimizer} "

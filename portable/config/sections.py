@@ -19,6 +19,7 @@ from portable.config.types import (
     NamesOrPattern,
     OneOrMany,
     OpenMapping,
+    OrPlugIn,
     PathText,
     PlugIn,
     Section,
@@ -585,11 +586,11 @@ class TrainConfig(Section):
         "train.learning_rate; 0.1 is common for pretraining.",
         json_schema_extra=IDENTITY,
     )
-    schedule: ScheduleKind = Field(
+    schedule: Annotated[ScheduleKind, OrPlugIn] = Field(
         default="cosine",
         description="Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate "
         "until the last part of the run. Capitalized names are DeepSpeed's schedulers, equal in every step, "
-        "on any backend.",
+        "on any backend. Or package.module:name, a function or class of your own.",
         json_schema_extra=IDENTITY,
     )
     schedule_params: OpenMapping = Field(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WrapValidator
 
 from converters.errors import CheckpointError
 from converters.storage.path_or_url import expanded
 from portable import plugins
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 IDENTITY: dict[str, JsonValue] = {"identity": True}
 """Marks a field that defines the run; see ``RunConfig.fingerprint``."""
@@ -99,6 +102,14 @@ def _canonical(value: object) -> object:
 
 PlugIn = Annotated[str, Field(min_length=1), BeforeValidator(_canonical)]
 """A name of code of the user's, see :mod:`portable.plugins`; equal ones have equal text."""
+
+
+def _code_or_name(value: object, name: Callable[[object], object]) -> object:
+    return _canonical(value) if plugins.names_code(value) else name(value)
+
+
+OrPlugIn = WrapValidator(_code_or_name, json_schema_input_type=str)
+"""Makes a type of names also take that of code of the user's."""
 
 OneOrMany = BeforeValidator(_one_or_many)
 NamesOrPattern = BeforeValidator(_pattern_alone)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from portable.errors import require
-from portable.model.layers import transformer_layers
 from portable.optim.optimizers import Group
 from portable.patterns import matching
 
@@ -36,21 +35,19 @@ def decaying(model: nn.Module) -> set[str]:
 
 
 def layer_matrices(model: nn.Module) -> set[str]:
-    """The names of the matrices of the transformer layers, stacks of matrices (experts) included.
+    """The names of the matrices of the layers, which are in module lists, and of their experts' stacks.
 
-    Not of embeddings, the head, convolutions, norms and biases, nor of vectors that are stored as matrices.
+    Not of embeddings, convolutions, norms and biases, nor of vectors that are stored as matrices.
     """
     decays = decaying(model)
+    lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     found = set()
-    for prefix, layer in transformer_layers(model):
-        for inner, module in layer.named_modules():
-            if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
-                continue
-            dotted = f"{prefix}.{inner}." if inner else f"{prefix}."
-            for name, parameter in module.named_parameters(recurse=False):
-                shape = parameter.shape[-2:]
-                if 2 <= parameter.dim() <= 3 and min(shape) > 1 and dotted + name in decays:
-                    found.add(dotted + name)
+    for prefix, module in model.named_modules():
+        if not prefix.startswith(lists) or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+            continue
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            if 2 <= parameter.dim() <= 3 and min(parameter.shape[-2:]) > 1 and name in decays:
+                found.add(name)
     return found
 
 

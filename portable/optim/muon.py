@@ -31,7 +31,8 @@ def orthogonalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """The nearest matrix with equal singular values, roughly: they come to lie between 0.7 and 1.2.
 
     Args:
-        matrices: ``[..., rows, columns]``, each by itself.
+        matrices: ``[..., rows, columns]``, each by itself. On XLA at least three dims: torch_xla computes
+            ``addmm`` on the host.
         dtype: of the products.
 
     Returns:
@@ -183,18 +184,18 @@ class Muon(torch.optim.Optimizer):
             elif trained:
                 self._adamw_step(trained, group)
 
-    def _adamw_step(self, trained: list[Tensor], group: dict[str, Any]) -> None:
+    def _adamw_step(self, trained: list[Any], group: dict[str, Any]) -> None:
         states = [self.state[p] for p in trained]
         beta1, beta2 = group["betas"]
         adamw(
             [local(p) for p in trained],
-            [local(p.grad) for p in trained if p.grad is not None],
+            [local(p.grad) for p in trained],
             [local(state["exp_avg"]) for state in states],
             [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
-            found_inf=self.found_inf,  # type: ignore[arg-type]
+            found_inf=self.found_inf,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -204,7 +205,7 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _orthogonal_step(self, trained: list[Tensor], group: dict[str, Any]) -> None:
+    def _orthogonal_step(self, trained: list[Any], group: dict[str, Any]) -> None:
         ranks = _Ranks.of(trained[0], flat=self.flat is not None)
         parts = [
             _Part(

@@ -8,10 +8,14 @@ can resume on another backend, and vice versa.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
+
+from portable import plugins
+from portable.errors import require
 
 if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
@@ -291,6 +295,35 @@ class LRRangeTest(Schedule):
         return self.peak * (1 + self.lr_range_test_step_rate * interval)
 
 
+@dataclass(frozen=True, config=_STRICT)
+class OwnSchedule(Schedule):
+    """A function or class of the user's, ``(step, total_steps) -> factor`` of ``train.learning_rate``.
+
+    Attributes:
+        code: its name, see :mod:`portable.plugins`. It is loaded at the first step.
+    """
+
+    code: str = ""
+
+    warms_up: ClassVar[bool] = False
+
+    def __call__(self, step: int) -> float:
+        told = f"train.schedule: {self.code}"
+        with plugins.told_as(told):
+            factor = self._function(step, self.total_steps)
+        fits = isinstance(factor, int | float) and math.isfinite(factor) and factor >= 0
+        require(
+            fits,
+            f"{told}: gives {factor!r} for step {step}; return what to multiply train.learning_rate by, a "
+            "finite number from 0",
+        )
+        return self.peak * float(factor)
+
+    @cached_property
+    def _function(self) -> Any:
+        return plugins.load("train.schedule", self.code)
+
+
 SCHEDULES: dict[str, type[Schedule]] = dict(
     zip(
         get_args(Kind),
@@ -311,6 +344,11 @@ SCHEDULES: dict[str, type[Schedule]] = dict(
 )
 
 
+def schedule_class(name: str) -> type[Schedule]:
+    """The class of the schedule that ``train.schedule`` names."""
+    return OwnSchedule if plugins.names_code(name) else SCHEDULES[name]
+
+
 def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
     """Build the schedule of a run of ``total_steps`` optimizer steps.
 
@@ -324,8 +362,11 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
         "total_steps": total_steps,
         **settings.schedule_params,
     }
+    kind = schedule_class(settings.schedule)
+    if kind is OwnSchedule:
+        values["code"] = settings.schedule
     try:
-        return SCHEDULES[settings.schedule](**values)
+        return kind(**values)
     except ValidationError as error:
         first = error.errors()[0]
         key = f"train.schedule_params.{first['loc'][0]}"
@@ -344,4 +385,5 @@ def warmup_steps(settings: TrainConfig, total_steps: int) -> int:
 def own_params(kind: str) -> tuple[str, ...]:
     """The allowed keys of ``train.schedule_params`` for a schedule."""
     common = Schedule.__dataclass_fields__
-    return tuple(name for name in SCHEDULES[kind].__dataclass_fields__ if name not in common)
+    fields = schedule_class(kind).__dataclass_fields__
+    return tuple(name for name in fields if name not in common and name != "code")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable import plugins
+from portable.errors import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +26,13 @@ def prepare_code(config: RunConfig) -> None:
         from portable.model.loss import training_loss
 
         training_loss(config)
+    if plugins.names_code(config.train.schedule):
+        schedule = plugins.load("train.schedule", config.train.schedule)
+        require(
+            callable(schedule),
+            f"train.schedule: {config.train.schedule}: is a {type(schedule).__name__}; give a function of "
+            "step and total_steps, or a class of such objects",
+        )
     if config.train.callbacks:
         from portable.run.callbacks import check
 
@@ -36,6 +44,8 @@ def named_code(config: RunConfig) -> dict[str, str]:
     train = config.train
     alone = {"train.loss": train.loss, "model.function": config.model.function}
     named = {key: name for key, name in alone.items() if name is not None}
+    if plugins.names_code(train.schedule):
+        named["train.schedule"] = train.schedule
     named |= {f"train.metrics {name}": name for name in train.metrics or () if plugins.names_code(name)}
     return named | {f"train.callbacks {name}": name for name in train.callbacks}
 

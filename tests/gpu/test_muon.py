@@ -6,15 +6,31 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from converters import open_checkpoint
+from gpu.footprint import units
+from gpu.fsdp.footprint import fully_sharded
+from portable.adapters.adapter import training_model
+from portable.adapters.settings import settled
+from portable.errors import UserError
+from portable.model import build as models
 from portable.optim.muon import Muon, spread
+from portable.planner.memory_model import Cluster
+from portable.planner.meta_model import inspect
+from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines
+from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
-from tests.runs import configured
+from tests.parity import opened
+from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.ranks import RankPool
 
 MUON: dict[str, Any] = {
     "train__optimizer": "muon",
@@ -105,3 +121,102 @@ def test_every_engine(
 ) -> None:
     config = configured(tmp_path, corpus, **MUON, **ENGINES[name].settings)
     assert_close(engines.run(name, size, our_losses, config), truth, 1e-5)
+
+
+def test_layers_in_a_loop(truth: Losses, engines: Engines, corpus: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path, corpus, **MUON, backend="xla", xla__scan_layers=True)
+    assert_close(engines.run("xla", 2, our_losses, config), truth, 1e-5)
+
+
+EXPERTS = {
+    **TINY_MODEL,
+    "model_type": "mixtral",
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 1,
+}
+
+
+@pytest.mark.parametrize("name", ["full_shard", "zero3"])
+def test_each_expert_is_a_matrix(name: str, engines: Engines, corpus: Path, tmp_path: Path) -> None:
+    """Which ranks hold as a whole, or in parts."""
+    settings: dict[str, Any] = {**MUON, "model__config": EXPERTS}
+    one = engines.run("no_shard", 1, our_losses, configured(tmp_path / "one", corpus, **settings))
+    config = configured(tmp_path / "two", corpus, **settings, **ENGINES[name].settings)
+    assert_close(engines.run(name, 2, our_losses, config), one, 1e-5)
+
+
+def sent(config: RunConfig) -> int:
+    """Bytes that the first rank sends to others in the updates of two steps, halved."""
+    count = 0
+    exchange = dist.all_to_all_single
+
+    def counted(output: Any, sent: Any, come: Any, out: list[int], group: Any) -> None:
+        nonlocal count
+        count += sent.element_size() * (sum(out) - out[dist.get_rank(group)])
+        exchange(output, sent, come, out, group=group)
+
+    with pytest.MonkeyPatch.context() as patch, opened(config) as trial:
+        patch.setattr(dist, "all_to_all_single", counted)
+        for _ in range(2):
+            trial.step()
+    return count // 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sends_each_matrix_once_and_back(
+    precision: str, corpus: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    """As the plan says: to the rank that orthogonalizes it, in the compute type."""
+    config = configured(tmp_path, corpus, **MUON, strategy="full_shard", precision=precision)
+    model = training_model(models.model_config(config.model), settled(config))
+    inventory = inspect(model, config.train, units(model, config))
+    footprint = fully_sharded(inventory, config, Cluster(2, 2))
+    assert ranks.run(2, sent, config) == footprint.links.per_step > 0
+
+
+def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    common = {"train__steps": 6, "train__micro_batch_size": 2, "data__eval_fraction": 0}
+    config = configured(folder, corpus, **{**MUON, **common, **settings})
+    return run_rank(config.backend, config)
+
+
+LORA: dict[str, Any] = {
+    "adapter__type": "lora",
+    "adapter__r": 4,
+    "train__parameter_groups": [{"pattern": "lora_B", "learning_rate": 0.03}],
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "route"),
+    [
+        ({}, [("full_shard", 3, 1), ("zero2", 2, 2), ("xla", 2, 4), ("zero3", 3, 5)]),
+        (LORA, [("zero1", 2, 2), ("full_shard", 2, 3), ("xla", 2, 5)]),
+    ],
+    ids=["", "lora"],
+)
+def test_moves(
+    settings: dict[str, Any],
+    route: list[tuple[str, int, int]],
+    engines: Engines,
+    corpus: Path,
+    tmp_path: Path,
+) -> None:
+    whole, moving = tmp_path / "whole", tmp_path / "moving"
+    assert engines.run("no_shard", 1, leg, whole, corpus, {**settings, "strategy": "no_shard"}) == 0
+    for name, size, until in [*route, ("no_shard", 2, 6)]:
+        given = {**settings, **ENGINES[name].settings, "train__stop_after": until}
+        assert engines.run(name, size, leg, moving, corpus, given) == 0
+    assert losses(moving) == pytest.approx(losses(whole), rel=1e-5)
+    ours, theirs = (open_checkpoint(folder).optimizer for folder in (moving, whole))
+    assert ours is not None and theirs is not None
+    kinds = {name: frozenset(values) for name, values in ours.state.items()}
+    assert kinds == {name: frozenset(values) for name, values in theirs.state.items()}
+    matrices = {name for name, kind in kinds.items() if kind == {"momentum_buffer"}}
+    assert matrices == {name for name in kinds if "layers" in name and "norm" not in name}
+
+
+def test_without_matrices(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.optimizer: muon is for the matrices .* use adamw"):
+        our_losses(configured(tmp_path, corpus, **MUON, train__trainable="embed_tokens"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from portable.config import load_config
+from portable.api import with_objects
+from portable.config import RunConfig, load_config
 from portable.errors import UserError
 from portable.optim.schedule import (
     Constant,
@@ -20,6 +22,7 @@ from portable.optim.schedule import (
     WarmupStableDecay,
     build_schedule,
 )
+from portable.run.own_code import digests, prepare_code
 
 
 @pytest.mark.parametrize("kind", [Cosine, Linear, Constant])
@@ -94,6 +97,57 @@ def rates_of(name: str, warmup: int, steps: int, params: dict[str, Any] | None =
         optimizer.step()
         schedule.step()
     return rates
+
+
+def halving(step: int, total_steps: int, every: int = 10) -> float:
+    return 0.5 ** (step // every) * (total_steps == 30)
+
+
+class Rising:
+    def __init__(self, start: float) -> None:
+        self.start = start
+
+    def __call__(self, step: int, total_steps: int) -> float:
+        return self.start + step / total_steps
+
+
+def falling_below_zero(step: int, total_steps: int) -> float:
+    return 1 - step
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("halving(every=7)", lambda step: 0.5 ** (step // 7)),
+        ("Rising(start=0.25)", lambda step: 0.25 + step / 30),
+    ],
+)
+def test_one_of_your_own(name: str, expected: Any) -> None:
+    train = {"steps": 30, "learning_rate": 0.01, "schedule": f"{__name__}:{name}"}
+    config = load_config({"train": train})
+    assert config.train.warmup_steps == 0
+    schedule = build_schedule(config.train, 30)
+    assert [schedule(step) for step in range(30)] == pytest.approx([0.01 * expected(s) for s in range(30)])
+    assert digests(config).keys() == {"train.schedule"}
+    assert load_config(config.model_dump(by_alias=True)) == config
+    ours = with_objects(load_config({"train": {"steps": 30}}), schedule=partial(halving, every=7))
+    assert ours.train.schedule == f"{__name__}:halving(every=7)"
+
+
+def test_one_of_your_own_that_is_wrong() -> None:
+    def config(name: str, **more: Any) -> RunConfig:
+        return load_config({"train": {"schedule": f"{__name__}:{name}", "steps": 30, **more}})
+
+    with pytest.raises(UserError, match=r"train.schedule: .*:falling_below_zero: gives -1 for step 2"):
+        build_schedule(config("falling_below_zero").train, 30)(2)
+    with pytest.raises(UserError, match=r"halving.*: fails \(ZeroDivisionError.*; correct it"):
+        build_schedule(config("halving(every=0)").train, 30)(2)
+    with pytest.raises(UserError, match=r"train.schedule: .*:halvin: .* has no halvin; did you mean halving"):
+        prepare_code(config("halvin"))
+    with pytest.raises(UserError, match=r"train.warmup_steps 5 has no effect"):
+        config("halving", warmup_steps=5)
+    with pytest.raises(UserError, match=r"unknown key train.schedule_params.every"):
+        config("halving", schedule_params={"every": 3})
 
 
 def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
