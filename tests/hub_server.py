@@ -1,4 +1,4 @@
-"""A small server that answers as the Hugging Face hub does, for what an upload asks, with faults on demand."""
+"""A small server that answers as the Hugging Face hub does to an upload, with faults on demand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FakeHub:
 
     Attributes:
         role: of the token: write or read.
-        faults: for a part of a request ("PUT /lfs", "/commit/"), the statuses to answer next, or ``DROP`` or ``LOST``.
+        faults: for a part of a request ("PUT /lfs", "/commit/"), the next answers: statuses, DROP or LOST.
         hold: while set to an unset event, commits wait for it.
     """
 

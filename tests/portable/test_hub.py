@@ -88,13 +88,13 @@ def test_two_ranks_upload_the_final_model_once(
 
 def test_the_command_of_a_card_is_that_run(tmp_path: Path, corpus: Path) -> None:
     """Its file is read back as the settings of the run, but for what is the machine's."""
-    run(tmp_path / "run", corpus, hub__push=None)
+    run(tmp_path / "run", corpus, hub__push=None, train__steps=1)
     text = (tmp_path / "run" / "final" / CARD).read_text("utf-8")
     (tmp_path / "again.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
     again = load_config(tmp_path / "again.yaml").fingerprint()
     mine = load_config(tmp_path / "run" / "config.yaml").fingerprint()
     assert {key for key in mine if mine[key] != again[key]} <= {"data.source", "data.format"}
-    assert again["data.source"] == "corpus.jsonl"
+    assert "source: corpus.jsonl\n" in text
 
 
 def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Path, hub: FakeHub) -> None:
