@@ -12,6 +12,8 @@ import yaml
 from huggingface_hub.utils import get_session
 from safetensors.numpy import load, save_file
 
+from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.trainer_state import STATE_FILE
 from portable.config import load_config
 from portable.errors import RunError, UserError
 from portable.output import hub as hub_module
@@ -19,6 +21,7 @@ from portable.output.export import MARKER
 from portable.output.hub import Hub
 from portable.reporting.card import CARD
 from portable.run.rank import run_rank
+from portable.run.uploads import Uploads
 from tests.hub_server import DROP, LOST, TOKEN, FakeHub, Repository, serving
 from tests.runs import TINY_MODEL, configured, tiny
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from portable import Run
     from tests.ranks import RankPool
 
 MODEL = {**TINY_MODEL, "num_hidden_layers": 1}
@@ -97,14 +101,24 @@ def test_the_command_of_a_card_is_that_run(tmp_path: Path, corpus: Path) -> None
     assert "source: corpus.jsonl\n" in text
 
 
+RELEASE = threading.Event()
+
+
+class Release:
+    """Lets the first upload end only once all steps are done."""
+
+    def on_end(self, run: Run) -> None:
+        RELEASE.set()
+
+
 def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Path, hub: FakeHub) -> None:
-    """One at a time; a slow upload holds nothing up, and keeps its checkpoint from being deleted."""
-    hub.hold = threading.Event()
-    threading.Timer(2.0, hub.hold.set).start()
+    """One at a time; a slow upload holds nothing up, and newer checkpoints replace those that wait."""
+    hub.hold = RELEASE
     run(
         tmp_path / "run",
         corpus,
         train__steps=6,
+        train__callbacks="tests.portable.test_hub:Release",
         hub__push="checkpoints",
         hub__repo="lab/tiny",
         checkpoint__keep=1,
@@ -119,6 +133,33 @@ def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Pa
     assert not any("optim" in name or "trainer_state" in name for _, files in commits for name in files)
     left = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert left == ["step-000006"] and not (tmp_path / "run" / ".scratch").exists()
+
+
+def test_a_checkpoint_is_kept_until_it_is_exported(tmp_path: Path, hub: FakeHub) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints", keep=1)
+    folders = [checkpoints.path / f"step-{step:06d}" for step in (1, 2, 3)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / STATE_FILE).write_text("{}")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def export(checkpoint: Any, folder: Path) -> None:
+        begun.set()
+        assert go_on.wait(60) and checkpoint.is_dir()
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    uploads = Uploads(of(tmp_path), export, tmp_path / "scratch")
+    checkpoints.in_use = uploads.in_use
+    uploads.add(folders[0])
+    assert begun.wait(60)
+    checkpoints.prune(set())
+    assert [step for step, _ in checkpoints.complete()] == [1, 3]
+    go_on.set()
+    assert uploads.finish(None, None) == (None, [])
+    checkpoints.prune(set())
+    assert [step for step, _ in checkpoints.complete()] == [3]
+    assert [message for message, _ in hub.repositories["me/run"].commits] == ["Step 1"]
 
 
 @pytest.fixture
