@@ -21,9 +21,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from portable.loop import Cadence, Events, train
+from portable.model.groups import groups_of
 from portable.model.initialize import Blueprint
 from portable.model.tensors import to_torch
-from portable.optim.optimizers import groups_of, parameter_groups
+from portable.optim.optimizers import parameter_groups
 from portable.output.output_dir import LocalOutput
 from portable.run.batches import train_loader
 from portable.run.restore import restore
@@ -160,8 +161,18 @@ class Setting:
             dtype=torch.float32,
         )
         model.config.use_cache = False  # type: ignore[union-attr]
+        if self.prepared.adapter is None:
+            model.load_state_dict(self.weights)
+            return model.to(self.device)
+        import peft
+
+        wrapped: Any = peft.get_peft_model(model, self.prepared.adapter.config)
         model.load_state_dict(self.weights)
-        return model.to(self.device)
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(self.weights[name].dtype)
+        found: nn.Module = wrapped.to(self.device)
+        return found
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
         settings = self.config.train
@@ -177,6 +188,13 @@ class Setting:
 
     def rows(self) -> Rows:
         return Rows(self.batches)
+
+
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state of the transformers model in ``model``, which peft may have wrapped."""
+    wrapped: Any = model
+    inner: nn.Module = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner.state_dict()
 
 
 def _batches(prepared: Prepared, steps: int) -> list[Batch]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, fields
@@ -192,7 +191,7 @@ class Case:
 
     def config(self, folder: str) -> RunConfig:
         architecture = {**SMALL, **MODELS}[self.model]
-        hybrid = {"fsdp.shard_group_size": 2} if self.strategy.startswith("hybrid") else {}
+        hybrid = {"fsdp.shard_group_size": self.devices // 2} if self.strategy.startswith("hybrid") else {}
         return load_config(
             None,
             {
@@ -218,11 +217,19 @@ class Case:
 
 CASES = (
     Case("qwen2-0.5b", "v5e", 4, "full_shard", 1, 2048),
-    Case("llama-1b", "v5e", 8, "full_shard", 1, 4096),
-    Case("llama-1b", "v5e", 8, "shard_grad_op", 1, 4096),
+    Case("qwen2-0.5b", "v4", 4, "no_shard", 2, 2048),
+    Case("llama-1b", "v5e", 8, "full_shard", 1, 4096, attention_rows=512),
+    Case("llama-1b", "v5e", 8, "shard_grad_op", 1, 4096, attention_rows=512),
+    Case("llama-1b", "v6e", 8, "full_shard", 2, 4096, attention_rows=512),
+    Case("llama-8b", "v5e", 16, "full_shard", 1, 4096, attention_rows=512),
     Case("llama-8b", "v5e", 16, "full_shard", 1, 4096, scan_layers=True, attention_rows=512),
+    Case("llama-8b", "v4", 16, "full_shard", 1, 4096, scan_layers=True, attention_rows=512),
     Case("llama-8b", "v5p", 16, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
+    Case("llama-8b", "v6e", 16, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
+    Case("llama-8b", "v6e", 16, "hybrid_shard", 1, 8192, scan_layers=True, attention_rows=512),
+    Case("llama-70b", "v5p", 64, "full_shard", 1, 8192, attention_rows=512),
     Case("llama-70b", "v5p", 64, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
+    Case("llama-70b", "v6e", 64, "full_shard", 1, 4096, scan_layers=True, attention_rows=512),
     *(Case("wide-llama-2", "v5e", 4, "full_shard", 4, 2048, recompute) for recompute in ("full", "none")),
     *(
         Case("wide-llama", "v5e", 4, "full_shard", 4, 2048, recompute, scan_layers=loop, attention_rows=512)
@@ -257,7 +264,7 @@ def plan(case: Case, folder: str) -> tuple[Option, int]:
     return planner.option(Setting.of(config)), planner.model.vocab_size
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
     """Trace and compile one case. Sizes in bytes, of one device; FLOPs and bytes sent in a step."""
     with tempfile.TemporaryDirectory(prefix="tpu-compile-") as scratch:
         vocabulary = plan(case, scratch)[1]
@@ -269,6 +276,7 @@ def measure(case: Case) -> dict[str, Any]:
             find_slice(case.device, case.devices, None),
             find_library(),
             case.micro_batch * case.seq_len * vocabulary,
+            only_memory=only_memory,
         )
     times = {"micro-batch": case.micro_batches}
     collectives: dict[str, Collective] = {}
@@ -279,6 +287,7 @@ def measure(case: Case) -> dict[str, Any]:
     return {
         **asdict(case),
         "libtpu": compiled.compiler,
+        "only_memory": only_memory,
         "fits": compiled.fits,
         "problems": list(compiled.problems),
         "hbm_bytes": compiled.hbm_bytes,
@@ -298,7 +307,7 @@ def measure(case: Case) -> dict[str, Any]:
         "compile_seconds": round(sum(graph.compile_seconds for graph in compiled.graphs), 1),
         "trace_seconds": round(sum(graph.seconds for graph in traced), 1),
         "trace_host_bytes": host,
-        "compile_host_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        "compile_host_bytes": compiled.host_bytes,
     }
 
 
@@ -353,6 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--case", nargs="+", metavar="TEXT", help="only cases with one of these in their name"
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--only-memory", action="store_true", help="end before code is made")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="add the results to this file; what it has is not repeated"
     )
@@ -369,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if case.name in known:
             continue
         try:
-            known[case.name] = measure(case)
+            known[case.name] = measure(case, only_memory=given.only_memory)
         except UserError as error:
             print(f"{case.name}: {error}", file=sys.stderr, flush=True)
             continue

@@ -32,6 +32,7 @@ from benchmarks.loops import (
     Setting,
     TrainerLoop,
     cross_entropy,
+    plain_state,
     take_turns,
 )
 from benchmarks.machine import command_line, describe_machine
@@ -115,6 +116,7 @@ class Options(TurnOptions):
     """Options of this benchmark."""
 
     micro_batch_sizes: tuple[int, ...] = (8, 4)
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,9 @@ def _take_turns(options: Options, prepared: Prepared, folder: Path) -> list[Resu
 @torch.no_grad()
 def _final_loss(setting: Setting, trained: nn.Module) -> float:
     model = setting.build_model()  # not the trained one itself, whose forward Accelerate may have wrapped
-    model.load_state_dict(trained.state_dict())
+    wrapped: Any = model
+    inner = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
+    inner.load_state_dict(plain_state(trained))
     batch = setting.batches[-1]
     logits = model.eval()(input_ids=batch["input_ids"].to(setting.device)).logits
     return float(cross_entropy(logits, batch["labels"].to(setting.device)))
@@ -261,6 +265,8 @@ def _config(options: Options, micro_batch_size: int, folder: Path) -> RunConfig:
         "train.global_batch_size": GLOBAL_BATCH_SIZE,
         "train.micro_batch_size": micro_batch_size,
     }
+    if options.adapter is not None:
+        settings |= {"adapter.type": "lora", "adapter.use_dora": options.adapter == "dora"}
     if options.small:
         text = folder / "text.txt"
         text.write_text("\n".join(f"line {i} of a text with {i * i} words" for i in range(3000)))
@@ -286,12 +292,15 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
         metavar="N",
         help="sequences of a micro-batch, of 8 a step; several are measured one after the other",
     )
+    parser.add_argument(
+        "--adapter", choices=("lora", "dora"), help="train an adapter; the other loops take peft's own"
+    )
     given = parser.parse_args(argv)
     if min(given.steps, given.warmup, given.rounds) < 1:
         parser.error("--steps, --warmup and --rounds must be at least 1")
     if any(size < 1 or GLOBAL_BATCH_SIZE % size for size in given.micro_batch):
         parser.error(f"--micro-batch must divide the {GLOBAL_BATCH_SIZE} sequences of a step")
-    options = Options(micro_batch_sizes=tuple(given.micro_batch), **turn_values(given))
+    options = Options(micro_batch_sizes=tuple(given.micro_batch), adapter=given.adapter, **turn_values(given))
     return options, given.json
 
 

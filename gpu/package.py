@@ -109,7 +109,14 @@ class TorchPackage:
         return footprint
 
     def compile(
-        self, config: RunConfig, device: str | None, devices: int, topology: str | None, logits: int
+        self,
+        config: RunConfig,
+        device: str | None,
+        devices: int,
+        topology: str | None,
+        logits: int,
+        *,
+        only_memory: bool = False,
     ) -> Compiled:
         raise UserError(
             f"--compile: backend {self.name} has no compiler that works without its device; name a TPU with "

@@ -116,10 +116,9 @@ def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
     told = f"{key}: {text}"
     if named.module is None:
         if named.name not in (known or {}):
-            near = _near(named.name, known or {})
             raise UserError(
-                f"{told}: there is no such name here{near}; the names are "
-                f"{', '.join(known or {}) or 'none'}, and package.module:name is one of your own"
+                f"{told}: there is no such name here; there are {', '.join(known or {}) or 'none'}, and "
+                f"package.module:name is one of your own{_near(named.name, known or {})}"
             )
         place = parse((known or {})[named.name])
         named = Name(place.module, place.name, named.arguments)
@@ -382,6 +381,19 @@ def _source_of(target: Any) -> str | None:
 
 def _names_in(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+
+
+def load_made(key: str, text: str) -> Any:
+    """The object that a setting names; what a function returns, in place of the function."""
+    found = load(key, text)
+    with told_as(f"{key}: {text}"):
+        return found() if callable(found) else found
+
+
+def installed() -> dict[str, str]:
+    """The modules of a notebook or script that :func:`install` made in this process."""
+    names = [name for name in sys.modules if name.startswith(NOTEBOOK)]
+    return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
 
 
 def install(sources: Mapping[str, str]) -> None:

@@ -111,7 +111,14 @@ class BackendPackage(Protocol):
         """The devices of this backend that a plan knows by name."""
 
     def compile(
-        self, config: RunConfig, device: str | None, devices: int, topology: str | None, logits: int
+        self,
+        config: RunConfig,
+        device: str | None,
+        devices: int,
+        topology: str | None,
+        logits: int,
+        *,
+        only_memory: bool = False,
     ) -> Compiled:
         """Compile every graph of a run with the device's own compiler, on a machine without the device.
 
@@ -121,6 +128,7 @@ class BackendPackage(Protocol):
             devices: how many.
             topology: how they are connected, such as ``4x4``; None for the usual way.
             logits: elements of the logits of a device's micro-batch; larger values are listed.
+            only_memory: end before code is made, which takes most of the time.
 
         Raises:
             UserError: there is no such compiler or slice, or a graph does not compile.

@@ -18,6 +18,7 @@ from portable.ranks.collectives import any_rank, gather_text
 from portable.ranks.process_memory import host_memory
 from tpu import device_specs as devices
 from tpu import graphs, runtime
+from tpu.dropout import draw_by_position
 from tpu.engine import XlaEngine
 from tpu.graphs import Graphs
 from tpu.layout import Layout
@@ -54,6 +55,7 @@ class XlaBackend:
         self._layout: Layout  # set by prepare
         keep_padding_masks_lazy()
         count_tokens_on_device()
+        draw_by_position()
 
     @property
     def devices_per_rank(self) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 STRATEGIES = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
 GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")
 PRECISIONS = ("fp32", "bf16")
-OPTIMIZERS = ("adamw", "adafactor", "sgd")
+OPTIMIZERS = ("adamw", "adafactor", "sgd", "muon")
 
 
 def recomputed(config: RunConfig) -> bool:

@@ -17,6 +17,7 @@ from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, coun
 from tpu.activation_checkpointing import recompute
 from tpu.attention import attend_by_rows
 from tpu.checks import GATHERED_ONCE, recomputed
+from tpu.head import shard_gradient
 from tpu.layout import constrain
 from tpu.optim import Optimizer
 from tpu.parameters import Parameters
@@ -91,8 +92,8 @@ class XlaEngine:
             "hand out; set it to false, or output_router_logits: false in the model's config",
         )
         ends: Any = model
-        self._head = getattr(ends.get_output_embeddings(), "weight", None) if layout.shards else None
-        self._optimizer = Optimizer(config.train, model, layout, self._held)
+        self._head = self._gathered_head(ends.get_output_embeddings())
+        self._optimizer = Optimizer(config.train, model, layout, self._held, self._compute)
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()
@@ -100,6 +101,15 @@ class XlaEngine:
         self._account = layout.whole(torch.tensor(NEW_COUNTERS))
 
     # -- setting up --------------------------------------------------------------------------------------
+
+    def _gathered_head(self, head: nn.Module | None) -> Tensor | None:
+        """The matrix that makes the logits, where it is gathered like those of ``shard_grad_op``."""
+        weight = getattr(head, "weight", None)
+        if weight is None or not self._layout.shards:
+            return None
+        name = next((name for name, held in self._parameters.items() if held is weight), None)
+        spec = self._layout.replicated(2) if name is None else self._spec_of(name, weight)
+        return None if shard_gradient(head, self._layout, spec) else weight
 
     def _loop(self, model: nn.Module, segment: Segment, *, recompute: bool) -> None:
         """Make the layers of ``segment`` one loop over the stacks of their parameters."""
@@ -120,6 +130,11 @@ class XlaEngine:
         layers = [layer for name, layer in transformer_layers(model) if name not in in_loops]
         for layer in layers:  # the first input may be a sum with a replicated tensor
             layer.register_forward_pre_hook(self._constrain_input)
+        for _, layer in transformer_layers(model):
+            for module in layer.modules():
+                weight = module._parameters.get("weight")
+                if weight is not None and weight.dim() == 2:
+                    module.register_forward_hook(self._constrain_output)
         for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
             if module is not None:
                 module.register_forward_hook(self._constrain_output)

@@ -17,6 +17,7 @@ from portable.planner.memory_model import (
     Setting,
     Traffic,
     moment_bytes,
+    orthogonalizing,
 )
 from portable.planner.passes import Compiler
 from tpu.checks import GATHERED_ONCE, recomputed, unsupported_settings
@@ -117,10 +118,11 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         copied += compute * size if compute != weight.itemsize else 0
         if weight.trained:
             gradients += MASTER * size
-            moments += moment_bytes(config.train, shape, shape[0] if shape else 1, exact=True)
-    counted = len(model.trained)
-    # One replicated vector of step counts, also if the optimizer has none.
-    moments += MASTER * counted - (0 if config.train.optimizer == "sgd" else MASTER * counted)
+            rows = shape[0] if shape else 1
+            moments += moment_bytes(config.train, shape, rows, exact=True, matrices=weight.matrices)
+    # One replicated vector of step counts, also of parameters whose rule has none.
+    uncounted = [w for w in model.trained if w.matrices or config.train.optimizer == "sgd"]
+    moments += MASTER * len(uncounted)
     layers = model.sizes("layer")
     whole = model.elements
     outside = whole - sum(layers)
@@ -138,6 +140,9 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     if whole_step:
         in_layers += gradients * compute // MASTER
     share, copies = (group - 1) / group, cluster.devices // group
+    orthogonal, exchanged = orthogonalizing(model, compute, 1, replicated=False)[0], 0.0
+    if config.strategy != "no_shard":  # each device gathers every matrix and keeps its part of the result
+        exchanged = compute * share * sum(w.elements for w in model.trained if w.matrices)
     per_pass = ((1 if once else 2) * cut + learning) * compute * share
     apart = sum(w.elements for w in model.trained) - learning
     summed = 2 * compute * apart * (cluster.devices - 1) / cluster.devices
@@ -155,7 +160,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         gathered=gathered + copied,
         in_layers=in_layers + copied,
         # The state is updated in place.
-        in_update=gradients * compute // MASTER if whole_step else 0,
-        links=Traffic(per_pass=per_pass + summed),
+        in_update=orthogonal + (gradients * compute // MASTER if whole_step else 0),
+        links=Traffic(per_pass=per_pass + summed, per_step=exchanged),
         network=Traffic(per_pass=between),
     )

@@ -105,6 +105,12 @@ class Layout:
         sharding = self.sharding((None, *self.batch(tensor.dim() - 1)))
         return constrain(tensor, sharding, sharding)
 
+    def matrices(self, shape: Sequence[int]) -> Spec:
+        """The spec of whole matrices, ``[..., rows, columns]``: spread over the devices, or replicated."""
+        if len(shape) > 2 and shape[0] % self.group == 0 and self.shards:
+            return (FSDP, *(None,) * (len(shape) - 1))
+        return self.replicated(len(shape))
+
     # -- tensors -----------------------------------------------------------------------------------------
 
     def place_batch(self, tensor: Tensor) -> Tensor:
@@ -187,14 +193,15 @@ class _Constrain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sharding: Any, gradient: Any) -> Tensor:
         ctx.gradient = gradient
-        return _marked(tensor, sharding)
+        return marked(tensor, sharding)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _marked(gradients[0], ctx.gradient), None, None
+        return marked(gradients[0], ctx.gradient), None, None
 
 
-def _marked(tensor: Tensor, sharding: Any) -> Tensor:
+def marked(tensor: Tensor, sharding: Any) -> Tensor:
+    """A copy of ``tensor`` that is annotated with a sharding."""
     # Marking works in place, and a clone would inherit the sharding of a placed tensor. The compiler removes
     # the multiplication.
     copy = tensor * 1

@@ -13,8 +13,11 @@ import torch
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
+from portable.model.groups import groups_of
 from portable.optim import adafactor
-from portable.optim.optimizers import groups_of, parameter_groups
+from portable.optim.muon import orthogonalized, rate_factor
+from portable.optim.optimizers import muon, parameter_groups
+from tpu.layout import constrain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -187,10 +190,50 @@ def _root_mean_square(tensor: Tensor, stacked: bool) -> Tensor:
     return tensor.square().mean(dim=tuple(range(1, tensor.dim())), keepdim=True).sqrt()
 
 
+class Muon:
+    """Muon, as :class:`portable.optim.muon.Muon`, for matrices and stacks of them.
+
+    Args:
+        settings: the train section.
+        layout: where tensors lie.
+        compute: the type of the products.
+    """
+
+    counts_steps = False
+
+    def __init__(self, settings: TrainConfig, layout: Layout, compute: torch.dtype) -> None:
+        self._momentum, self._rate_rule = settings.muon_momentum, settings.muon_rate
+        self._layout, self._compute = layout, compute
+
+    def initial(
+        self, parameter: Tensor, spec: Spec, *, stacked: bool
+    ) -> dict[str, tuple[tuple[int, ...], Spec]]:
+        return {"momentum_buffer": (tuple(parameter.shape), spec)}
+
+    def update(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        step: Tensor,
+        rate: Tensor,
+        decay: Tensor | float,
+        *,
+        stacked: bool,
+    ) -> tuple[Tensor, State]:
+        buffer = state["momentum_buffer"].lerp(gradient, 1 - self._momentum)
+        update = gradient.lerp(buffer, self._momentum).to(self._compute)
+        place = self._layout.sharding(self._layout.matrices(update.shape))
+        # Whole matrices. Otherwise each product would gather its operands.
+        whole = orthogonalized(constrain(update, place, place), self._compute)
+        adjusted = rate * rate_factor(self._rate_rule, parameter.shape)
+        return parameter * (1 - rate * decay) - adjusted * whole.float(), {"momentum_buffer": buffer}
+
+
 def build_rule(settings: TrainConfig) -> Rule:
-    """The rule that ``train.optimizer`` names."""
+    """The rule that ``train.optimizer`` names; of muon, that of what is no matrix."""
     beta1, beta2 = settings.betas
-    if settings.optimizer == "adamw":
+    if settings.optimizer in ("adamw", "muon"):
         return AdamW((beta1, beta2), settings.eps)
     if settings.optimizer == "adafactor":
         return Adafactor(adafactor.RULES[settings.adafactor_rule])
@@ -198,15 +241,21 @@ def build_rule(settings: TrainConfig) -> Rule:
 
 
 class Optimizer:
-    """Applies a rule to all parameters; their state is sharded as they are.
+    """Applies the rules to all parameters; their state is sharded as they are.
 
     The step counts of all parameters are one fp32 vector ``[parameters]``, so that the compiled step has one
     argument for them instead of hundreds.
     """
 
-    def __init__(self, settings: TrainConfig, model: nn.Module, layout: Layout, held: Parameters) -> None:
+    def __init__(
+        self,
+        settings: TrainConfig,
+        model: nn.Module,
+        layout: Layout,
+        held: Parameters,
+        compute: torch.dtype = torch.float32,
+    ) -> None:
         trained = {name: p for name, p in held.by_name.items() if p.requires_grad}
-        self._rule = build_rule(settings)
         self._names = list(trained)
         self._parameters = trained
         self._layout = layout
@@ -214,6 +263,8 @@ class Optimizer:
         apart = {name: p for name, p in model.named_parameters() if p.requires_grad}
         of = groups_of(model, settings)
         self._groups = _torch_groups(settings, apart, of)
+        rule, of_matrices = build_rule(settings), Muon(settings, layout, compute)
+        self._rules: dict[str, Rule] = {name: of_matrices if of[name].matrices else rule for name in trained}
         self._highest = settings.learning_rate
         self._factors = {name: self._factor(name, of) for name in trained}
         self._steps = layout.whole(torch.zeros(len(trained)))
@@ -221,7 +272,7 @@ class Optimizer:
         self._places: dict[str, dict[str, tuple[tuple[int, ...], Spec]]] = {}
         for name, parameter in trained.items():
             spec = held.spec(name, parameter.shape)
-            places = self._rule.initial(parameter, spec, stacked=name in held.stacks)
+            places = self._rules[name].initial(parameter, spec, stacked=name in held.stacks)
             self._places[name] = places
             self._state[name] = {
                 key: layout.zeros(shape, torch.float32, place) for key, (shape, place) in places.items()
@@ -253,7 +304,7 @@ class Optimizer:
                     continue
                 parameter, state = self._parameters[name], self._state[name]
                 share, decay = self._factors[name]
-                moved, new = self._rule.update(
+                moved, new = self._rules[name].update(
                     parameter,
                     gradients[name].float(),
                     state,
@@ -272,13 +323,14 @@ class Optimizer:
         return self._state
 
     def steps(self) -> dict[str, Tensor]:
-        """The step counts, fp32 scalars on the CPU by parameter name; empty if the rule has none."""
-        if not self._rule.counts_steps:
+        """The step counts, fp32 scalars on the CPU by parameter name; only of rules that count."""
+        if not any(rule.counts_steps for rule in self._rules.values()):
             return {}
         counts = self._layout.own_copy(self._steps)
         return {
             one: counts[index].clone()
             for index, name in enumerate(self._names)
+            if self._rules[name].counts_steps
             for one in self._held.names(name)
         }
 
@@ -319,6 +371,8 @@ def _torch_groups(
     optimizer: torch.optim.Optimizer
     if settings.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=rate, betas=(beta1, beta2), eps=settings.eps)
+    elif settings.optimizer == "muon":
+        optimizer = muon(settings, groups, torch.float32)
     elif settings.optimizer == "adafactor":
         optimizer = torch.optim.Adafactor(groups, lr=rate)
     else:

@@ -130,11 +130,18 @@ class XlaPackage:
         return tuple(accelerators())
 
     def compile(
-        self, config: RunConfig, device: str | None, devices: int, topology: str | None, logits: int
+        self,
+        config: RunConfig,
+        device: str | None,
+        devices: int,
+        topology: str | None,
+        logits: int,
+        *,
+        only_memory: bool = False,
     ) -> Compiled:
         from tpu.compile.compiler import compile_run
 
-        return compile_run(config, device, devices, topology, logits)
+        return compile_run(config, device, devices, topology, logits, only_memory=only_memory)
 
     def create(self) -> Backend:
         from tpu.backend import XlaBackend

@@ -21,6 +21,9 @@ _TABLES = re.compile(
     r"|wte|wpe|shared|relative_attention_bias)(\.base_layer|\.original_module|\.modules_to_save\.default)?\.weight$"
 )
 
+_SHORT = 8
+"""A dim is short beside one of this many times its size."""
+
 
 class ShardingRules:
     """The default rule of a run, and the exceptions of ``xla.sharding``.
@@ -70,7 +73,12 @@ class ShardingRules:
             self._tables[tuple(shape)] = len(shape) - 1
         # An untied head is sharded like the table before it. The compiler broadcasts a scalar of the update
         # once for all tensors of a shape; cut along two dims, it would send that from device to device.
-        return self._tables.get(tuple(shape), max(divisible, key=lambda d: shape[d]))
+        if tuple(shape) in self._tables:
+            return self._tables[tuple(shape)]
+        # The first dim, where it is no short one such as that of experts: a gradient is reduced to shards of
+        # a major dim. Along a minor one, the compiler may add up whole matrices on every device.
+        longest = max(shape[d] for d in divisible)
+        return next(d for d in divisible if shape[d] * _SHORT >= longest)
 
     def check_rules(self) -> None:
         """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""

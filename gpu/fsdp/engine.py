@@ -15,6 +15,7 @@ from gpu.common import torch_private
 from gpu.common.compiling import CapturedMemory
 from gpu.common.generation import continue_text
 from gpu.common.loss_scale import LossScale
+from gpu.common.machine import COMPUTE_DTYPES
 from gpu.fsdp.device_loss_scale import DeviceScaler
 from gpu.fsdp.offload import HostCopies
 from gpu.fsdp.saving import Saver
@@ -22,12 +23,14 @@ from gpu.fsdp.sharding import shard
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import unsupported
 from portable.model.chunked_loss import chunked_head
+from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
 from portable.model.parameters import embeddings, state_tensors, stored_tensors
 from portable.model.tensors import fill
 from portable.model.transformers_patches import no_value_checks
+from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
-from portable.optim.optimizers import build_optimizer, groups_of, set_rates
+from portable.optim.optimizers import build_optimizer, set_rates
 from portable.optim.sharded import local
 
 if TYPE_CHECKING:
@@ -110,7 +113,10 @@ class TorchEngine:
             self._trained,
             groups_of(self.model, config.train),
             embeddings={p for name, p in self._trained.items() if parameters[name] in tables},
+            compute=COMPUTE_DTYPES[config.precision],
         )
+        if isinstance(self._optimizer, Muon):
+            self._optimizer.device = device
         original = {} if self._host is None else self._host.original()
         self._parameters: list[nn.Parameter] = [
             original.get(p, p) for group in self._optimizer.param_groups for p in group["params"]

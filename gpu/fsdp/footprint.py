@@ -17,6 +17,7 @@ from portable.planner.memory_model import (
     Footprint,
     Traffic,
     moment_bytes,
+    orthogonalizing,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footpri
     several = micro == "auto" or config.train.global_batch_size > micro * cluster.devices
     # DDP's buckets are resident; accumulating micro-batches add gradients beside them.
     beside = gradients if cluster.devices > 1 and several else 0
+    compute = COMPUTE_BYTES[config.precision]
+    in_update, sent = orthogonalizing(model, compute, cluster.devices, replicated=True)
     return Footprint(
         gathered=beside,
         in_layers=beside,
@@ -45,8 +48,9 @@ def replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footpri
         optimizer=0 if on_host else moments,
         compute="autocast",
         host=2 * gradients + moments if on_host else 0,
-        links=Traffic(per_step=2 * gradients * share),
-        network=Traffic(per_step=across_nodes(2 * gradients, cluster)),
+        in_update=in_update,
+        links=Traffic(per_step=2 * gradients * share + sent),
+        network=Traffic(per_step=across_nodes(2 * gradients + sent, cluster)),
     )
 
 
@@ -64,7 +68,7 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
         parameters += weight.itemsize * size
         if weight.trained:
             gradients += MASTER * size
-            moments += moment_bytes(config.train, shape, rows, exact=weight.table)
+            moments += moment_bytes(config.train, shape, rows, exact=weight.table, matrices=weight.matrices)
     before, layers, end = _gathered(model, config, group, compute)
     offload_params = config.memory.offload_params == "cpu"
     offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
@@ -80,6 +84,8 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
     per_pass = (gathers * compute * model.elements + MASTER * elements(model.trained)) * share
     reduced = 2 * gradients * (copies - 1) / copies  # of a shard, across the replicas
     network = reduced if config.strategy in HYBRID else across_nodes(per_pass, cluster)
+    in_update, sent = orthogonalizing(model, compute, group, replicated=False)
+    between = 0 if config.strategy in HYBRID else across_nodes(sent, cluster)
     return Footprint(
         parameters=0 if offload_params else parameters,
         gradients=0 if offload_params else gradients,
@@ -88,9 +94,10 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
         gathered=before,
         in_layers=layers,
         at_end=end,
+        in_update=in_update,
         host=host,
-        links=Traffic(per_pass=per_pass),
-        network=Traffic(per_pass=network),
+        links=Traffic(per_pass=per_pass, per_step=sent),
+        network=Traffic(per_pass=network, per_step=between),
     )
 
 

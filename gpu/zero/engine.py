@@ -30,9 +30,11 @@ from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
+from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
 from portable.model.parameters import adapted, materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
+from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.optimizers import set_rates
 from portable.planner.memory_model import Cluster
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.model.loss import Measure
     from portable.model.tensors import ReadableTensor
+    from portable.optim.muon import Matrix
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -61,8 +64,13 @@ def check(config: RunConfig, device_type: str) -> None:
     unsupported(
         [
             (
-                config.train.optimizer not in ("adamw", "sgd"),
-                f"train.optimizer: ZeRO does not support {config.train.optimizer}; use adamw or sgd",
+                config.train.optimizer not in ("adamw", "sgd", "muon"),
+                f"train.optimizer: ZeRO does not support {config.train.optimizer}; use adamw, sgd or muon",
+            ),
+            (
+                config.train.optimizer == "muon" and nvme.in_use(config),
+                "train.optimizer: muon does not work with memory.offload_optimizer or offload_params nvme, "
+                "which swap parts of matrices apart; use cpu",
             ),
             (
                 config.compile and config.strategy == "zero3",
@@ -115,6 +123,8 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
     parameters = dict(model.named_parameters())
+    groups = groups_of(model, config.train)  # before parameters lose their shapes
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     frozen = [] if adapted(model) else frozen_names(model)  # which checkpoints of an adapter leave out
     rounded = [name for name in frozen if parameters[name].itemsize > compute.itemsize]
     experts = routed(model)
@@ -134,7 +144,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     else:
         zero_missing_gradients(model)
         materialize(model, machine.device)
-    optimizer = zero_optimizer.build(config, document, model)
+    optimizer = zero_optimizer.build(config, document, model, groups)
     with native_stdout_closed():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
@@ -142,7 +152,10 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     at_stop.callback(_destroy, engine)
     if config.memory.offload_params == "nvme":
         nvme.release_buffers_after_forward(engine)
-    return ZeroEngine(engine, stage, config, machine, rounded)
+    made = ZeroEngine(engine, stage, config, machine, rounded)
+    if isinstance(optimizer, Muon):
+        optimizer.device, optimizer.flat = machine.device, made.matrices(shapes)
+    return made
 
 
 def _destroy(engine: Any) -> None:
@@ -195,6 +208,7 @@ class ZeroEngine:
         self._settings = config.train
         self._sharded = stage == 3
         self._device = machine.device
+        self._ranks = machine.world_size
         # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
         self._loss_scale = float(machine.world_size)
         names: dict[nn.Parameter, str] = {p: name for name, p in self.model.named_parameters()}
@@ -266,6 +280,10 @@ class ZeroEngine:
             if gradient is not None and not torch.isfinite(gradient).all():
                 found.append(name)
         return found
+
+    def matrices(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[Tensor, list[Matrix]]:
+        """The matrices in each flat partition, see :mod:`portable.optim.muon`; ``shapes`` by parameter."""
+        return self._partitions.matrices(shapes, self._ranks)
 
     def metrics(self) -> dict[str, float]:
         """See :class:`gpu.common.machine.MeasuredEngine`."""

@@ -6,12 +6,21 @@ docs/planning.md.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gpu.common.volumes import across_nodes, elements
 from gpu.zero import buckets
-from portable.planner.memory_model import COMPUTE_BYTES, MASTER, Cluster, Footprint, Traffic
+from portable.planner.memory_model import (
+    COMPUTE_BYTES,
+    MASTER,
+    Cluster,
+    Footprint,
+    Traffic,
+    orthogonalizing,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,6 +42,7 @@ class _Zero:
         self._ranks = cluster.devices
         self._stage = int(config.strategy[-1])
         self._compute = COMPUTE_BYTES[config.precision]
+        self._model = model
         self._weights = model.weights
         self._trained = model.trained
         self._whole = model.elements
@@ -62,6 +72,8 @@ class _Zero:
         else:
             traffic = Traffic(per_step=summed + compute * learning * links)
         passes, layers, at_end = self._in_passes()
+        in_update, sent = orthogonalizing(self._model, compute, self._ranks, replicated=False)
+        traffic = replace(traffic, per_step=traffic.per_step + sent)
         network = Traffic(
             across_nodes(traffic.per_pass, self._cluster), across_nodes(traffic.per_step, self._cluster)
         )
@@ -73,7 +85,7 @@ class _Zero:
             gathered=passes,
             in_layers=layers,
             at_end=at_end,
-            in_update=self._in_update(),
+            in_update=self._in_update() + in_update,
             # Stages 1 and 2 also save the compute copy.
             also_saved=compute * learning if self._stage < 3 else 0,
             host=self._host(resident),
@@ -112,19 +124,30 @@ class _Zero:
 
     def _moments(self) -> int:
         """Bytes of the moments of flat partitions, and their step counts."""
-        return self._moments_per_element * MASTER * self._shard + self._step_counts
+        return int(self._moments_per_element * MASTER * self._shard) + self._step_counts
 
     @property
-    def _moments_per_element(self) -> int:
-        """Moments per element."""
+    def _moments_per_element(self) -> int | Fraction:
+        """Moments per element; with Muon on average."""
+        if self._config.train.optimizer == "muon":
+            moments = sum((1 if group[0].matrices else 2) * self._share_of(group) for group in self._groups)
+            return Fraction(moments, self._shard)
         return {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
+
+    def _share_of(self, group: list[Weight]) -> int:
+        """Elements of a group of parameters that a rank updates."""
+        if self._stage == 3:
+            return self._shard_of(group)
+        alignment = 2 * self._ranks
+        return -(-elements(group) // alignment) * 2
 
     @property
     def _step_counts(self) -> int:
         """Bytes: one step count per group or sub-group."""
-        if self._config.train.optimizer != "adamw":
+        if self._config.train.optimizer == "sgd":
             return 0
-        return MASTER * len(self._groups if self._stage < 3 else self._sub_groups)
+        groups = self._groups if self._stage < 3 else self._sub_groups
+        return MASTER * sum(not group[0].matrices for group in groups)
 
     @cached_property
     def _sub_groups(self) -> list[list[Weight]]:
@@ -174,9 +197,8 @@ class _Zero:
             largest = max(self._shard_of(group) for group in self._sub_groups)
             in_memory -= sum(self._shard_of(group) for group in self._swapped_groups)
             host += self._size("offload_optimizer.buffer_count") * buckets.aligned(largest, MASTER)
-        host += (
-            2 + self._moments_per_element
-        ) * MASTER * in_memory + self._step_counts  # with their gradients
+        moments = int(self._moments_per_element * MASTER * in_memory) + self._step_counts
+        host += 2 * MASTER * in_memory + moments  # with master weights and gradients
         if self._stage == 3:
             return host + MASTER * self._shard
         return host + self._compute * (self._shard + self._largest_gradient)
@@ -230,7 +252,7 @@ class _Zero:
         """Bytes of all swap files."""
         found = 0
         for group in self._swapped_groups:
-            found += (1 + self._moments_per_element) * buckets.aligned(self._shard_of(group), MASTER)
+            found += int(1 + self._moments_per_element) * buckets.aligned(self._shard_of(group), MASTER)
             gradients = [MASTER * self._shard_of([parameter]) for parameter in group]
             found += sum(size for size in gradients if size >= buckets.SWAPPED_BYTES)
         if self._parameters_on_disk:

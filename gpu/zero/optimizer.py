@@ -6,16 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gpu.common.machine import COMPUTE_DTYPES
 from gpu.zero import private_api
 from portable.errors import UserError, one_line, require
-from portable.optim.optimizers import build_optimizer, groups_of, parameter_groups
+from portable.optim.optimizers import build_optimizer, parameter_groups
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
     from gpu.zero.config import Document
     from portable.config import RunConfig
+    from portable.optim.optimizers import Group
 
 _KEY = "zero_force_ds_cpu_optimizer"
 
@@ -53,16 +57,17 @@ def check(config: RunConfig, document: Document | None) -> None:
         ) from error
 
 
-def build(config: RunConfig, document: Document | None, model: nn.Module) -> Any:
+def build(config: RunConfig, document: Document | None, model: nn.Module, groups: Mapping[str, Group]) -> Any:
     """The optimizer of ``model``, whose parameters may be partitioned already."""
     parameters = dict(model.named_parameters())
     if not _forced(config, document):
-        return build_optimizer(config.train, parameters, groups_of(model, config.train))
+        compute = COMPUTE_DTYPES[config.precision]
+        return build_optimizer(config.train, parameters, groups, compute=compute)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     train = config.train
-    groups = parameter_groups(parameters, groups_of(model, train), train.learning_rate)
-    return DeepSpeedCPUAdam(groups, lr=train.learning_rate, betas=train.betas, eps=train.eps)
+    made = parameter_groups(parameters, groups, train.learning_rate)
+    return DeepSpeedCPUAdam(made, lr=train.learning_rate, betas=train.betas, eps=train.eps)
 
 
 def catch_up(optimizer: Any, steps: int) -> None:

@@ -19,6 +19,7 @@ from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from gpu.zero import private_api
 from portable.model.tensors import fill, to_torch
+from portable.optim.muon import Matrix, spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -80,12 +81,31 @@ class FlatPartitions:
     def __init__(self, zero_optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> None:
         self._zero = zero_optimizer
         self._base = zero_optimizer.optimizer
+        self._names, self._rank = names, rank
         self._flats: list[Tensor] = [group["params"][0] for group in self._base.param_groups]
         self._fragments = [
             list(_fragments_of(group, row, rank * flat.numel(), flat.numel(), names))
             for (group, row), flat in zip(private_api.flat_groups(zero_optimizer), self._flats, strict=True)
         ]
         self._stale = False
+
+    def matrices(self, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[Tensor, list[Matrix]]:
+        """The matrices of each flat partition, by the shapes of its parameters; vectors have none."""
+        found = {}
+        for (group, row), flat in zip(private_api.flat_groups(self._zero), self._flats, strict=True):
+            found[flat] = [
+                matrix
+                for parameter in group
+                if len(shape := shapes[self._names[parameter]]) > 1
+                for matrix in spread(
+                    shape,
+                    first=-_place(parameter, row),
+                    length=flat.numel(),
+                    ranks=ranks,
+                    rank=self._rank,
+                )
+            ]
+        return found
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill the master weights; :meth:`refresh` then updates the compute copies."""
@@ -120,6 +140,27 @@ class ShardedPartitions:
                 fragments.append(Fragment(names[parameter], start, stop, offset))
                 offset += size
             self._fragments.append(fragments)
+
+    def matrices(self, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[Tensor, list[Matrix]]:
+        """See :meth:`FlatPartitions.matrices`."""
+        found = {}
+        for index, (group, fragments) in enumerate(
+            zip(private_api.sub_groups(self._zero), self._fragments, strict=True)
+        ):
+            found[private_api.master_weights(self._zero, index)] = [
+                matrix
+                for parameter, fragment in zip(group, fragments, strict=True)
+                if len(shape := shapes[fragment.name]) > 1
+                for matrix in spread(
+                    shape,
+                    first=0,
+                    length=private_api.shard_size(parameter),
+                    ranks=ranks,
+                    rank=self._rank,
+                    offset=fragment.offset,
+                )
+            ]
+        return found
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill the master weights and the compute copies."""
@@ -192,11 +233,16 @@ def _fragments_of(
     model's order, as with ``round_robin_gradients``.
     """
     for parameter in group:
-        begin = (parameter.data_ptr() - row.data_ptr()) // row.element_size()
+        begin = _place(parameter, row)
         start = max(first - begin, 0)
         stop = min(first + size - begin, parameter.numel())
         if stop > start:
             yield Fragment(names[parameter], start, stop, begin + start - first)
+
+
+def _place(parameter: Tensor, row: Tensor) -> int:
+    """The element of ``row`` that ``parameter``, a view of it, begins with."""
+    return (parameter.data_ptr() - row.data_ptr()) // row.element_size()
 
 
 @torch.no_grad()

@@ -24,6 +24,8 @@ def show_data(settled: Settled, count: int) -> int:
         raise UserError(f"--show-data: shows samples of causal-lm, not of {config.model.task}; remove it")
     model_config = models.model_config(config.model)
     data = open_data(config, model_config, SpecialTokens(model_config, config.model))
+    if not data.opened:
+        raise UserError("--show-data: shows what texts become; finished samples come from code of your own")
     for warning in data.sizes.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -114,8 +114,9 @@ def _problem(
             inside = _names(model, key)
             given = _dig(values, path[:length])
             message = f"{key} must be a mapping of {inside}, got {shown(given)}"
-            if isinstance(given, str) and f"{key}.config" in table:
-                message += f"; write {key}: {{config: {shown(given)}}}"
+            if isinstance(given, str):
+                inner = next((name for name in ("type", "config") if f"{key}.{name}" in table), None)
+                message += "" if inner is None else f"; write {key}: {{{inner}: {shown(given)}}}"
             return _Problem(origin, message + what_to_do(key))
     return _Problem(None, f"{'.'.join(path)}: {detail['msg']}")
 

@@ -12,7 +12,7 @@ from converters.storage.object_store import is_url
 from converters.storage.store_errors import redact
 from portable.config.evaluation_sources import SourceError, evaluation_sources
 from portable.config.suggest import did_you_mean
-from portable.config.training_sources import training_sources, weight_schedule
+from portable.config.training_sources import training_key, training_sources, weight_schedule
 from portable.optim.schedule import SCHEDULES, build_schedule, own_params, warmup_steps
 from portable.registry import BACKENDS, backend_package
 
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-TAKEN = ("labels", "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids")
+TAKEN = (
+    "labels",
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "decoder_input_ids",
+    "position_ids",
+    "source",
+)
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 
 
@@ -47,11 +55,11 @@ def derived(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if model.name_or_path is not None:
         found["model.config"] = None
-    if model.task in PADDED_TASKS or config.data.format == "preference":
+    if model.task in PADDED_TASKS or config.data.format in ("preference", "samples"):
         found["data.packing"] = False
     elif config.data.format not in ("auto", "text") and model.task == "causal-lm":
         found["data.packing"] = "documents"
-    if config.data.eval is not None:
+    if config.data.eval is not None or (config.data.stream and not config.data.sources):
         found["data.eval_fraction"] = 0.0
     if checkpoint.export_best:
         found["checkpoint.keep_best"] = 1
@@ -267,7 +275,9 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
     except SourceError as error:
         yield ConflictError((error.key, *_inside("data.eval", data.eval)), str(error))
     try:
-        training_sources(data)
+        streams = [name for name, one in training_sources(data).items() if one.settings.stream]
+        if streams:
+            yield from _streams(config, training_key(streams[0]))
         weight_schedule(data)
     except SourceError as error:
         yield ConflictError((error.key, "data.sources"), str(error))
@@ -291,6 +301,25 @@ def _preference(config: RunConfig) -> Iterator[ConflictError]:
                 (f"data.{name}", "data.format"),
                 f"data.{name} {getattr(data, name)} does not work with data.format preference; remove it",
             )
+
+
+def _streams(config: RunConfig, key: str) -> Iterator[ConflictError]:
+    if config.model.task != "causal-lm":
+        yield ConflictError(
+            (f"{key}.stream", "model.task"),
+            f"{key}.stream works with model.task causal-lm alone",
+        )
+    for name in ("train.epochs", "train.eval_every_epochs", "checkpoint.every_epochs"):
+        if config.get(name) is not None:
+            yield ConflictError(
+                (name, f"{key}.stream"),
+                f"{name} needs the length of the data, which {key}.stream does not know; count in steps",
+            )
+    if config.data.eval_fraction and not config.data.sources:
+        yield ConflictError(
+            ("data.eval_fraction", "data.stream"),
+            "data.eval_fraction holds nothing out of a stream (data.stream); set it to 0, and data.eval",
+        )
 
 
 def _inside(key: str, value: Any) -> tuple[str, ...]:

@@ -27,7 +27,9 @@ from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read w
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
-Format = Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"]
+Format = Literal[
+    "auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"
+]
 XlaDtype = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -226,6 +228,32 @@ class DataConfig(Section):
         description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
         "for the last part of a run: from that step on they replace all weights before.",
     )
+    on_bad_record: Literal["error", "skip"] = Field(
+        default="error",
+        description="What a record that cannot be read does: end the run, or be left out. The first few are "
+        "printed with file and line, and their number.",
+        json_schema_extra=OF_SOURCE,
+    )
+    stream: Flag = Field(
+        default=False,
+        description="Train while the files are read: they are tokenized one by one, ahead of the run, and at "
+        "most data.cache_limit of their tokens is on disk. For data that is larger than the disk, and "
+        "to begin at once (causal-lm). Nothing is held out of it: set data.eval.",
+        json_schema_extra=OF_SOURCE,
+    )
+    shuffle_window: int = Field(
+        default=1,
+        ge=1,
+        description="Files of a stream whose samples are mixed: windows of so many, in a shuffled order. "
+        "More is shuffled better, and the run begins once as many are tokenized.",
+        json_schema_extra=IDENTITY,
+    )
+    cache_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="Gigabytes of a stream's tokens that stay on disk; what is needed again is made again. "
+        "Null: half of the space that is free at the start.",
+    )
     config_name: str | None = Field(
         default=None,
         description="Configuration of the hub dataset, if it has several (such as wikitext-2-raw-v1).",
@@ -249,7 +277,8 @@ class DataConfig(Section):
         description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
         "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
         "messages); alpaca (instruction, input, output); preference (prompt, chosen, rejected, for a loss of "
-        "pairs). auto: recognized by the first record's columns.",
+        "pairs); samples (finished ones, from code of your own). auto: recognized by the first record's "
+        "columns.",
         json_schema_extra=OF_SOURCE,
     )
     chat_template: PathText | None = Field(
@@ -343,6 +372,13 @@ class DataConfig(Section):
         description="Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a "
         "model built from scratch, a small byte-pair encoding trained on the source, once, and cached.",
     )
+    added_tokens: Names = Field(
+        default=(),
+        description="Special tokens to add to the tokenizer, such as those of a chat template. The model's "
+        "vocabulary grows where it has to; new rows are drawn around the mean of the others, as in "
+        "transformers.",
+        json_schema_extra=IDENTITY,
+    )
     vocab_size: int | None = Field(
         default=None,
         ge=300,
@@ -396,6 +432,11 @@ class DataConfig(Section):
         description="Folder that caches tokenized data and trained tokenizers. Null: the user's cache folder "
         "($XDG_CACHE_HOME, or ~/.cache).",
     )
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a sample: a preference has two."""
+        return 2 if self.format == "preference" else 1
 
     @property
     def longest(self) -> int:
@@ -475,11 +516,26 @@ class TrainConfig(Section):
         "fine-tuning on conversations.",
         json_schema_extra=IDENTITY,
     )
-    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = Field(
+    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"] = Field(
         default="adamw",
         description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "
         "memory), adamw_8bit (8-bit moments, a quarter of the memory; 32 bits for embeddings, vectors and "
-        "small matrices), or sgd (momentum is the first of train.betas).",
+        "small matrices), sgd (momentum is the first of train.betas), or muon (orthogonalized momentum for "
+        "the matrices of the layers, adamw for embeddings, head and vectors).",
+        json_schema_extra=IDENTITY,
+    )
+    muon_momentum: float = Field(
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="Momentum of muon's matrices (Nesterov's).",
+        json_schema_extra=IDENTITY,
+    )
+    muon_rate: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="How muon adjusts the learning rate to a matrix of R rows and C columns, as torch's "
+        "adjust_lr_fn. match_rms_adamw: times 0.2 sqrt(max(R, C)), so that rates for adamw fit. original: "
+        "times sqrt(max(1, R / C)).",
         json_schema_extra=IDENTITY,
     )
     adafactor_rule: Literal["torch", "transformers"] = Field(
@@ -525,21 +581,23 @@ class TrainConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Final rate of cosine and linear, as a share of train.learning_rate; 0.1 is common for "
-        "pretraining.",
+        description="Final rate of cosine, linear and wsd, and lowest of inverse_sqrt, as a share of "
+        "train.learning_rate; 0.1 is common for pretraining.",
         json_schema_extra=IDENTITY,
     )
     schedule: ScheduleKind = Field(
         default="cosine",
-        description="Decay of the learning rate after the warm-up. Capitalized names are DeepSpeed's "
-        "schedulers, equal in every step, on any backend.",
+        description="Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate "
+        "until the last part of the run. Capitalized names are DeepSpeed's schedulers, equal in every step, "
+        "on any backend.",
         json_schema_extra=IDENTITY,
     )
     schedule_params: OpenMapping = Field(
         default_factory=dict,
-        description="More parameters of DeepSpeed's schedules, under its names (warmup_type, cycle_min_lr "
-        "...). Rates, warm-up and length come from the other settings; train.learning_rate is the peak of "
-        "OneCycle and the first rate of LRRangeTest.",
+        description="More parameters of a schedule. wsd: decay_ratio (0.2; the share of all steps), "
+        "decay_type and warmup_type (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the "
+        "warm-up). DeepSpeed's have its names (warmup_type, cycle_min_lr ...); train.learning_rate is the "
+        "peak of OneCycle and the first rate of LRRangeTest.",
         json_schema_extra=IDENTITY,
     )
     warmup_steps: int = Field(
@@ -560,7 +618,7 @@ class TrainConfig(Section):
         default=0.1,
         ge=0,
         description="Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled "
-        "for adamw, added to the gradient for sgd.",
+        "for adamw and muon, added to the gradient for sgd.",
         json_schema_extra=IDENTITY,
     )
     parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
@@ -606,8 +664,8 @@ class TrainConfig(Section):
         description="What an evaluation computes besides the loss: perplexity and accuracy (of tokens) of "
         "language models; accuracy, f1 and confusion of a classifier; mse, mae and r2 of a regression; "
         "exact_match and rouge_l of generated texts (seq2seq-lm; up to a forward pass for each token); or "
-        "package.module:name, a function or class of your own. Null: all of the task that generate nothing; "
-        "[]: the loss alone.",
+        "package.module:name, a function or class of your own. Null: all of the task that generate nothing, "
+        "or none with train.loss; []: the loss alone.",
     )
     callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = Field(
         default=(),

@@ -289,6 +289,7 @@ WORDS = {
         "constant_with_warmup": "constant, which warms up over train.warmup_steps",
         "cosine_with_min_lr": "cosine, with train.min_learning_rate_ratio",
         "linear_with_warmup": "linear, which warms up over train.warmup_steps",
+        "warmup_stable_decay": "wsd",
         "cosine_with_warmup": "cosine, which warms up over train.warmup_steps",
     },
 }

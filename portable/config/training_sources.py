@@ -86,6 +86,10 @@ def _source(data: DataConfig, name: str, given: dict[str, Any]) -> TrainingSourc
         raise SourceError("data.sources", f"{key}: has a weight and epochs; remove one of the two")
     inside = {name: value for name, value in given.items() if name not in _OWN}
     settings = settings_of(data, key, inside, eval_fraction=data.eval_fraction, own=_OWN)
+    if settings.stream and "weight" not in shares:
+        raise SourceError("data.sources", f"{key}: a stream has no epochs that are known; give it a weight")
+    if settings.stream and settings.max_samples is not None:
+        raise SourceError("data.sources", f"{key}.max_samples has no effect on a stream; remove it")
     return TrainingSource(settings, **(shares or {"epochs": 1.0}))
 
 

@@ -6,16 +6,19 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from portable.config.evaluation_sources import ALONE, evaluation_sources, held_out_name, key_of
 from portable.config.training_sources import training_key, training_sources, weight_schedule
 from portable.data.reading import Opened, Reading, check_ends, parts, target_frame_of, vocabulary_of
+from portable.data.samples.base import Part, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
+from portable.data.samples.finished import FinishedSamples
 from portable.data.samples.mixture import Mixture, Share
 from portable.data.settings import (
     CAUSAL,
     CLASSIFICATION,
+    FINISHED,
     MASKED,
     cache_dir,
     converses,
@@ -26,7 +29,9 @@ from portable.data.settings import (
 )
 from portable.data.sizes import DataSizes, combined, sample_counts, sizes_of
 from portable.data.sources.joined import Joined
+from portable.data.sources.shards import StreamedFiles
 from portable.data.tokens.tokenizer import (
+    add_tokens,
     is_trained,
     load_tokenizer,
     train_tokenizer,
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
     from portable.data.samples.tasks import LabelShift
     from portable.data.samples.truncation import Truncated
     from portable.data.sources.opening import Source
+    from portable.data.stream import Stream
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.tokenize import Frame
 
@@ -68,6 +74,8 @@ class Data:
     """The sources of ``train`` as tokens, by name; the only one has the empty name."""
     end_of_turn: int | None = None
     """For conversations, the token after which the assistant has said everything."""
+    streams: tuple[str, ...] = ()
+    """The names of the sources that are read while the run trains; ``opened`` has the first part of each."""
     eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
     """The same for each source of ``data.eval``. It may change between the launches of a run."""
 
@@ -140,14 +148,20 @@ def build_data(
     sources = _training_sources(settings, task)
     training = _as_one(sources)
     eval_sources = _eval_sources(settings, task, sources)
+    finished = _settings_of_finished(sources)
     name = settings.tokenizer or model_tokenizer
     if name is not None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
+    elif finished is not None:
+        raise UserError("data.tokenizer: finished samples do not say which it was; set it")
     else:
         size = settings.vocab_size or model_vocab_size
         chat = any(converses(own) for own, _ in sources.values())
         kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
         tokenizer = train_tokenizer(training, size, cache_dir(settings), **kind)
+    add_tokens(tokenizer, settings.added_tokens)
+    if finished is not None:
+        return _finished(finished, training, eval_sources, tokenizer, name or "")
     reading = Reading(
         task,
         tokenizer,
@@ -158,8 +172,12 @@ def build_data(
         pad_left=pad_left,
     )
     opened = {}
+    streams: dict[str, Stream] = {}
     for key, (own, source) in sources.items():
         with errors_under(training_key(key)):
+            if isinstance(source, StreamedFiles):
+                streams[key], opened[key] = reading.stream(own, source, key, progress=progress)
+                continue
             opened[key] = reading.open(own, source, progress=progress)
             check_ends(opened[key], tokenizer)
     first = next(iter(opened.values()))
@@ -170,6 +188,9 @@ def build_data(
     held_out: dict[str, Samples] = {}
     for key, one in opened.items():
         with errors_under(training_key(key)):
+            if key in streams:
+                train[key] = streams[key]
+                continue
             own_classes = classes if one is first else _classes_as(classes, first, one)
             to_train, held = parts(one.settings, task, one.tokens, one.truncated)
             train[key] = reading.samples(one, to_train, own_classes)
@@ -185,12 +206,20 @@ def build_data(
     sizes = combined(
         {
             key: sizes_of(
-                one.settings, task, one.source, name, reading.vocabulary.size, one.tokens, one.truncated
+                one.settings,
+                task,
+                sources[key][1],
+                name,
+                reading.vocabulary.size,
+                *(_tokens_of(None if key in streams else one)),
             )
             for key, one in opened.items()
         }
     )
-    fingerprints = {key: one.tokens.fingerprint for key, one in opened.items()}
+    fingerprints = {
+        key: streams[key].fingerprint if key in streams else one.tokens.fingerprint
+        for key, one in opened.items()
+    }
     return Data(
         tokenizer=tokenizer,
         train=train[ALONE] if ALONE in train else _mixture(settings, train, global_batch_size, task),
@@ -208,6 +237,7 @@ def build_data(
         end_of_turn=next(
             (end for one in opened.values() if (end := one.tokens.meta.get("end_of_turn")) is not None), None
         ),
+        streams=tuple(streams),
         eval_fingerprints={key: one.tokens.fingerprint for key, one in evals.items()},
     )
 
@@ -257,6 +287,69 @@ def _classes_as(classes: Classes | None, training: Opened, opened: Opened) -> Cl
         return None
     declared = training.source.class_names
     return classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
+
+
+def _settings_of_finished(sources: Mapping[str, tuple[DataConfig, Source]]) -> DataConfig | None:
+    """The settings of the only source, if its records are finished samples."""
+    found = {name: own for name, (own, _) in sources.items() if own.format == FINISHED}
+    if found and len(sources) > 1:
+        raise UserError(f"{training_key(next(iter(found)))}: finished samples cannot be a part of a mixture")
+    return next(iter(found.values()), None)
+
+
+def _finished(
+    settings: DataConfig,
+    source: Source,
+    evals: Mapping[str, tuple[DataConfig, Source]],
+    tokenizer: Any,
+    name: str,
+) -> Data:
+    """The data of code of the user's that gives finished samples."""
+
+    def samples(own: DataConfig, one: Source, part: Part | None = None) -> FinishedSamples:
+        told, records = f"data.source: {one.name}", cast("Any", getattr(one, "records", None))
+        if not hasattr(records, "__len__") or not hasattr(records, "__getitem__"):
+            raise UserError(f"{told}: has no len() and no sample by number; give it both")
+        if not isinstance(getattr(records, "fingerprint", None), str):
+            raise UserError(f"{told}: has no fingerprint; give it a text that tells its content")
+        found = FinishedSamples(one.name, records, part or Part(0, len(records)))
+        if found.tokens != own.seq_len:
+            raise UserError(
+                f"data.seq_len: {own.seq_len}, but a sample has {found.tokens} tokens; set it to that"
+            )
+        return found
+
+    everything = samples(settings, source)
+    train, held_out = split_documents(len(everything), settings.eval_fraction)
+    own = {}
+    for key, (eval_settings, one) in evals.items():
+        with errors_under(key_of(key)):
+            own[key] = samples(eval_settings, one)
+    shown: dict[str, Samples] = dict(own)
+    if held_out.num_samples:
+        shown[held_out_name(settings)] = samples(settings, source, held_out)
+    vocabulary = vocabulary_of(tokenizer, CAUSAL)
+    return Data(
+        tokenizer=tokenizer,
+        train=samples(settings, source, train),
+        evals=shown,
+        sizes=DataSizes(
+            source=source.name,
+            tokenizer=name,
+            vocab_size=vocabulary.size,
+            seq_len=settings.seq_len,
+            packing=False,
+            documents=len(everything),
+            tokens=len(everything) * settings.seq_len * everything.sequences,
+            train_samples=train.num_samples,
+            eval_samples=held_out.num_samples,
+            cached=cache_dir(settings),
+            evals={key: (evals[key][1].name, len(one)) for key, one in own.items()},
+        ),
+        fingerprint=f"{source.key} {len(everything)}",
+        vocab_size=vocabulary.size,
+        eval_fingerprints={key: f"{evals[key][1].key} {len(one)}" for key, one in own.items()},
+    )
 
 
 def _eval_sources(
@@ -335,12 +428,15 @@ def inspect_data(
             if name is not None and Path(name).exists():
                 raise
         else:
+            add_tokens(tokenizer, settings.added_tokens)
             reading = Reading(task, tokenizer, vocabulary_of(tokenizer, task, ends_texts=ends_texts))
             size = reading.vocabulary.size
             target_frame = target_frame_of(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}
             for key, (own, source) in sources.items():
                 with errors_under(training_key(key)):
+                    if isinstance(source, StreamedFiles):
+                        continue
                     if (found := reading.cached(own, source)) is not None:
                         check_ends(found, tokenizer)
                         cached[key] = found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from shutil import disk_usage
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,15 +22,28 @@ from portable.data.samples.base import (
     split_blocks,
     split_documents,
 )
+from portable.data.samples.mixture import seed_of
 from portable.data.samples.packing import PackedDocuments, planned
 from portable.data.samples.tasks import Classification, LabelShift, MaskedLM, Seq2Seq
 from portable.data.samples.truncation import Truncated, answered_blocks, keeps_an_end, truncated
-from portable.data.settings import CAUSAL, MASKED, PREFERENCE, SEQ2SEQ, cache_dir, converses, fields_of, packs
+from portable.data.settings import (
+    CAUSAL,
+    MASKED,
+    PREFERENCE,
+    SEQ2SEQ,
+    STREAMS,
+    cache_dir,
+    converses,
+    fields_of,
+    packs,
+)
+from portable.data.stream import Stream
+from portable.data.tokens.ahead import Tokenizing
 from portable.data.tokens.cache import CacheDamagedError, TokenCache
 from portable.data.tokens.chat_template import ChatTemplate, chat_template
 from portable.data.tokens.tokenize import Frame, frame, token_cache_folder, tokenize
 from portable.data.tokens.tokenizer import PairFrame, Vocabulary, check_languages
-from portable.errors import UserError
+from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +51,7 @@ if TYPE_CHECKING:
     from portable.config.sections import DataConfig
     from portable.data.samples.classes import Classes
     from portable.data.sources.opening import Source
+    from portable.data.sources.shards import StreamedFiles
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,45 @@ class Reading:
             progress=progress,
         )
         return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
+
+    def stream(
+        self, settings: DataConfig, source: StreamedFiles, name: str, *, progress: bool = False
+    ) -> tuple[Stream, Opened]:
+        """The samples of a stream, and its first shard as tokens."""
+        cache = cache_dir(settings) / STREAMS
+        framed = self.framed(settings)
+        work = Tokenizing(
+            self.tokenizer,
+            self.vocabulary,
+            fields_of(settings, self.task),
+            framed,
+            cache,
+            self.chat(settings),
+        )
+        shard = _ShardSamples(replace(self, label_shift=None, decoder_start_token_id=None), settings, source)
+        limit = settings.cache_limit
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            room = disk_usage(cache).free // 2 if limit is None else int(limit * 1e9)
+        except OSError as error:
+            raise UserError(f"data.cache_dir: cannot write in {cache} ({one_line(error)})") from error
+        seed = seed_of(name, self.seed) if name else self.seed
+        local_rank = os.environ.get("LOCAL_RANK", "0")
+        found = Stream(
+            name or "data.source",
+            source,
+            work,
+            shard,
+            seed=seed,
+            window=settings.shuffle_window,
+            limit=room,
+            reads_ahead=local_rank == "0",  # one process of a machine
+        )
+        first = found.first_tokens()
+        made = token_cache_folder(source, self.tokenizer, framed, cache, work.chat).name  # by what, as well
+        content = f"{made} {settings.seq_len} {settings.shuffle_window}"
+        found.fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        return found, Opened(settings, source, framed, first, _truncated(settings, self.task, first))
 
     def chat(self, settings: DataConfig) -> ChatTemplate | None:
         """What tokenizes conversations; None for plain text. Saves a chosen template with the tokenizer."""
@@ -198,6 +254,24 @@ def _truncated(settings: DataConfig, task: str, tokens: TokenCache) -> Truncated
     if settings.packing is True:
         return answered_blocks(tokens, settings.seq_len, _blocks(settings, task, tokens))
     return truncated(tokens, settings.truncation, settings.seq_len)
+
+
+@dataclass(frozen=True)
+class _ShardSamples:
+    """Makes samples of the tokens of a shard."""
+
+    reading: Reading
+    settings: DataConfig
+    source: Source
+
+    def __call__(self, tokens: TokenCache) -> Samples | None:
+        settings, task = self.settings, self.reading.task
+        if settings.packing is True and tokens.total_tokens <= settings.seq_len:
+            return None
+        cut = _truncated(settings, task, tokens)
+        part, _ = parts(settings.model_copy(update={"eval_fraction": 0.0}), task, tokens, cut)
+        framed = self.reading.framed(settings)
+        return self.reading.samples(Opened(settings, self.source, framed, tokens, cut), part)
 
 
 def check_ends(opened: Opened, tokenizer: Any) -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from portable.config.evaluation_sources import of_source
 from portable.config.sections import DataConfig
 from portable.config.training_sources import training_sources
+from portable.data.sources.documents import BadRecords
 from portable.data.sources.opening import Fields, Source, open_source
+from portable.data.sources.shards import open_stream
 from portable.errors import UserError
 from portable.paths import default_cache_dir
 
@@ -19,13 +21,15 @@ if TYPE_CHECKING:
 
     from portable.data.sources.conversations import Format
 
+STREAMS = "streams"
+"""The folder of the cache with the files and tokens of streams, of which old ones are removed."""
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "causal-lm",
     "masked-lm",
     "seq2seq-lm",
     "sequence-classification",
 )
-PREFERENCE = "preference"
+PREFERENCE, FINISHED = "preference", "samples"
 
 
 @contextmanager
@@ -84,6 +88,15 @@ def source_of(settings: DataConfig, task: str, cache: Path, *, remember: bool = 
         raise UserError(f"data.seq_len: {settings.seq_len} is less than 1; give a positive number")
     if not 0 <= settings.eval_fraction < 1:
         raise UserError(f"data.eval_fraction: {settings.eval_fraction} is not in [0, 1); lower it")
+    if settings.stream:
+        cache = cache / STREAMS
+        return open_stream(
+            settings.source,
+            fields_of(settings, task),
+            downloads=cache / "downloads",
+            digests=cache / "digests",
+            remember=remember,
+        )
     return open_source(
         settings.source,
         fields=fields_of(settings, task),
@@ -104,6 +117,7 @@ def fields_of(settings: DataConfig, task: str) -> Fields:
         text_split=settings.text_split,
         pair=settings.text_pair_field if task == CLASSIFICATION else None,
         prefix=settings.source_prefix if task == SEQ2SEQ else "",
+        bad=BadRecords() if settings.on_bad_record == "skip" else None,
         columns=settings.columns,
         format=None if settings.format == "auto" and task == CAUSAL else _format(settings, task),
     )
@@ -116,7 +130,7 @@ def _format(settings: DataConfig, task: str) -> Format:
 
 def converses(settings: DataConfig) -> bool:
     """Whether the records are conversations, or prompts with completions; asked once the format is known."""
-    return settings.format not in ("auto", "text")
+    return settings.format not in ("auto", "text", "samples")
 
 
 def packs(settings: DataConfig, task: str) -> bool | Literal["documents"]:

@@ -142,7 +142,7 @@ def sizes_of(
             "cached": tokens.folder,
         }
     return DataSizes(
-        source=source.name,
+        source=source.described,
         tokenizer=tokenizer or "a byte-pair encoding trained on it",
         vocab_size=vocab_size,
         seq_len=settings.seq_len,

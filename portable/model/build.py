@@ -269,6 +269,16 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
             ) from error
 
 
+def grow_vocabulary(config: PretrainedConfig, tokens: int, run: RunConfig) -> int | None:
+    """Enlarge the vocabulary in ``config`` for ``data.added_tokens``; return its former size, or None."""
+    text = config.get_text_config()
+    rows = getattr(text, "vocab_size", None)
+    if not run.data.added_tokens or not isinstance(rows, int) or tokens <= rows:
+        return None
+    text.vocab_size = tokens
+    return rows
+
+
 def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
     """Raise UserError if the tokenizer has ids beyond the rows of the embedding."""
     table = token_embedding(model)

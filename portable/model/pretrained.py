@@ -21,6 +21,7 @@ import torch
 from converters import CheckpointError, open_checkpoint
 from portable.errors import UserError, one_line
 from portable.model.build import without_quantization
+from portable.model.grown import GrownTensor
 from portable.model.parameters import embeddings, state_tensors, tied_names
 from portable.model.tensors import InMemoryTensor, ReadableTensor, to_numpy, to_torch
 
@@ -98,6 +99,13 @@ def _matched(
     if translated is None:
         return _loaded_by_transformers(settings, model)
     sources, unclaimed = translated
+    if (rows := model.__dict__.get("grown_from")) is not None:
+        sources = {
+            name: GrownTensor(source, wanted[name].shape[0], seed=rows)
+            if name in wanted and source.shape[:1] == (rows,) and wanted[name].shape[0] > rows
+            else source
+            for name, source in sources.items()
+        }
     aliases = tied_names(model)
     targets = set(getattr(model, "all_tied_weights_keys", ()))
     found: dict[str, ReadableTensor] = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from portable.errors import UserError
@@ -91,6 +92,9 @@ class QuantizedLinear(nn.Module):
         if inputs.is_meta:  # a trial pass, which may have another compute type
             return functional.linear(inputs, inputs.new_empty(self.out_features, self.in_features), None)
         inputs = inputs.to(self.bits.dtype)
+        if isinstance(inputs, FakeTensor):
+            planned: Tensor = _Planned.apply(inputs, self)  # type: ignore[no-untyped-call]
+            return planned
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         package = bitsandbytes()
         with torch.autocast(inputs.device.type, enabled=False):
@@ -141,6 +145,21 @@ class QuantizedLinear(nn.Module):
         for part, (start, stop) in zip(parts, self._places, strict=True):
             raw[start:stop] = part.contiguous().flatten().view(torch.uint8)
         return raw.view(self.bits.dtype)
+
+
+class _Planned(torch.autograd.Function):
+    """What the product allocates, for a plan: the weight in the compute type, in each pass for itself."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.shape = layer.out_features, layer.in_features
+        if layer.kind == "int8":
+            ctx.save_for_backward(inputs)  # as bitsandbytes does
+        return functional.linear(inputs, inputs.new_empty(ctx.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ gradients[0].new_empty(ctx.shape), None
 
 
 @cache  # a copy from the host in every layer would be a host sync

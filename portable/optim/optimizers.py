@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from portable.errors import require
 from portable.optim.adafactor import RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit
+from portable.optim.muon import Muon
 from portable.optim.sharded import local
-from portable.patterns import matching
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -38,30 +36,6 @@ class Optimizer(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-_SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-
-
-def decaying(model: nn.Module) -> set[str]:
-    """The names of the parameters with weight decay: all except norms and biases.
-
-    As in the Trainer's ``get_decay_parameter_names``, the parameter's name or its module's class decides. The
-    number of dims does not: a bias may be a table and a weight may be a vector.
-    """
-    names: set[str] = set()
-    norms: list[str] = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.LayerNorm):
-            norms.append(f"{prefix}.")
-        dotted = f"{prefix}." if prefix else ""
-        if not dotted.startswith(tuple(norms)):
-            names.update(dotted + name for name in module._parameters if not _spared(dotted + name))
-    return names
-
-
-def _spared(name: str) -> bool:
-    return _SPARED.search(name.lower()) is not None
-
-
 class Group(NamedTuple):
     """A parameter group; groups are sorted by their fields.
 
@@ -70,47 +44,14 @@ class Group(NamedTuple):
         spared: whether weight decay leaves it out.
         learning_rate: its highest; the schedule scales all rates alike.
         weight_decay: of its parameters.
+        matrices: whether Muon updates them as matrices.
     """
 
     number: int
     spared: bool
     learning_rate: float
     weight_decay: float
-
-
-def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:
-    """The group of each trained parameter of ``model``, by its first name.
-
-    Raises:
-        UserError: if a pattern is not a regular expression or decides nothing.
-    """
-    decays = decaying(model)
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    every = {first: [first, *others] for first, *others in names.values()}
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    number: dict[str, int] = {}
-    key = "train.parameter_groups"
-    for place, group in enumerate(settings.parameter_groups, start=1):
-        found = matching(key, group.pattern, every)
-        new = (found & trained) - number.keys()
-        why = "an earlier pattern matches" if found & trained else "are frozen"
-        require(
-            bool(new), f"{key}: {group.pattern!r} matches only parameters that {why}; correct or remove it"
-        )
-        number.update(dict.fromkeys(new, place))
-    made = {}
-    for name in every:
-        if name in trained:
-            place, spared = number.get(name, 0), name not in decays
-            rate, decay = settings.learning_rate, settings.weight_decay
-            if place:
-                given = settings.parameter_groups[place - 1]
-                rate = rate if given.learning_rate is None else given.learning_rate
-                decay = decay if given.weight_decay is None else given.weight_decay
-            made[name] = Group(place, spared, rate, 0.0 if spared else decay)
-    return made
+    matrices: bool = False
 
 
 def parameter_groups(
@@ -120,13 +61,16 @@ def parameter_groups(
 
     Args:
         parameters: by name; those outside ``groups`` are left out.
-        groups: see :func:`groups_of`.
+        groups: see :func:`portable.model.groups.groups_of`.
         learning_rate: the run's. A group with another one has it as ``initial_lr``, torch's name for the
             value that a schedule scales.
     """
     made: dict[Group, dict[str, Any]] = {}
+    muon = any(group.matrices for group in groups.values())
     for group in sorted({groups[name] for name in parameters if name in groups}):
         made[group] = {"params": [], "weight_decay": group.weight_decay}
+        if muon:
+            made[group]["matrices"] = group.matrices
         if group.learning_rate != learning_rate:
             made[group] |= {"lr": group.learning_rate, "initial_lr": group.learning_rate}
     for name, parameter in parameters.items():
@@ -140,7 +84,8 @@ def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     groups: Mapping[str, Group],
     embeddings: Collection[nn.Parameter] = (),
-) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit:
+    compute: torch.dtype = torch.float32,
+) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon:
     """Build ``train.optimizer``.
 
     A step is a no-op if the flag ``found_inf`` on the device is set. The fused optimizers take a step in one
@@ -149,8 +94,9 @@ def build_optimizer(
     Args:
         settings: the train section.
         parameters: by name.
-        groups: by the same names; see :func:`groups_of`.
+        groups: by the same names; see :func:`portable.model.groups.groups_of`.
         embeddings: the parameters that keep 32-bit moments in an 8-bit optimizer.
+        compute: the run's compute type; Muon's products are in fp32 or bf16.
     """
     made = parameter_groups(parameters, groups, settings.learning_rate)
     beta1, beta2 = settings.betas
@@ -162,8 +108,23 @@ def build_optimizer(
         )
     if settings.optimizer == "adafactor":
         return Adafactor(made, lr=settings.learning_rate, rule=RULES[settings.adafactor_rule])
+    if settings.optimizer == "muon":
+        return muon(settings, made, compute)
     assert settings.optimizer == "sgd", settings.optimizer
     return FusedSGD(made, lr=settings.learning_rate, momentum=beta1)
+
+
+def muon(settings: TrainConfig, groups: list[dict[str, Any]], compute: torch.dtype) -> Muon:
+    """Build Muon; the arguments are those of :func:`build_optimizer`."""
+    return Muon(
+        groups,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        momentum=settings.muon_momentum,
+        rate_rule=settings.muon_rate,
+        compute=torch.float32 if compute == torch.float32 else torch.bfloat16,
+    )
 
 
 def set_rates(
@@ -173,7 +134,7 @@ def set_rates(
     highest = settings.learning_rate
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * (group.get("initial_lr", highest) / highest)
-        if betas is not None:
+        if betas is not None and not group.get("matrices"):
             group["betas"] = betas
 
 

@@ -1,7 +1,7 @@
 """Learning rate schedules: pure functions of the step.
 
-``cosine``, ``linear`` and ``constant`` are those of the project. The others have DeepSpeed's names and
-arithmetic (``deepspeed/runtime/lr_schedules.py``) on every backend. A run that started with a DeepSpeed JSON
+Those with small letters equal transformers' in every step. The others have DeepSpeed's names and arithmetic
+(``deepspeed/runtime/lr_schedules.py``) on every backend. A run that started with a DeepSpeed JSON
 can resume on another backend, and vice versa.
 """
 
@@ -20,6 +20,8 @@ Kind = Literal[
     "cosine",
     "linear",
     "constant",
+    "wsd",
+    "inverse_sqrt",
     "WarmupLR",
     "WarmupDecayLR",
     "WarmupCosineLR",
@@ -92,6 +94,65 @@ class Cosine(Constant):
 
     def _shape(self, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+_Shape = Literal["linear", "cosine", "1-sqrt"]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class WarmupStableDecay(Schedule):
+    """Warmup from the minimum, then the peak, and a decay to the minimum at the end of the run.
+
+    Attributes:
+        decay_ratio: steps of the decay, as a share of all steps, rounded up; at most those after the warmup.
+        decay_type, warmup_type: their shapes.
+    """
+
+    decay_ratio: Annotated[float, Field(ge=0, le=1)] = 0.2
+    decay_type: _Shape = "linear"
+    warmup_type: _Shape = "linear"
+
+    def __call__(self, step: int) -> float:
+        decay = math.ceil(self.decay_ratio * self.total_steps - 1e-9)  # a share such as 0.07 is not exact
+        decay = min(decay, self.total_steps - self.warmup_steps)
+        left = min(self.total_steps - step, decay)
+        if step < self.warmup_steps:
+            share = _eased(step / self.warmup_steps, self.warmup_type)
+        else:
+            share = _lowered(1 - left / decay, self.decay_type) if decay > 0 else 1.0
+        return self.minimum + (self.peak - self.minimum) * share
+
+
+def _eased(progress: float, shape: str) -> float:
+    """A rise from 0 to 1 as ``progress`` goes from 0 to 1."""
+    if shape == "cosine":
+        return 0.5 * (1 - math.cos(math.pi * progress))
+    return 1 - math.sqrt(1 - progress) if shape == "1-sqrt" else progress
+
+
+def _lowered(progress: float, shape: str) -> float:
+    """A fall from 1 to 0."""
+    if shape == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - math.sqrt(progress) if shape == "1-sqrt" else 1 - progress
+
+
+@dataclass(frozen=True, config=_STRICT)
+class InverseSqrt(Schedule):
+    """Linear warmup from zero, then the inverse square root of the steps, but not below the minimum.
+
+    Attributes:
+        timescale: after as many steps the rate has fallen to a root of a half; None: the warmup's steps,
+            or 10 000 without one.
+    """
+
+    timescale: Annotated[int, Field(gt=0)] | None = None
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        scale = self.timescale or self.warmup_steps or 10_000
+        return max(self.minimum, self.peak / math.sqrt((step - self.warmup_steps + scale) / scale))
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -233,7 +294,18 @@ class LRRangeTest(Schedule):
 SCHEDULES: dict[str, type[Schedule]] = dict(
     zip(
         get_args(Kind),
-        (Cosine, Linear, Constant, WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest),
+        (
+            Cosine,
+            Linear,
+            Constant,
+            WarmupStableDecay,
+            InverseSqrt,
+            WarmupLR,
+            WarmupDecayLR,
+            WarmupCosineLR,
+            OneCycle,
+            LRRangeTest,
+        ),
         strict=True,
     )
 )

@@ -49,7 +49,9 @@ def activations(model: nn.Module, request: Request) -> Activations:
         Exception: whatever the model raises if its control flow depends on values.
     """
     kinds = layer_kinds(model)
-    base = dict.fromkeys(kinds, 1)
+    # Where much is frozen, the first gradient of a layer comes late in its backward pass, and a second layer
+    # shows what is there before.
+    base = {kind: min(len(names), 1 + _mostly_frozen(model, names[0])) for kind, names in kinds.items()}
     first = _passes(model, request, kinds, base)
     found = [list(phase) for phase in first]
     for kind, names in kinds.items():
@@ -62,6 +64,12 @@ def activations(model: nn.Module, request: Request) -> Activations:
                 phase[i] += more * (now[i] - was[i])
     forward, head, layers = (Peak(work, copies) for work, copies in found)
     return Activations(max(forward, head, key=lambda peak: peak.total), layers)
+
+
+def _mostly_frozen(model: nn.Module, layer: str) -> bool:
+    parameters = list(model.get_submodule(layer).parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return 0 < trained < sum(p.numel() for p in parameters) / 2
 
 
 def _passes(

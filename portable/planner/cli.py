@@ -81,6 +81,12 @@ def run(argv: Sequence[str]) -> int:
             "Also compile the run's graphs for the device, a TPU (v4, v5e, v5p, v6e), with its own compiler, "
             "and compare the plan with it. Takes minutes, and no TPU.",
         ),
+        Option(
+            "only-memory",
+            "switch",
+            "With --compile: end once memory is assigned and collectives are scheduled, before the compiler "
+            "makes code: seconds in place of minutes.",
+        ),
         Option("topology", "text", "With --compile: the chips along each axis of the slice, 4x4.", "AxB"),
         Option("wide", "switch", "Show what the device memory of each option consists of."),
         Option("json", "switch", "Print the plan as JSON."),
@@ -131,6 +137,7 @@ def _compiled(
     topology = given.get("topology")
     if not given.get("compile"):
         require(topology is None, "--topology: has an effect only with --compile; add it, or leave both out")
+        require(not given.get("only_memory"), "--only-memory: has an effect only with --compile; add it")
         return None
     own = planner.option(Setting.of(planner.config))
     target = planner.target
@@ -140,6 +147,7 @@ def _compiled(
         target.cluster.devices,
         topology,
         planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,
+        only_memory=bool(given.get("only_memory")),
     )
     compiled = compiled_report.advised(compiled, next_reductions(planner, own))
     return compiled, compiled_report.compare(compiled, own, planner.share // planner.micro_batch)

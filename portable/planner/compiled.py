@@ -115,6 +115,8 @@ class Compiled:
     needed_bytes: int = 0
     """The most that such a graph would take, by the compiler; 0 if there is none."""
     notes: tuple[str, ...] = ()
+    host_bytes: int = 0
+    """The most memory of this machine that the compiler took."""
 
     @property
     def state_bytes(self) -> int:
@@ -210,6 +212,7 @@ def as_json(compiled: Compiled, compared: Sequence[Comparison]) -> dict[str, Any
         "hbm_bytes": compiled.hbm_bytes,
         "problems": list(compiled.problems),
         "notes": list(compiled.notes),
+        "host_bytes": compiled.host_bytes,
         "graphs": [asdict(graph) for graph in compiled.graphs],
         "compared": [
             {"name": line.name, "planned": line.planned, "compiled": line.compiled, "percent": line.percent}

@@ -47,6 +47,11 @@ class Weight:
     def trained(self) -> bool:
         return self.group is not None
 
+    @property
+    def matrices(self) -> bool:
+        """Whether Muon updates it as matrices."""
+        return self.group is not None and self.group.matrices
+
 
 @dataclass(frozen=True)
 class Inventory:
@@ -91,5 +96,6 @@ class Inventory:
     def moment_bytes(self, train: TrainConfig) -> int:
         """Bytes of the whole optimizer state."""
         return sum(
-            moment_bytes(train, w.shape, w.shape[0] if w.shape else 1, exact=w.table) for w in self.trained
+            moment_bytes(train, w.shape, w.shape[0] if w.shape else 1, exact=w.table, matrices=w.matrices)
+            for w in self.trained
         )

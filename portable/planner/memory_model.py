@@ -151,7 +151,32 @@ class FootprintModule(Protocol):
         """The footprint of ``model`` under ``config``."""
 
 
-def moment_bytes(train: TrainConfig, shape: Sequence[int], rows: int, *, exact: bool) -> int:
+def orthogonalizing(model: Inventory, compute: int, ranks: int, *, replicated: bool) -> tuple[int, float]:
+    """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
+
+    In each round a rank holds one whole matrix: as it comes, what its ranks hold of the others' before and
+    after, and the operands and results of the products.
+
+    Args:
+        model: its largest matrix decides.
+        compute: bytes of an element in the products.
+        ranks: over which matrices are spread.
+        replicated: whether each holds all matrices.
+    """
+    matrices = [weight for weight in model.trained if weight.matrices]
+    sizes = [(math.prod(w.shape[-2:]), min(w.shape[-2:])) for w in matrices]
+    most = max((5 * size + 2 * least * least for size, least in sizes), default=0)
+    if ranks > 1 and replicated:
+        most += max((size for size, _ in sizes), default=0) * ranks
+    # Of stacks of matrices, each is with one rank already.
+    moved = sum(w.elements for w in matrices if replicated or len(w.shape) == 2) * compute
+    sent = moved * (ranks - 1) / ranks if replicated else 2 * moved * (ranks - 1) / ranks**2
+    return compute * most, sent
+
+
+def moment_bytes(
+    train: TrainConfig, shape: Sequence[int], rows: int, *, exact: bool, matrices: bool = False
+) -> int:
     """Bytes of the optimizer state of a parameter, or of ``rows`` of its rows.
 
     Args:
@@ -159,10 +184,13 @@ def moment_bytes(train: TrainConfig, shape: Sequence[int], rows: int, *, exact: 
         shape: of the whole parameter.
         rows: rows along the first dim.
         exact: whether 8-bit AdamW keeps its moments in fp32.
+        matrices: whether Muon updates it as matrices.
     """
     row = math.prod(shape[1:])
     elements = rows * row if shape else 1
     step = MASTER
+    if matrices:
+        return MASTER * elements
     if train.optimizer == "sgd":
         return MASTER * elements if train.betas[0] else 0
     if train.optimizer == "adafactor":

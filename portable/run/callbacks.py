@@ -9,6 +9,7 @@ import torch
 from portable import plugins
 from portable.errors import UserError
 from portable.loop import Events
+from portable.run.batches import LONG_WAIT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from portable.loop import Progress
     from portable.paths import Place
     from portable.reporting.reporter import Reporter
+    from portable.run.batches import Awaited
     from portable.run.prepare import Prepared
 
 HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
@@ -148,6 +150,9 @@ class Callbacks(Events):
         self._of_data = prepared.data.train.progress
         self._callbacks = check(prepared.config.train.callbacks)
         self.stopped = False
+        self.batches: Awaited | None = None
+        """The batches that the run trains on."""
+        self._logs = 0
 
     def call(self, hook: str, *values: Any) -> None:
         """Call a method of every callback that has it.
@@ -175,8 +180,22 @@ class Callbacks(Events):
     ) -> None:
         common = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
         self.call("on_log", {**common, **numbers})
-        more = {**numbers, **self._of_data(progress.samples), **self._logged()}
+        more = {**numbers, **self._waits(), **self._of_data(progress.samples), **self._logged()}
         self._reporter.on_log(progress, loss, grad_norm, learning_rate, more)
+
+    def _waits(self) -> dict[str, float]:
+        """The share of the time that steps waited for data; a warning where it is long, once."""
+        if self.batches is None:
+            return {}
+        share = self.batches.share()
+        self._logs += share > LONG_WAIT or self._logs == 0  # the first has to fill the queue
+        if self._logs == 2 and share > LONG_WAIT:
+            self._logs += 1
+            self._reporter.say(
+                f"warning: steps wait for data {share:.0%} of the time (data_wait); raise data.num_workers; "
+                "a stream needs more cores"
+            )
+        return {"data_wait": share}
 
     def _logged(self) -> dict[str, float]:
         pending, self._run.pending = self._run.pending, {}
@@ -210,6 +229,8 @@ class Callbacks(Events):
         self._reporter.on_skipped(progress, count, message)
 
     def on_pause(self, seconds: float) -> None:
+        if self.batches is not None:
+            self.batches.pause(seconds)
         self._reporter.on_pause(seconds)
 
     def last_checkpoint(self) -> str:

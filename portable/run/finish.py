@@ -125,7 +125,7 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
         ids: list[int] = data.tokenizer(given)["input_ids"]
         return torch.tensor([ids], dtype=torch.int64)
     samples = data.eval if data.eval is not None else data.train
-    batch = samples.batch([(0, 0)])
+    batch = samples.batch([samples.example()])
     if samples.sequences > 1:
         batch = {name: values[:, 0] for name, values in batch.items()}
     if data.end_of_turn is not None:
@@ -221,5 +221,9 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
     with TemporaryDirectory() as temporary:
         card = Path(temporary) / CARD
         card.write_text(text, "utf-8")
+        beside = {CARD: card}
         base = adapter.base if adapter is not None and config.checkpoint.export == "merged" else None
-        export(checkpoint, out, base=base, beside={CARD: card})
+        if base is not None:  # whose config knows nothing of the labels and special tokens of this run
+            prepared.model_config.save_pretrained(temporary)
+            beside["config.json"] = Path(temporary) / "config.json"
+        export(checkpoint, out, base=base, beside=beside)

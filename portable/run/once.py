@@ -50,6 +50,8 @@ def with_computed(config: RunConfig, backend: Backend, data: Data) -> Data:
         )
     if backend.one_program and backend.world_size > 1:
         raise UserError(f"{loss.key}: on several hosts, XLA computes nothing once; name a reference")
+    if data.streams:
+        raise UserError(f"{loss.key}: needs all samples before the training, which data.stream does not have")
     root = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
 
     def wrapped(name: str, samples: Samples) -> ComputedSamples:

@@ -16,6 +16,7 @@ from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
+from portable.model.groups import groups_of
 from portable.model.labels import (
     adopt_labels,
     classifies_end_token,
@@ -24,7 +25,6 @@ from portable.model.labels import (
     problem_of,
 )
 from portable.model.special_tokens import SpecialTokens
-from portable.optim.optimizers import groups_of
 from portable.optim.schedule import build_schedule
 from portable.registry import backend_package
 from portable.run import micro_batch
@@ -125,7 +125,9 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
     judge = judge_of(config, data.evals, measures)
     special_tokens.prepare(data.tokenizer)
+    grown_from = models.grow_vocabulary(model_config, data.vocab_size, config)
     model = models.training_model(model_config, config)
+    model.__dict__["grown_from"] = grown_from
     for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
         setattr(model_config, key, value)
     aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
@@ -142,6 +144,11 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     # A new model has no special tokens to lose.
     replaced = [] if config.model.name_or_path is None else aligned
     notes = notes_on(settled, model_config, replaced, data.sizes)
+    if adapter is not None and config.model.from_scratch:
+        notes.append(
+            "note: the base model has random weights, which follow from the seed and are not saved; for an "
+            "adapter to use elsewhere, set model.name_or_path"
+        )
     notes += [f"note: {note}" for note in tie_notes(model, config.train)]
     if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
         notes.append(f"note: problem_type is {found.problem}, as the labels and num_labels have it")

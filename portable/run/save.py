@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.checkpoint.trainer_state import TrainerState
+from portable.ranks.consistency import agree
 from portable.run.own_code import digests
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
     """Save a checkpoint, in the background where the config says so; all ranks call it."""
     config, backend = prepared.config, prepared.backend
     background = config.checkpoint.async_
+    train = prepared.data.train
+    if prepared.data.streams:  # every rank has read up to the last step
+        consumed = train.consumed(max(0, progress.samples - config.train.global_batch_size))
+        agree(backend, {"the parts of data.stream that were read": consumed})
     state = TrainerState(
         step=progress.step,
         samples=progress.samples,
@@ -43,6 +49,7 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
             "code": digests(config),
             "standing": progress.standing.stored(),
             "evaluation_data": dict(prepared.data.eval_fingerprints),
+            **({"streams": json.dumps(train.state())} if prepared.data.streams else {}),
             **({} if prepared.adapter is None else {ADAPTER: prepared.adapter.identity}),
         },
     )

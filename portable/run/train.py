@@ -27,7 +27,7 @@ from portable.ranks.consistency import agree
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
-from portable.run.batches import train_loader
+from portable.run.batches import Awaited, train_loader
 from portable.run.callbacks import Callbacks, Run
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import checkpoint_to_export, export_with_card, finish, headline, sample
@@ -124,7 +124,8 @@ def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
 
 def _write_preview(prepared: Prepared, output: Output) -> None:
     """Write some samples for the report, which needs no data then."""
-    if prepared.config.model.task == "causal-lm" and not (output.work / PREVIEW_FILE).exists():
+    can = prepared.config.model.task == "causal-lm" and bool(prepared.data.opened)
+    if can and not (output.work / PREVIEW_FILE).exists():
         shown = preview(prepared.data, SHOWN, prepared.config.seed).as_json()
         write_durably(output.work / PREVIEW_FILE, json.dumps(shown, ensure_ascii=False) + "\n")
 
@@ -159,7 +160,8 @@ def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
         reporter.say(line)
     run = Run(prepared, engine, progress, checkpoints)
     events = Callbacks(reporter, run, prepared)
-    batches = watchdog.over(train_loader(prepared, progress.samples))
+    batches = Awaited(watchdog.over(train_loader(prepared, progress.samples)))
+    events.batches = batches
     evaluation = Evaluations(prepared, engine, events, watchdog.over)
     gc.collect()
     gc.freeze()  # the model and the libraries stay: no collection need visit them

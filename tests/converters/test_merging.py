@@ -159,7 +159,7 @@ def test_no_live_name_is_taken_for_another_tensor(tmp_path: Path) -> None:
                     assert np.array_equal(rows, live[region.start : region.stop]), (kind, name)
         del checkpoint
         shutil.rmtree(tmp_path / "model")
-    assert found > 50 * missing
+    assert found > 30 * missing
 
 
 SEQ2SEQ = partial(model_of, "t5", "AutoModelForSeq2SeqLM")

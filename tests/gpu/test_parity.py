@@ -100,9 +100,11 @@ def plain_losses(
     if prepared is not None:
         groups = prepared(model)
     beta1, beta2 = config.train.betas
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     if config.train.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=beta1)
+    elif config.train.optimizer == "muon":
+        optimizer = TorchMuon(groups, config)
     else:
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=config.train.eps)
     size = config.train.global_batch_size
@@ -127,6 +129,37 @@ def plain_losses(
         results.append((float(loss.detach()), float(norm)))
     loader.close()
     return results
+
+
+class TorchMuon:
+    """torch's Muon for the matrices of the layers of a Llama, its AdamW for the rest."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: RunConfig) -> None:
+        train, embedding = config.train, (config.model.config or {})["vocab_size"]
+        made: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for group in groups:
+            for of in made:
+                held = [p for p in group["params"] if (p.ndim == 2 and p.shape[0] != embedding) == of]
+                if held:
+                    made[of].append({**group, "params": held})
+        self._fp32 = config.precision == "fp32"
+        self._parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(made[True], lr=0.0, momentum=train.muon_momentum, adjust_lr_fn=train.muon_rate)
+        ]
+        if made[False]:
+            self._parts.append(torch.optim.AdamW(made[False], lr=0.0, betas=train.betas, eps=train.eps))
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    def step(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if self._fp32:  # torch's own code always multiplies in bf16, whose rounding is not that of shards
+                patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+            for part in self._parts:
+                part.step()
+
+    def zero_grad(self) -> None:
+        for part in self._parts:
+            part.zero_grad()
 
 
 def assert_close(ours: Losses, theirs: Losses, tolerance: float, *, falls: float = 0.3) -> None:

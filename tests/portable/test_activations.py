@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.allocator import allocations
+from portable.adapters.adapter import training_model
 from portable.config import load_config
 from portable.model import build as models
 from portable.model.activation_checkpointing import checkpoint_activations
@@ -154,6 +155,32 @@ def test_frozen_parameters_keep_less(frozen: list[str], compute: Compute) -> Non
     freeze(model, frozen_names(model), torch.bfloat16)
     request = Request.of(config, micro_batch=BATCH, compute=compute, on_gpu=False)
     assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
+
+
+@pytest.mark.parametrize("compute", ["cast", "autocast"])
+def test_an_adapter(compute: Compute) -> None:
+    """The first gradient of a layer comes when much of it is recomputed; that is not there in each layer."""
+    more = {"adapter.type": "lora", "adapter.r": 2, "model.config.num_hidden_layers": 8}
+    config = config_of("llama", "bf16", "full", **more)
+    model = training_model(models.model_config(config.model), config)
+    request = Request.of(config, micro_batch=BATCH, compute=compute, on_gpu=False)
+    assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
+    """Beside what an adapter takes anyway."""
+    pytest.importorskip("bitsandbytes")
+    found = {}
+    for base in ("auto", kind):
+        config = config_of("llama", "bf16", "full", **{"adapter.type": "lora", "adapter.base": base})
+        model = training_model(models.model_config(config.model), config)
+        request = Request.of(config, micro_batch=1, compute="autocast", on_gpu=True)
+        peaks = activations(model, request)
+        assert peaks.failure is None and peaks.in_layers.copies >= 0
+        found[base] = peaks.total
+    largest = 2 * WIDE["hidden_size"] * WIDE["intermediate_size"]
+    assert -largest <= found[kind] - found["auto"] <= 2 * largest
 
 
 @pytest.mark.parametrize("chunk", [0, 32])

@@ -116,7 +116,7 @@ def test_initial_values_are_pefts_for_the_seed_and_the_name(tmp_path: Path) -> N
         name = "model.layers.1.mlp.up_proj"
         layer = torch.nn.Linear(48, 80, bias=False)
         torch.manual_seed(derived_seed(0, name))
-        lone = Linear(layer, "default", adapter.config, r=4, lora_alpha=32)
+        lone: Any = Linear(layer, "default", adapter.config, r=4, lora_alpha=32)
         if init == "orthogonal":  # which draws after what it replaces was made
             torch.manual_seed(derived_seed(0, name))
             layers: Any = lone

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from portable import UserError, plugins, train
@@ -109,6 +111,135 @@ def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
     assert [document.text for document in source.documents()] == [row["text"] for row in rows]
     with pytest.raises(UserError, match="data: record 2 is a str"):
         with_objects(config, data=[{"text": "a"}, "b"])
+
+
+# -- finished samples --------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Blocks of numbers, by number, as samples of 32 tokens with a weight each."""
+
+    fingerprint = "rows 1"
+
+    def __init__(self, count: int = 50, wrong: str = "") -> None:
+        self.count = count
+        self.wrong = wrong
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        self.asked += 1
+        tokens = [(number * 7 + at * (1 + number % 3)) % 300 for at in range(33)]
+        found: dict[str, Any] = {
+            "input_ids": tokens[:-1],
+            "labels": torch.tensor(tokens[1:]),
+            "share": 0.5 + number % 2,
+        }
+        if self.wrong == "shorter" and self.asked > 20:
+            self.count = 40
+        if self.wrong == "shape" and number == 30:
+            found["labels"] = found["labels"][:-1]
+        if self.wrong == "error" and number == 30:
+            raise OSError("no such block")
+        return found
+
+
+class NoLength:
+    def __iter__(self) -> Any:
+        return iter([Rows()[0]])
+
+
+class NoFingerprint(Rows):
+    fingerprint = None  # type: ignore[assignment]
+
+
+def shared(outputs: Outputs, batch: Batch) -> Any:
+    assert outputs.log_probs is not None
+    share = batch["share"][:, None].expand_as(batch["labels"])
+    return -(share * outputs.log_probs).sum(), share.sum()
+
+
+shared.needs = ("log_probs",)  # type: ignore[attr-defined]
+shared.weight = lambda batch: float(batch["share"].sum() * batch["labels"].shape[1])  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The settings of runs on finished samples, with the tokenizer of another run."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    with opened(configured(folder / "run", corpus)) as trial:
+        trial.run.data.tokenizer.save_pretrained(folder / "tokenizer")
+    return {
+        "data__source": f"{HERE}:Rows",
+        "data__tokenizer": str(folder / "tokenizer"),
+        "train__loss": f"{HERE}:shared",
+        "train__micro_batch_size": 1,
+    }
+
+
+def first_losses(config: RunConfig) -> list[float]:
+    with opened(config) as trial:
+        return trial.backend.read([trial.step().loss for _ in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "settings"),
+    [
+        ("full_shard", 2, {"strategy": "full_shard"}),
+        ("zero2", 3, {"strategy": "zero2"}),
+        ("xla", 2, {"backend": "xla"}),
+    ],
+)
+def test_finished_samples(
+    name: str, size: int, settings: Any, finished: Any, corpus: Path, tmp_path: Path, engines: Engines
+) -> None:
+    """In the run's own order, which knows only how many there are."""
+    truth = first_losses(configured(tmp_path / "one", corpus, **finished))
+    with opened(configured(tmp_path / "one", corpus, **finished)) as trial:
+        rows, model = [next(trial.batches) for _ in range(6)], trial.engine.model
+        with torch.no_grad():
+            losses = [
+                functional.cross_entropy(model(row["input_ids"]).logits[0], row["labels"][0]) for row in rows
+            ]
+        shares = [float(row["share"]) for row in rows]
+        total = sum(share * float(loss) for share, loss in zip(shares, losses, strict=True))
+        assert truth[0] == pytest.approx(total / sum(shares), rel=1e-5)
+        # A process that prepares batches makes its own.
+        samples = trial.run.data.train
+        again = pickle.loads(pickle.dumps(samples))  # noqa: S301
+        torch.testing.assert_close(again.batch([(0, 5), (0, 2)]), samples.batch([(0, 5), (0, 2)]))
+    config = configured(tmp_path / "other", corpus, **finished, **settings)
+    found = engines.run(name, size, first_losses, config)
+    assert found == pytest.approx(truth, rel=1e-5) and truth[-1] < truth[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("Rows(wrong='shorter')", "had 50 samples at first and has 40 now; keep its length"),
+        ("Rows(wrong='shape')", "labels of sample 30 is int64 [31], and that of the first one int64 [32]"),
+        ("Rows(wrong='error')", "sample 30: fails (OSError: no such block; test_own_code.py, line"),
+        ("NoLength", "has no len() and no sample by number"),
+        ("NoFingerprint", "has no fingerprint; give it a text that tells its content"),
+    ],
+)
+def test_finished_samples_that_cannot_be_used(
+    source: str, told: str, finished: Any, corpus: Path, tmp_path: Path
+) -> None:
+    config = configured(
+        tmp_path / "run", corpus, **{**finished, "data__source": f"{HERE}:{source}"}, train__steps=30
+    )
+    with pytest.raises(UserError) as caught:
+        train(config)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_length_is_another_run(finished: Any, corpus: Path, tmp_path: Path, brief_runs: None) -> None:
+    train(configured(tmp_path / "run", corpus, **finished, train__stop_after=4))
+    with pytest.raises(UserError, match="trained on other tokens"):
+        train(configured(tmp_path / "run", corpus, **{**finished, "data__source": f"{HERE}:Rows(count=60)"}))
 
 
 # -- models ------------------------------------------------------------------------------------------------

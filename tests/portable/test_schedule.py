@@ -11,7 +11,15 @@ from transformers import get_scheduler
 
 from portable.config import load_config
 from portable.errors import UserError
-from portable.optim.schedule import Constant, Cosine, Linear, Schedule, build_schedule
+from portable.optim.schedule import (
+    Constant,
+    Cosine,
+    InverseSqrt,
+    Linear,
+    Schedule,
+    WarmupStableDecay,
+    build_schedule,
+)
 
 
 @pytest.mark.parametrize("kind", [Cosine, Linear, Constant])
@@ -48,6 +56,32 @@ def test_they_are_those_of_transformers(kind: type[Schedule], theirs: str, warmu
     assert [Cosine(1e-3, 1e-4, warmup, 23)(step) for step in range(23)] == pytest.approx(lowest, rel=1e-9)
     constant = rates_of("constant_with_warmup", warmup, 23)
     assert [Constant(1e-3, 0.0, warmup, 23)(step) for step in range(23)] == pytest.approx(constant, rel=1e-9)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
+@pytest.mark.parametrize(
+    ("warmup", "warmup_type", "share", "floor"),
+    [(0, "linear", 0.2, 0.0), (5, "cosine", 0.5, 0.1), (3, "1-sqrt", 0.0, 0.0), (11, "linear", 1.0, 0.3)],
+)
+def test_warmup_stable_decay(decay: Any, warmup: int, warmup_type: Any, share: float, floor: float) -> None:
+    length = min(math.ceil(share * 23), 23 - warmup)
+    params = {"num_decay_steps": length, "decay_type": decay, "warmup_type": warmup_type}
+    found = rates_of("warmup_stable_decay", warmup, 23, {**params, "min_lr_ratio": floor})
+    ours = WarmupStableDecay(1e-3, floor * 1e-3, warmup, 23, length / 23, decay, warmup_type)
+    assert [ours(step) for step in range(23)] == pytest.approx(found, rel=1e-9, abs=1e-12)
+    cut = WarmupStableDecay(1e-3, floor * 1e-3, warmup, 23, share, decay, warmup_type)
+    assert [cut(step) for step in range(23)] == pytest.approx(found, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+@pytest.mark.parametrize("timescale", [None, 3, 50])
+def test_inverse_square_root(warmup: int, timescale: int | None) -> None:
+    params = {} if timescale is None else {"timescale": timescale}
+    found = rates_of("inverse_sqrt", warmup, 40, params)
+    ours = [InverseSqrt(1e-3, 0.0, warmup, 40, timescale)(step) for step in range(40)]
+    assert ours == pytest.approx(found, rel=1e-9)
+    floor = [InverseSqrt(1e-3, 4e-4, warmup, 40, timescale)(step) for step in range(warmup, 40)]
+    assert floor == pytest.approx([max(rate, 4e-4) for rate in found[warmup:]], rel=1e-9)
 
 
 def rates_of(name: str, warmup: int, steps: int, params: dict[str, Any] | None = None) -> list[float]:
@@ -95,6 +129,12 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
             {"schedule": "OneCycle", "schedule_params": {"cycle_min_lr": 0}, "optimizer": "sgd"},
             "cycle_momentum changes train.betas",
         ),
+        (
+            {"schedule": "wsd", "schedule_params": {"decay_type": "sqrt"}},
+            "train.schedule_params.decay_type: .*'linear', 'cosine' or '1-sqrt'",
+        ),
+        ({"schedule": "wsd", "schedule_params": {"decay_ratio": 1.5}}, "decay_ratio: .*less than or equal"),
+        ({"schedule": "inverse_sqrt", "schedule_params": {"timescale": 0}}, "timescale: .*greater than 0"),
         ({"schedule": "warmuplr"}, "did you mean WarmupLR"),
     ],
 )

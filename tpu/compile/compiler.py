@@ -24,7 +24,7 @@ from portable.terminal import at_a_terminal
 from tpu.compile.hlo import short
 from tpu.compile.slices import Slice, find_slice
 from tpu.compile.trace import trace_graphs
-from tpu.compile.worker import ANSWER, JOB, Job
+from tpu.compile.worker import ANSWER, DUMP, JOB, Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +72,13 @@ def find_library() -> Library:
 
 
 def compile_run(
-    config: RunConfig, device: str | None, devices: int, topology: str | None, logits: int
+    config: RunConfig,
+    device: str | None,
+    devices: int,
+    topology: str | None,
+    logits: int,
+    *,
+    only_memory: bool = False,
 ) -> Compiled:
     """See :meth:`portable.registry.BackendPackage.compile`."""
     wanted = find_slice(device, devices, topology)
@@ -81,12 +87,13 @@ def compile_run(
         _say(f"tracing the run's graphs for {devices} devices ...")
         traced = trace_graphs(config, devices, folder / "graphs")
         _say("")
-        return compile_graphs(
-            {graph.name: graph.path for graph in traced}, wanted, library, logits or _NO_VALUES
-        )
+        files = {graph.name: graph.path for graph in traced}
+        return compile_graphs(files, wanted, library, logits or _NO_VALUES, only_memory=only_memory)
 
 
-def compile_graphs(graphs: dict[str, Path], wanted: Slice, library: Library, large: int) -> Compiled:
+def compile_graphs(
+    graphs: dict[str, Path], wanted: Slice, library: Library, large: int, *, only_memory: bool = False
+) -> Compiled:
     """Compile modules in a process of its own.
 
     Args:
@@ -94,20 +101,28 @@ def compile_graphs(graphs: dict[str, Path], wanted: Slice, library: Library, lar
         wanted: the slice. Each module is partitioned for all its devices.
         library: the compiler.
         large: elements from which a value is listed.
+        only_memory: end before code is made. Each module has a process of its own then.
 
     Raises:
         UserError: libtpu knows no such slice, a graph does not compile, or the compiler died.
     """
-    with scratch_folder("portable-compile") as folder:
-        files = {name: str(path) for name, path in graphs.items()}
-        job = Job(str(library.path), wanted.generation, wanted.chips, files, large, os.getpid())
-        (folder / JOB).write_text(json.dumps(asdict(job)), "utf-8")
-        _run(folder, wanted, len(graphs))
-        answer = json.loads((folder / ANSWER).read_text("utf-8"))
-    if "error" in answer:
-        raise UserError(f"--compile: {wanted.name}: {one_line(answer['error'])}")
+    files = {name: str(path) for name, path in graphs.items()}
+    batches = [{name: path} for name, path in files.items()] if only_memory else [files]
+    answers, host_bytes = [], 0
+    for batch in batches:
+        with scratch_folder("portable-compile") as folder:
+            job = Job(
+                str(library.path), wanted.generation, wanted.chips, batch, large, os.getpid(), only_memory
+            )
+            (folder / JOB).write_text(json.dumps(asdict(job)), "utf-8")
+            _run(folder, wanted, len(batch), dump=only_memory)
+            answer = json.loads((folder / ANSWER).read_text("utf-8"))
+        if "error" in answer:
+            raise UserError(f"--compile: {wanted.name}: {one_line(answer['error'])}")
+        answers += answer["graphs"]
+        host_bytes = max(host_bytes, answer["host_bytes"])
     compiled, problems, needed = [], [], 0
-    for graph in answer["graphs"]:
+    for graph in answers:
         if "error" not in graph:
             compiled.append(CompiledGraph.from_json(graph))
         elif does_not_fit(graph["error"], graph["code"]):
@@ -124,17 +139,21 @@ def compile_graphs(graphs: dict[str, Path], wanted: Slice, library: Library, lar
         tuple(compiled),
         tuple(problems),
         needed,
+        host_bytes=host_bytes,
     )
 
 
-def _run(folder: Path, wanted: Slice, graphs: int) -> None:
+def _run(folder: Path, wanted: Slice, graphs: int, *, dump: bool) -> None:
     """Run the worker, with a progress bar on a terminal."""
     from tqdm import tqdm  # not at the top: slow to import
 
+    environment = wanted.environment(dict(os.environ))
+    if dump:
+        environment["XLA_FLAGS"] = f"--xla_dump_to={folder / DUMP} --xla_dump_hlo_as_proto"
     with (folder / LOG).open("wb") as log:
         worker = subprocess.Popen(
             [sys.executable, "-m", "tpu.compile.worker", str(folder)],
-            env=wanted.environment(dict(os.environ)),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

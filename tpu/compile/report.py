@@ -42,6 +42,8 @@ class Report:
     large_values: tuple[LargeValue, ...] = ()
     custom_calls: dict[str, int] = field(default_factory=dict)
     host_transfers: tuple[str, ...] = ()
+    matrix_flops: float = 0.0
+    """Of all matrix products, those of loops as often as they run."""
     looped_flops: float = 0.0
     """Matrix FLOPs of loops after their first pass: the compiler's cost analysis counts a body once."""
     looped_bytes: float = 0.0
@@ -90,6 +92,7 @@ class _Reader:
             tuple(sorted(values, key=lambda value: -value.bytes * value.count)),
             dict(self._calls),
             tuple(self._host),
+            self._matrix_flops(self.module.entry) + self._flops,
             self._flops,
             self._bytes,
             self._unknown,

@@ -265,6 +265,7 @@ class _OneMicroBatch:
 
     def __init__(self, engine: XlaEngine) -> None:
         self._engine = engine
+        self.objective = engine.objective
         self._recorded = False
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:

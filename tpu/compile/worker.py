@@ -8,9 +8,13 @@ it, and writes ``compiled.json`` at the end.
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import sys
+import threading
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +23,11 @@ from portable.planner.compiled import CompiledGraph
 from portable.ranks.parent_death import die_with_parent
 from tpu.compile.hlo import Module
 from tpu.compile.libtpu import CompileError, InterfaceError, Libtpu, Topology
+from tpu.compile.protobuf import Message
 from tpu.compile.report import analyse
 from tpu.compile.slices import Slice
 
-JOB, ANSWER = "job.json", "compiled.json"
+JOB, ANSWER, DUMP = "job.json", "compiled.json", "dump"
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Job:
     """Elements from which a value is listed."""
     parent: int
     """The process that waits for the answer."""
+    only_memory: bool = False
+    """End before code is made; there is one graph then."""
 
 
 def main() -> int:
@@ -47,17 +54,23 @@ def main() -> int:
     job = Job(**json.loads((folder / JOB).read_text("utf-8")))
     die_with_parent(job.parent)
     try:
-        answer = run(job)
+        answer = run(job, folder / DUMP if job.only_memory else None)
     except (CompileError, InterfaceError) as error:
         answer = {"error": str(error)}
     partial = folder / f"{ANSWER}.partial"
     partial.write_text(json.dumps(answer), "utf-8")
     partial.rename(folder / ANSWER)
+    if job.only_memory:
+        os._exit(0)  # the compiler goes on
     return 0
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job, dumped: Path | None) -> dict[str, Any]:
     """Compile every graph.
+
+    Args:
+        job: what to compile.
+        dumped: where the compiler writes its schedule, if that is all that is wanted.
 
     Raises:
         CompileError: libtpu knows no such slice. The refusal of a graph is part of the answer.
@@ -70,7 +83,11 @@ def run(job: Job) -> dict[str, Any]:
         print(name, flush=True)
         module = Path(path).read_bytes()
         try:
-            answers.append(asdict(compile_graph(topology, name, module, job.large)))
+            if dumped is None:
+                found = compile_graph(topology, name, module, job.large)
+            else:
+                found = schedule_graph(topology, name, module, job.large, dumped)
+            answers.append(asdict(found))
         except CompileError as error:
             place = named_in(str(error), module)
             answers.append({"name": name, "error": str(error), "code": error.code, "place": place})
@@ -78,6 +95,7 @@ def run(job: Job) -> dict[str, Any]:
         "compiler": topology.compiler,
         "devices": len(topology.device_ids),
         "hbm_bytes": wanted.hbm(topology),
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "graphs": answers,
     }
 
@@ -119,6 +137,66 @@ def compile_graph(topology: Topology, name: str, module: bytes, large: int) -> C
         host_transfers=report.host_transfers,
         notes=tuple(notes),
     )
+
+
+def schedule_graph(topology: Topology, name: str, module: bytes, large: int, dumped: Path) -> CompiledGraph:
+    """Compile one graph up to its schedule and the assignment of memory: code takes most of the time.
+
+    Args:
+        topology, name, module, large: as above.
+        dumped: where the compiler has been told to write what it does.
+
+    Raises:
+        CompileError: it does not compile so far, or takes too much memory.
+    """
+    start = time.monotonic()
+    refused: list[CompileError] = []
+
+    def compile_all() -> None:
+        try:
+            topology.compile(module)
+        except CompileError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=compile_all, daemon=True)
+    thread.start()
+    while thread.is_alive() and not any(dumped.glob(_ASSIGNED)):
+        thread.join(0.1)
+    if refused:
+        raise refused[0]
+    written = next(dumped.glob(_SCHEDULED), None)
+    if written is None:
+        raise InterfaceError("libtpu does not write its schedule; leave out --only-memory")
+    found = Message(written.read_bytes())
+    report = analyse(bytes(found.bytes(1)), len(topology.device_ids), large)
+    sizes = Counter[str]()
+    for allocation in found.message(3).messages(3):
+        if allocation.number(8):
+            continue  # not in HBM
+        is_input, is_result = allocation.number(5), allocation.number(7)
+        kinds = ["arguments"] * is_input + ["results"] * is_result + ["aliased"] * (is_input & is_result)
+        for kind in kinds or ["temporary"]:
+            sizes[kind] += allocation.number(2)
+    return CompiledGraph(
+        name=name,
+        argument_bytes=sizes["arguments"],
+        output_bytes=sizes["results"],
+        alias_bytes=sizes["aliased"],
+        temporary_bytes=sizes["temporary"],
+        code_bytes=0,
+        flops=report.matrix_flops,
+        bytes_accessed=0.0,
+        compile_seconds=round(time.monotonic() - start, 2),
+        collectives=report.collectives,
+        large_values=report.large_values,
+        custom_calls=report.custom_calls,
+        host_transfers=report.host_transfers,
+        notes=("no code was made, so its size is not counted; FLOPs are those of matrix products",),
+    )
+
+
+_SCHEDULED = "*.after_optimizations.hlo.pb"
+_ASSIGNED = "*.after_optimizations_after_buffer_assignment.hlo.pb"  # is written after it
 
 
 def named_in(message: str, module: bytes) -> str:

@@ -58,9 +58,33 @@ class Samples(ABC):
         """The name of the source of a sample in a mixture; empty without one."""
         return ""
 
+    def example(self) -> tuple[int, int]:
+        """The place of a sample that is soon there, to see the columns."""
+        return 0, 0
+
+    def epochs(self, taken: int) -> float | None:
+        """How many passes the first ``taken`` samples are; None if that is not known yet."""
+        return taken / self.num_samples
+
     def progress(self, position: int) -> dict[str, float]:
         """Numbers to log about the first ``position`` samples of a run, by name."""
         return {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the samples besides the position: the manifests of streams, by name."""
+        return {}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take over the :meth:`state` of a checkpoint.
+
+        Raises:
+            ValueError: if it is none. RunError: if the data has changed since.
+        """
+        return
+
+    def consumed(self, position: int) -> str:
+        """A digest of what decided the samples up to ``position``, where that is not known beforehand."""
+        return ""
 
     def __getitem__(self, index: int) -> Batch:
         if not -self.num_samples <= index < self.num_samples:
@@ -228,6 +252,21 @@ class Extended(Samples):
 
     def locate(self, position: int, seed: int) -> tuple[int, int]:
         return self.plain.locate(position, seed)
+
+    def example(self) -> tuple[int, int]:
+        return self.plain.example()
+
+    def epochs(self, taken: int) -> float | None:
+        return self.plain.epochs(taken)
+
+    def state(self) -> dict[str, Any]:
+        return self.plain.state()
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        self.plain.adopt(state)
+
+    def consumed(self, position: int) -> str:
+        return self.plain.consumed(position)
 
     def source_name(self, index: int) -> str:
         return self.plain.source_name(index)

@@ -202,9 +202,9 @@ def _worker_batches(
     )
 
 
-def _raised(batch: Batch | RunError) -> Batch:
+def _raised(batch: Batch | RunError | UserError) -> Batch:
     """Return a worker's batch, or raise its error."""
-    if isinstance(batch, RunError):
+    if isinstance(batch, RunError | UserError):
         raise batch
     return batch
 
@@ -217,16 +217,16 @@ class _Listed(Sampler[list[tuple[int, int]]]):
         return iter(self._places)
 
 
-class _Feed(Dataset[Batch | RunError]):
+class _Feed(Dataset[Batch | RunError | UserError]):
     """The data set in a worker process, which fetches whole batches."""
 
     def __init__(self, dataset: Samples) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, places: Sequence[tuple[int, int]]) -> Batch | RunError:
+    def __getitem__(self, places: Sequence[tuple[int, int]]) -> Batch | RunError | UserError:
         try:
             return fetch(self._dataset, places)
-        except RunError as error:  # if raised here, it would become a worker's traceback
+        except (RunError, UserError) as error:  # if raised here, it would become a worker's traceback
             return error
 
 

@@ -183,7 +183,7 @@ class Mixture(Samples):
         found: dict[str, tuple[int, ...]] = {}
         first: set[str] = set()
         for name, part in zip(self.names, self.parts, strict=True):
-            arrays = part.arrays([(0, 0)])
+            arrays = part.arrays([part.example()])
             first = first or set(arrays)
             if other := sorted(first ^ set(arrays)):
                 raise UserError(
@@ -201,7 +201,7 @@ class Mixture(Samples):
 
     def locate(self, position: int, seed: int) -> tuple[int, int]:
         source, at = self.schedule(position)
-        epoch, index = self.parts[source].locate(at, _seed_of(self.names[source], seed))
+        epoch, index = self.parts[source].locate(at, seed_of(self.names[source], seed))
         return epoch, self._starts[source] + index
 
     def source_of(self, index: int) -> tuple[int, int]:
@@ -210,7 +210,8 @@ class Mixture(Samples):
         return source, index - self._starts[source]
 
     def source_name(self, index: int) -> str:
-        return self.names[self.source_of(index)[0]]
+        source, at = self.source_of(index)
+        return f"{self.names[source]} {self.parts[source].source_name(at)}".strip()
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         rows: dict[int, list[int]] = {}
@@ -230,6 +231,21 @@ class Mixture(Samples):
                 out[column][inside] = values
         return out
 
+    def example(self) -> tuple[int, int]:
+        epoch, index = self.parts[0].example()
+        return epoch, index
+
+    def state(self) -> dict[str, Any]:
+        return {name: value for part in self.parts for name, value in part.state().items()}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        for part in self.parts:
+            part.adopt(state)
+
+    def consumed(self, position: int) -> str:
+        taken = zip(self.parts, self.schedule.counts(position), strict=True)
+        return " ".join(part.consumed(count) for part, count in taken)
+
     def documents(self, index: int) -> Sequence[int]:
         source, at = self.source_of(index)
         return self.parts[source].documents(at)
@@ -238,12 +254,13 @@ class Mixture(Samples):
         found: dict[str, float] = {}
         for name, part, taken in zip(self.names, self.parts, self.schedule.counts(position), strict=True):
             found[f"samples/{name}"] = taken
-            found[f"epoch/{name}"] = taken / len(part)
+            if (epochs := part.epochs(taken)) is not None:
+                found[f"epoch/{name}"] = epochs
             if part.valid_tokens is not None:
                 found[f"tokens/{name}"] = taken * part.valid_tokens
         return found
 
 
-def _seed_of(name: str, seed: int) -> int:
+def seed_of(name: str, seed: int) -> int:
     """The seed of a source, which no other source shares and no change of the list alters."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")

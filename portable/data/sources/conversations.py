@@ -16,7 +16,7 @@ from portable.errors import UserError, one_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Format = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"]
+Format = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"]
 Message = dict[str, Any]
 
 EXPECTED: dict[Format, str] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 TextSplit = Literal["file", "paragraph", "line"]
 Label = int | float | str | tuple[int | float | str, ...]
 """A class, several classes, a number or several numbers."""
+_MOST_TOLD = 5
 PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory
 
 
@@ -48,6 +50,32 @@ class Document:
     """How many characters of the text are a prompt, if it has one."""
 
 
+class BadRecords:
+    """Counts the records that are left out because they cannot be read, and tells the first few."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()  # a source is read for its tokenizer, too
+
+    @property
+    def count(self) -> int:
+        return len(self._seen)
+
+    def skip(self, error: UserError) -> None:
+        """Leave out the record that ``error`` names."""
+        if str(error) in self._seen:
+            return
+        self._seen.add(str(error))
+        if self.count <= _MOST_TOLD:
+            print(f"warning: skipped: {error}", file=sys.stderr)
+
+    def tell(self, name: str) -> None:
+        """Tell how many there were."""
+        if self.count > _MOST_TOLD:
+            print(
+                f"warning: {name}: {self.count:,} records were skipped (data.on_bad_record)", file=sys.stderr
+            )
+
+
 @dataclass(frozen=True)
 class Fields:
     """The names of the columns; ``None`` for columns that the task does not use."""
@@ -62,8 +90,14 @@ class Fields:
     """Prepended to every text."""
     columns: tuple[str, ...] = field(default=(), repr=False)
     """Further columns of numbers."""
+    bad: BadRecords | None = field(default=None, repr=False, compare=False)
+    """Takes the records that cannot be read; None: they end the run."""
     format: Format | None = field(default="text", repr=False)
     """Of the records; None: each source recognises it by its first record."""
+
+
+class NoTextError(UserError):
+    """A source contains no text."""
 
 
 class Source(ABC):
@@ -75,6 +109,13 @@ class Source(ABC):
     """Whether reading its records may download them."""
     name: str
     """The name for messages, such as the path as given by the user."""
+    bad: BadRecords | None = None
+    """Takes the records that cannot be read, if they are left out."""
+
+    @property
+    def described(self) -> str:
+        """The name, with what else is known without reading it."""
+        return self.name
 
     def recognised(self, fields: Fields) -> Format:
         """The format of the records by the first one, if ``fields`` leave it open.
@@ -123,13 +164,17 @@ class Source(ABC):
         """
         yield from self.documents()
 
+    def release(self) -> None:
+        """Remove local copies, which are made again when they are needed."""
+        return
+
     def check(self) -> None:
         """Read the first document without writing anything. Raises ``UserError`` if reading fails."""
         if next(self.documents(), None) is None:
             raise self.no_text()
 
-    def no_text(self) -> UserError:
-        return UserError(
+    def no_text(self) -> NoTextError:
+        return NoTextError(
             f"data.source: {self.name} contains no text; choose a source with at least one document"
         )
 
@@ -160,6 +205,18 @@ def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | N
 
 def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> Iterator[Document]:
     """The documents of a row: one, none without text, or a preference's two, the chosen one first."""
+    if fields.bad is None:
+        yield from _read_rows(row, fields, where)
+        return
+    try:
+        documents = list(_read_rows(row, fields, where))
+    except UserError as error:
+        fields.bad.skip(error)
+    else:
+        yield from documents
+
+
+def _read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> Iterator[Document]:
     columns = tuple(_number_of(row, name, where) for name in fields.columns)
     if fields.format == "preference":
         for read in read_preference(row, where):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.documents import (
     PIECE_CHARS,
+    BadRecords,
     Document,
     Fields,
     Source,
@@ -99,6 +100,7 @@ class LocalFiles(Source):
         self.name = name
         self._files = list(files)
         self._fields = fields = fields or Fields()
+        self.bad = fields.bad
         self._max_samples = max_samples
         self._digests = digests
         self._remember = remember
@@ -114,7 +116,7 @@ class LocalFiles(Source):
         if self._key is None:
             digest = hashlib.blake2b(repr(self._settings()).encode(), digest_size=16)
             for path in self._files:
-                found = self._known[path] = _file_digest(path, self._digests, self._remember)
+                found = self._known[path] = file_digest(path, self._digests, self._remember)
                 digest.update(path.suffix.lower().encode() + b"\0" + found)
             self._key = digest.hexdigest()
         return self._key
@@ -126,6 +128,10 @@ class LocalFiles(Source):
 
     def _settings(self) -> tuple[Any, ...]:
         """The settings that change the documents."""
+        found = self._of_fields()
+        return found if self._fields.bad is None else (*found, "skip")
+
+    def _of_fields(self) -> tuple[Any, ...]:
         fields = self._fields
         values: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
         if fields.columns:
@@ -139,7 +145,8 @@ class LocalFiles(Source):
     def size_bytes(self) -> int | None:
         if self._max_samples is not None or any(path.suffix.lower() == ".parquet" for path in self._files):
             return None
-        return sum(path.stat().st_size for path in self._files)
+        with _reading(self.name):
+            return sum(path.stat().st_size for path in self._files)
 
     def documents(self) -> Iterator[Document]:
         left = self._max_samples
@@ -166,7 +173,7 @@ class LocalFiles(Source):
                 left = yield from self._documents_of(path, str(path), left, hashed)
             except UserError as error:  # may be an incomplete line of a file that is being written
                 refusal = error
-            read = opened[0].digest_to_the_end() if opened else _file_digest(path, None, remember=False)
+            read = opened[0].digest_to_the_end() if opened else file_digest(path, None, remember=False)
             if read != self._known[path]:
                 if self._digests is not None and self._remember:
                     _forget(path, self._digests)
@@ -259,7 +266,7 @@ def _forget(path: Path, memo: Path) -> None:
         _memo_file(path, memo).unlink()
 
 
-def _file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
+def file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
     """The digest of a file's contents. That of a large file is cached in the folder ``memo``."""
     try:
         stat = path.stat()
@@ -349,30 +356,50 @@ def _rows(
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        return _jsonl_rows(path, name, opening)
+        return _jsonl_rows(path, name, opening, fields.bad)
     if suffix == ".json":
         return _json_rows(path, name, opening)
     return library_rows(path, name, text_only=fields.format not in (None, "text"))
 
 
-def _jsonl_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _jsonl_rows(
+    path: Path, name: str, opening: _Opening, bad: BadRecords | None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with _reading(name), opening(path) as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:
-                reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
-                raise UserError(
-                    f"data.source: {name}:{number}: not a line of JSON ({reason}); correct or remove it"
-                ) from error
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"data.source: {name}:{number}: a {type(row).__name__}, not an object; "
-                    'each line must look like {"text": "..."} or {"messages": [...]}'
-                )
-            yield f"{name}:{number}", row
+            where = f"{name}:{number}"
+            if (row := json_row(line, where, bad)) is not None:
+                yield where, row
+
+
+def json_row(line: bytes, where: str, bad: BadRecords | None) -> Mapping[str, Any] | None:
+    """The object in a line; None if it is blank, or goes to ``bad``.
+
+    Raises:
+        UserError: if it is no object.
+    """
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
+        refusal = UserError(
+            f"data.source: {where}: not a line of JSON ({reason}); correct or remove it, or set "
+            "data.on_bad_record to skip"
+        )
+        refusal.__cause__ = error
+    else:
+        if isinstance(row, dict):
+            return row
+        refusal = UserError(
+            f"data.source: {where}: a {type(row).__name__}, not an object; "
+            'each line must look like {"text": "..."} or {"messages": [...]}'
+        )
+    if bad is None:
+        raise refusal
+    bad.skip(refusal)
+    return None
 
 
 _BETWEEN = re.compile(r"[\s,]*")

@@ -99,6 +99,7 @@ class HubDataset(Source):
     ) -> None:
         self.name = name
         self._fields = fields
+        self.bad = fields.bad
         self._config_name = config_name
         self._split = split or "train"
         self._max_samples = max_samples
@@ -125,6 +126,8 @@ class HubDataset(Source):
             content = (content[0], self._fields.format, self._max_samples)
         if self._fields.columns:
             content = (*content, self._fields.columns)
+        if self._fields.bad is not None:
+            content = (*content, "skip")
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,9 @@ from portable.data.sources.documents import Document, Fields, Source, changed_me
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from portable.data.sources.conversations import Format
 
 
 class OwnRecords(Source):
@@ -27,22 +28,32 @@ class OwnRecords(Source):
     def __init__(self, name: str, fields: Fields, max_samples: int | None) -> None:
         self.name = str(plugins.parse(name))
         self._fields = fields
+        self.bad = fields.bad
         self._max_samples = max_samples
-        self._records = plugins.load("data.source", name)
+        self.records = plugins.load_made("data.source", name)
+        """What it is, or returns; a generator is made anew each time that it is read."""
         self._key: str | None = None
 
     @property
     def key(self) -> str:
         if self._key is None:
-            told = getattr(self._records, "fingerprint", None)
+            told = getattr(self.records, "fingerprint", None)
             with plugins.told_as(f"data.source: {self.name}: fingerprint"):
                 told = told() if callable(told) else told
             if told is None:
                 told = self._digest()
             content = (self.name, plugins.digest(self.name), str(told), self._fields, self._max_samples)
-            settings = (self._fields.format, self._fields.columns)
+            settings: tuple[Any, ...] = (self._fields.format, self._fields.columns)
+            settings = settings if self._fields.bad is None else (*settings, "skip")
             self._key = hashlib.blake2b(repr((content, settings)).encode(), digest_size=16).hexdigest()
         return self._key
+
+    def recognised(self, fields: Fields) -> Format:
+        if fields.format is None:
+            first = next(self.rows(), None)
+            if first is not None and {"input_ids", "labels"} <= first[1].keys():
+                return "samples"
+        return super().recognised(fields)
 
     @property
     def size_bytes(self) -> int | None:
@@ -51,7 +62,15 @@ class OwnRecords(Source):
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         told = f"data.source: {self.name}"
         with plugins.told_as(told):
-            found = self._records() if callable(self._records) else self._records
+            found = self.records
+            if isinstance(found, Iterator):  # can be read once
+                found = plugins.load_made("data.source", self.name)
+            elif (
+                not isinstance(found, Iterable)
+                and hasattr(found, "__getitem__")
+                and hasattr(found, "__len__")
+            ):
+                found = map(found.__getitem__, range(len(found)))
             if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
                 raise UserError(f"{told}: gives a {type(found).__name__}, not an iterable of records")
             for number, row in enumerate(islice(found, self._max_samples), start=1):

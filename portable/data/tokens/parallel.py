@@ -48,7 +48,7 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
     if first is None:
         return
     with ExitStack() as stack:
-        workers = [stack.enter_context(_Worker(work)) for _ in range(processes)]
+        workers = [stack.enter_context(Worker(work)) for _ in range(processes)]
         at = 0
         workers[0].send(first)
         for at, item in enumerate(rest, start=1):
@@ -60,7 +60,9 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
             yield workers[left % processes].receive()
 
 
-class _Worker:
+class Worker:
+    """A process that does ``work`` for one item at a time."""
+
     def __init__(self, work: Callable[[Any], Any]) -> None:
         ours, theirs = Pipe()
         paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 ("" is the current folder)
@@ -80,7 +82,7 @@ class _Worker:
         self._connection = ours
         self._connection.send(work)
 
-    def __enter__(self) -> _Worker:
+    def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -24,7 +24,7 @@ from portable.errors import UserError, one_line
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from portable.data.sources.documents import Source
@@ -74,6 +74,16 @@ def load_tokenizer(
         raise _unloadable(name_or_path, error) from error
     except Exception as error:  # damaged files and network failures raise many classes
         raise _unloadable(name_or_path, error) from error
+
+
+def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+    """Add special tokens to a tokenizer; those that it has already stay as they are."""
+    from transformers import AddedToken
+
+    known = tokenizer.get_vocab()
+    new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in known]
+    if new:
+        tokenizer.add_tokens(new, special_tokens=True)
 
 
 def _unloadable(name_or_path: str, error: Exception) -> UserError:

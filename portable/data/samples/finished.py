@@ -1,0 +1,97 @@
+"""Finished samples from code of the user's: tensors as a model and its loss take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portable import plugins
+from portable.data.samples.base import Arrays, Part, Samples
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+
+class FinishedSamples(Samples):
+    """A part of the samples of an object with a length, which are asked for by number, in any order.
+
+    Each is a mapping with ``input_ids`` and ``labels``, aligned with the logits, and whatever else the model
+    or ``train.loss`` takes: integers or floats of the same shapes in every sample.
+
+    Args:
+        name: of the object.
+        records: the object.
+        part: of its samples.
+    """
+
+    def __init__(self, name: str, records: Any, part: Part) -> None:
+        self.num_samples = part.num_samples
+        self._name = name
+        self._records = records
+        self._part = part
+        self._length = len(records)
+        first = self._sample(0)
+        self._like = {key: (value.shape, value.dtype) for key, value in first.items()}
+        self.sequences = first["input_ids"].shape[0] if first["input_ids"].ndim == 2 else 1
+        self.tokens = int(first["input_ids"].shape[-1])
+        """Of a sequence."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self._name, self._part, plugins.installed())
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        found = [self._sample(self._part(index)) for _, index in places]
+        return {key: np.stack([one[key] for one in found]) for key in self._like}
+
+    def documents(self, index: int) -> range:
+        return self._part.document(index)
+
+    def _sample(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        told = f"data.source: {self._name}"
+        with plugins.told_as(f"{told}: sample {number}"):
+            length = len(self._records)
+            if length != self._length:
+                raise UserError(
+                    f"{told}: had {self._length:,} samples at first and has {length:,} now; keep its length"
+                )
+            sample = self._records[number]
+            if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
+                raise UserError(f"{told}: sample {number} is no mapping with input_ids and labels")
+            found = {str(key): _array(value) for key, value in sample.items()}
+        like = getattr(self, "_like", None)
+        if like is not None and like != {key: (value.shape, value.dtype) for key, value in found.items()}:
+            wrong = next(
+                (
+                    key
+                    for key in like
+                    if key not in found or (found[key].shape, found[key].dtype) != like[key]
+                ),
+                next(iter(found.keys() - like.keys()), ""),
+            )
+            shown = "missing" if wrong not in found else f"{found[wrong].dtype} {list(found[wrong].shape)}"
+            first = "not there" if wrong not in like else f"{like[wrong][1]} {list(like[wrong][0])}"
+            raise UserError(
+                f"{told}: {wrong} of sample {number} is {shown}, and that of the first one {first}; pad all "
+                "samples to one shape"
+            )
+        return found
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    array = np.asarray(value)
+    if array.dtype.kind in "iub":
+        return array.astype(np.int64)
+    if array.dtype.kind == "f":
+        return array.astype(np.float32)
+    raise TypeError(f"{one_line(array.dtype)} is neither of integers nor of floats")
+
+
+def _again(name: str, part: Part, sources: Mapping[str, str]) -> FinishedSamples:
+    """The same in a process that prepares batches."""
+    plugins.install(sources)
+    return FinishedSamples(name, plugins.load_made("data.source", name), part)

@@ -1,0 +1,333 @@
+"""Samples of files that are tokenized while the run trains: no more of them is on disk than a limit allows.
+
+The files, or parts of long ones, are the shards. An epoch goes through them in a shuffled order, in windows
+of ``data.shuffle_window`` shards, and through the samples of each window in a shuffled order. Sample *i* of
+the stream therefore follows from the seed and from the lengths of the shards up to its window: the manifest.
+It is made as shards are first read, and saved with each checkpoint, so that a resumed run reads none of what
+it has consumed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portable.data.samples.base import Arrays, Samples
+from portable.data.samples.mixture import seed_of
+from portable.data.samples.order import permutation
+from portable.data.sources.documents import NoTextError
+from portable.data.tokens.ahead import Ahead, Tokenizing
+from portable.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from portable.data.sources.shards import StreamedFiles
+    from portable.data.tokens.cache import TokenCache
+
+_SHIFT = 32
+"""Bits of a sample's number within its shard."""
+_WINDOWS_AHEAD = 2
+_PRINT = 16  # characters of a fingerprint in the manifest
+
+
+class Stream(Samples):
+    """The samples of a stream; the index of sample *s* of shard *k* is ``k << 32 | s``.
+
+    Args:
+        name: for messages.
+        source: the files.
+        work: makes tokens of a shard.
+        samples: makes samples of its tokens; None for a shard that is too short for one.
+        seed: of the order.
+        window: shards whose samples are mixed.
+        limit: bytes of tokens on disk; those in use may exceed it.
+        reads_ahead: whether this process tokenizes shards before they are needed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: StreamedFiles,
+        work: Tokenizing,
+        samples: Callable[[TokenCache], Samples | None],
+        *,
+        seed: int,
+        window: int = 1,
+        limit: int | None = None,
+        reads_ahead: bool = True,
+    ) -> None:
+        self._name = name
+        self._shards = source.shards
+        self._work = work
+        self._samples = samples
+        self._seed = seed
+        self._window = window
+        self._limit = limit
+        self._reads_ahead = reads_ahead
+        self.num_samples = len(self._shards) << _SHIFT
+        self._manifest: dict[int, tuple[int, str]] = {}
+        """Samples and fingerprint of each shard that was read."""
+        self._open: OrderedDict[int, Samples | None] = OrderedDict()
+        self._folders: dict[int, Path] = {}
+        self._epoch = -1
+        self._order: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._ends: list[int] = []
+        """For the epoch, how many samples the shards up to each in order have, as far as they are known."""
+        self._total: int | None = None
+        self._told = -1
+        self._ahead: Ahead | None = None
+        self._lock = threading.RLock()
+        self.fingerprint = ""
+        """A digest of the list of files and of how they are read."""
+        first = self._shard_samples(self._at(0, 0))
+        if first is not None:
+            self.valid_tokens, self.context, self.sequences = (
+                first.valid_tokens,
+                first.context,
+                first.sequences,
+            )
+            self.waste = first.waste
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that prepares batches: what is open there, it opens itself."""
+        return {**self.__dict__, "_open": OrderedDict(), "_folders": {}, "_ahead": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+    def first_tokens(self) -> TokenCache:
+        """The tokens of the first shard that has a sample.
+
+        Raises:
+            UserError: if none has.
+        """
+        ahead, self._reads_ahead = self._reads_ahead, False  # a resumed run begins elsewhere
+        shard = self.locate(0, self._seed)[1] >> _SHIFT
+        self._reads_ahead = ahead
+        return self._tokens(shard)
+
+    # -- the order --------------------------------------------------------------------------------------
+
+    def _at(self, epoch: int, number: int) -> int:
+        """The shard that comes at ``number`` in an epoch."""
+        return permutation(len(self._shards), self._seed, epoch)(number)
+
+    def _begin(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            order = permutation(len(self._shards), self._seed, epoch)
+            self._order = order.array(np.arange(len(self._shards)))
+            self._epoch, self._ends, self._told = epoch, [], -1
+
+    def _known_to(self, number: int) -> None:
+        """Learn the lengths of the shards up to ``number`` in the order of the epoch."""
+        while len(self._ends) <= min(number, len(self._order) - 1):
+            shard = int(self._order[len(self._ends)])
+            before = self._ends[-1] if self._ends else 0
+            self._ends.append(before + self._length(shard))
+
+    def _length(self, shard: int) -> int:
+        known = self._manifest.get(shard)
+        if known is None:
+            self._shard_samples(shard)
+            known = self._manifest[shard]
+        return known[0]
+
+    def _whole(self) -> int | None:
+        """The samples of an epoch, once every shard was read."""
+        if self._total is None and len(self._manifest) == len(self._shards):
+            self._total = sum(length for length, _ in self._manifest.values())
+            if not self._total:
+                raise UserError(f"{self._name}: no file has enough text for one sample; lower data.seq_len")
+        return self._total
+
+    def locate(self, position: int, seed: int) -> tuple[int, int]:
+        """See :meth:`Samples.locate`; the seed is the stream's own."""
+        with self._lock:
+            return self._locate(position)
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        total = self._whole()
+        epoch, at = (0, position) if total is None else divmod(position, total)
+        self._begin(epoch)
+        last = len(self._order) - 1
+        while (not self._ends or self._ends[-1] <= at) and len(self._ends) <= last:
+            self._known_to(len(self._ends))
+        if self._ends[-1] <= at:  # the epoch ended, and is known now
+            return self._locate(position)
+        window = bisect_right(self._ends, at) // self._window
+        first, end = window * self._window, min((window + 1) * self._window, len(self._order))
+        self._known_to(end - 1)
+        before = self._ends[first - 1] if first else 0
+        mixed = permutation(self._ends[end - 1] - before, self._seed_of_window(window), epoch)
+        drawn = before + mixed(at - before)
+        number = bisect_right(self._ends, drawn, first, end)
+        within = drawn - (self._ends[number - 1] if number else 0)
+        self._read_ahead(epoch, window)
+        return epoch, int(self._order[number]) << _SHIFT | within
+
+    def _seed_of_window(self, window: int) -> int:
+        return seed_of(f"window {window}", self._seed)
+
+    def example(self) -> tuple[int, int]:
+        return self.locate(0, self._seed)
+
+    def epochs(self, taken: int) -> float | None:
+        return None if self._total is None else taken / self._total
+
+    # -- the shards -------------------------------------------------------------------------------------
+
+    def _read_ahead(self, epoch: int, window: int) -> None:
+        if not self._reads_ahead or window == self._told:
+            return
+        self._told = window
+        if self._ahead is None:
+            self._ahead = Ahead(self._work, self._make_room)
+        first = (window + 1) * self._window
+        numbers = range(first, first + _WINDOWS_AHEAD * self._window)
+        count = len(self._order)
+        coming = [self._at(epoch + number // count, number % count) for number in numbers]
+        self._ahead.want([self._shards[shard] for shard in coming])
+
+    def _shard_samples(self, shard: int) -> Samples | None:
+        """The samples of a shard, tokenized if they are not in the cache."""
+        with self._lock:
+            if shard in self._open:
+                self._open.move_to_end(shard)
+                return self._open[shard]
+            try:
+                tokens = self._tokens(shard)
+            except NoTextError:
+                self._manifest[shard] = (0, "")
+                return None
+            found = self._samples(tokens)
+            length = 0 if found is None else len(found)
+            print_ = tokens.fingerprint[:_PRINT]
+            known = self._manifest.setdefault(shard, (length, print_))
+            if known != (length, print_):
+                raise RunError(
+                    f"{self._name}: {self._shards[shard].source.name} has changed since the run read it; "
+                    "restore the file, or begin another run"
+                )
+            self._open[shard] = found
+            self._folders[shard] = tokens.folder
+            while len(self._open) > 2 * self._window:
+                closed, _ = self._open.popitem(last=False)
+                del self._folders[closed]
+            self._make_room()
+            return found
+
+    def _tokens(self, shard: int) -> TokenCache:
+        source = self._shards[shard].source
+        try:
+            tokens = self._work.open(source)
+        except UserError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno != errno.ENOSPC:
+                raise
+            self._make_room(0)  # the disk is full: keep only what is in use
+            tokens = self._work.open(source)
+        with suppress(OSError):
+            os.utime(tokens.folder)  # used last
+        return tokens
+
+    def _make_room(self, limit: int | None = None) -> None:
+        """Remove the tokens that were not used for the longest time, until the rest is within the limit."""
+        limit = self._limit if limit is None else limit
+        if limit is None:
+            return
+        used = set(dict(self._folders).values())
+        folders = []
+        with suppress(OSError):
+            for folder in (self._work.cache / "tokens").iterdir():
+                with suppress(OSError):
+                    if folder.is_dir() and folder.suffix != ".draft":
+                        size = sum(file.stat().st_size for file in folder.iterdir())
+                        folders.append((folder.stat().st_mtime_ns, size, folder))
+        total = sum(size for _, size, _ in folders)
+        for _, size, folder in sorted(folders)[: -self._window - 1]:  # the newest may be ahead
+            if total <= limit:
+                return
+            if folder not in used:
+                gone = folder.with_name(f"{folder.name}.gone-{os.getpid()}")
+                with suppress(OSError):
+                    folder.rename(gone)
+                    shutil.rmtree(gone, ignore_errors=True)
+                    total -= size
+
+    # -- samples ----------------------------------------------------------------------------------------
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        rows: dict[int, list[int]] = {}
+        for row, (_, index) in enumerate(places):
+            rows.setdefault(index >> _SHIFT, []).append(row)
+        out: Arrays = {}
+        for shard, taken in rows.items():
+            samples = self._shard_samples(shard)
+            assert samples is not None
+            arrays = samples.arrays([(places[row][0], places[row][1] & ((1 << _SHIFT) - 1)) for row in taken])
+            for column, values in arrays.items():
+                if column not in out:
+                    out[column] = np.zeros((len(places), *values.shape[1:]), dtype=values.dtype)
+                out[column][taken] = values
+        return out
+
+    def documents(self, index: int) -> Sequence[int]:
+        samples = self._shard_samples(index >> _SHIFT)
+        assert samples is not None
+        return samples.documents(index & ((1 << _SHIFT) - 1))
+
+    def source_name(self, index: int) -> str:
+        return self._shards[index >> _SHIFT].source.name
+
+    # -- the manifest -----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The manifest, for a checkpoint: ``[shard, samples, fingerprint]`` of each shard that was read."""
+        known = dict(self._manifest)
+        return {self._name: [[shard, *known[shard]] for shard in sorted(known)]}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take over the manifest of a checkpoint.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        for shard, length, print_ in state.get(self._name, ()):
+            if not 0 <= shard < len(self._shards) or length < 0:
+                raise ValueError(f"{self._name}: shard {shard} of {len(self._shards)}")
+            known = self._manifest.setdefault(shard, (length, print_))
+            if known != (length, print_):
+                raise RunError(
+                    f"{self._name}: {self._shards[shard].source.name} has changed since the checkpoint; "
+                    "restore the file, or begin another run"
+                )
+
+    def consumed(self, position: int) -> str:
+        """A digest of the manifest up to ``position``, which is the same on all ranks."""
+        with self._lock:
+            total = self._whole()
+            known = dict(self._manifest)
+        if total is None or position < total:
+            order = permutation(len(self._shards), self._seed, 0).array(np.arange(len(self._shards)))
+            seen, before = {}, 0
+            for shard in order.tolist():
+                if before >= position:
+                    break
+                seen[shard] = known[shard]
+                before += known[shard][0]
+            known = seen
+        return hashlib.blake2b(repr(sorted(known.items())).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,125 @@
+"""Added tokens: the tokenizer has them, and the model's new rows are those of transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from portable.model.grown import GrownTensor
+from portable.model.tensors import InMemoryTensor
+from portable.run.rank import run_rank
+from tests.parity import opened
+from tests.portable.chat_support import template
+from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.config import RunConfig
+    from tests.engines import Engines
+
+ADDED = ["<|im_start|>", "<|im_end|>", "<think>"]
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose vocabulary is as large as its tokenizer's, and whose head is a table of its own."""
+    folder = tmp_path_factory.mktemp("base")
+    untied = {**TINY_MODEL, "tie_word_embeddings": False}
+    run_rank("cpu", configured(folder / "run", corpus, model__config=untied, train__steps=2))
+    final = folder / "run" / "final"
+    assert len(AutoTokenizer.from_pretrained(final)) == 384
+    return final
+
+
+def tables(config: RunConfig) -> tuple[dict[str, Any], float]:
+    """The tables at the start, whole, and the loss of the first step."""
+    with opened(config) as trial:
+        folder = config.output_dir
+        trial.engine.save(_made(folder), background=False).wait()
+        loss = float(trial.step().loss)
+    from converters import open_checkpoint
+
+    stored = open_checkpoint(folder).tensors
+    return {name: stored[name].read() for name in ("model.embed_tokens.weight", "lm_head.weight")}, loss
+
+
+def _made(folder: str) -> Any:
+    from pathlib import Path
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "settings"),
+    [
+        ("full_shard", 3, {"strategy": "full_shard"}),
+        ("zero3", 2, {"strategy": "zero3"}),
+        ("xla", 2, {"backend": "xla"}),
+    ],
+)
+def test_new_rows_are_those_of_transformers(
+    name: str, size: int, settings: Any, base: Path, corpus: Path, tmp_path: Path, engines: Engines
+) -> None:
+    config = configured(
+        tmp_path / "run",
+        corpus,
+        model__config=None,
+        model__name_or_path=str(base),
+        data__added_tokens=ADDED,
+        **settings,
+    )
+    found, loss = engines.run(name, size, tables, config)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.resize_token_embeddings(387)
+    for table, values in found.items():
+        assert values.shape[0] == 387
+        assert torch.equal(torch.tensor(values[:384]), before[table])
+        torch.testing.assert_close(
+            torch.tensor(values[384:]), model.state_dict()[table][384:], rtol=0, atol=1e-5
+        )
+        assert values[384:].std(axis=0).max() > 0  # not all the same
+    assert 0 < loss < 20
+
+
+def test_the_export_has_both(base: Path, conversations: Path, tmp_path: Path, brief_runs: None) -> None:
+    (tmp_path / "chatml.jinja").write_text(template("chatml"))
+    config = configured(
+        tmp_path / "run",
+        conversations,
+        model__config=None,
+        model__name_or_path=str(base),
+        data__added_tokens=ADDED[:2],
+        data__chat_template=str(tmp_path / "chatml.jinja"),
+        data__seq_len=64,
+        train__steps=2,
+    )
+    run_rank("cpu", config)
+    final = tmp_path / "run" / "final"
+    model, tokens = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    assert model.config.vocab_size == 386 == len(tokens) == model.get_output_embeddings().weight.shape[0]
+    assert tokens("<|im_end|>", add_special_tokens=False)["input_ids"] == [385]
+
+
+def test_rows_in_parts_are_those_of_the_whole() -> None:
+    torch.manual_seed(0)
+    table = torch.randn(200, 8)
+    whole = GrownTensor(InMemoryTensor(table), 207, 1).read()
+    assert whole.shape == (207, 8)
+    for start, stop, columns in (
+        (0, 207, slice(0, 3)),
+        (195, 203, slice(2, 8)),
+        (203, 207, slice(0, 8)),
+        (0, 5, slice(1, 2)),
+    ):
+        part = GrownTensor(InMemoryTensor(table), 207, 1).read((slice(start, stop), columns))
+        assert (part == whole[start:stop, columns]).all()
+    mean, spread = table.mean(0), (1e-9**0.5) * table.std(0)
+    assert (abs(torch.tensor(whole[200:]) - mean) < 6 * spread + 1e-7).all()
+    bias = GrownTensor(InMemoryTensor(table[:, 0]), 202, 1).read()
+    assert bias[200] == bias[201] == pytest.approx(float(table[:, 0].mean()), rel=1e-5)

@@ -1,0 +1,429 @@
+"""Streams: files tokenized while the run trains, in one order, within a limit, through faults."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.config import DataConfig, load_config
+from portable.data import build_data
+from portable.data.samples.loader import TrainLoader
+from portable.data.sources import shards
+from portable.data.sources.documents import Fields
+from portable.data.sources.opening import LocalFiles
+from portable.data.stream import Stream
+from portable.errors import RunError, UserError
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.portable.data_support import write_jsonl
+from tests.runs import configured, write_corpus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.object_store import ObjectStore
+
+FILES, RECORDS, LENGTH = 9, 30, 16
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Files of different lengths; every word names its file and record."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for file in range(FILES):
+        rows = ({"text": f"f{file}r{r} " * (4 + (r * 7 + file) % 20)} for r in range(RECORDS + 5 * file))
+        write_jsonl(folder / f"part-{file}.jsonl", rows)
+    return folder
+
+
+def settings(files: Path, **more: Any) -> DataConfig:
+    given: dict[str, Any] = {
+        "source": str(files / "*.jsonl"),
+        "stream": True,
+        "seq_len": LENGTH,
+        "vocab_size": 400,
+        "eval_fraction": 0.0,
+        "cache_dir": str(files.parent / "cache"),
+    }
+    return DataConfig(**(given | more))
+
+
+def opened(files: Path, **more: Any) -> Stream:
+    found = build_data(settings(files, **more)).train
+    assert isinstance(found, Stream)
+    found._reads_ahead = False  # tests of it alone set it
+    return found
+
+
+def ids(stream: Any, first: int, count: int) -> list[tuple[int, int]]:
+    return [stream.locate(position, 0) for position in range(first, first + count)]
+
+
+# -- the order ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 20])
+def test_an_epoch_has_every_sample_once(files: Path, window: int) -> None:
+    stream = opened(files, shuffle_window=window)
+    first = ids(stream, 0, 1)
+    while stream.epochs(1) is None:
+        first += ids(stream, len(first), 1)
+    total = stream._whole()
+    assert total is not None
+    first += ids(stream, len(first), total - len(first))
+    whole = {(0, k << 32 | n) for k, (length, _) in stream._manifest.items() for n in range(length)}
+    assert len(first) == total == len(whole) and set(first) == whole
+    second = ids(stream, total, total)
+    assert {(1, index) for _, index in whole} == set(second)
+    assert [index for _, index in first] != [index for _, index in second]
+    order = [index >> 32 for _, index in first]
+    changes = sum(a != b for a, b in itertools.pairwise(order))
+    assert changes == FILES - 1 if window == 1 else changes > 3 * FILES
+
+
+def test_the_order_does_not_depend_on_what_was_asked_before(files: Path) -> None:
+    """Positions at random, over several epochs, in a new process of another machine with the manifest."""
+    stream = opened(files, shuffle_window=2)
+    count = 2500
+    expected = ids(stream, 0, count)
+    other = opened(files, shuffle_window=2, cache_dir=str(files.parent / "other"))
+    other.adopt(json.loads(json.dumps(stream.state())))
+    for position in (2400, 3, 1111, 17, 2222, 700):
+        assert other.locate(position, 0) == expected[position]
+    assert ids(other, 0, count) == expected
+    # From the start, without a manifest, shards become known one by one.
+    fresh = opened(files, shuffle_window=2)
+    assert [fresh.locate(position, 0) for position in (50, 2000, 10)] == [expected[p] for p in (50, 2000, 10)]
+
+
+def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = opened(files)
+    position = 500
+    expected = ids(stream, position, 40)
+    read: list[str] = []
+    documents = LocalFiles.documents_of_key
+
+    def counted(self: LocalFiles) -> Any:
+        read.append(self.name)
+        return documents(self)
+
+    monkeypatch.setattr(LocalFiles, "documents_of_key", counted)
+    other = opened(files, cache_dir=str(files.parent / "other"))
+    first = len(read)  # the shard that tells the columns
+    other.adopt(stream.state())
+    assert ids(other, position, 40) == expected
+    other.batch(expected)
+    needed = {index >> 32 for _, index in expected}
+    assert first == 1 and len(read) - first <= len(needed)
+
+
+def test_samples_are_those_of_the_files(files: Path) -> None:
+    """Blocks of the tokens of each file, and the same on any number of ranks, with and without workers."""
+    data = build_data(settings(files, shuffle_window=3))
+    stream, batch = data.train, 12
+    plain = {
+        shard: build_data(settings(files, source=str(files / f"part-{shard}.jsonl"), stream=False,
+                                   tokenizer=_saved(data, files), vocab_size=None)).train
+        for shard in range(FILES)
+    }  # fmt: skip
+
+    def taken(world_size: int, first: int, count: int, workers: int = 0) -> list[list[list[int]]]:
+        found: list[list[list[int]]] = [[] for _ in range(count)]
+        for rank in range(world_size):
+            loader = TrainLoader(
+                stream, seed=0, position=first * batch, global_batch_size=batch,
+                micro_batch_size=batch // world_size, rank=rank, world_size=world_size, num_workers=workers,
+            )  # fmt: skip
+            batches = iter(loader)
+            for step in range(count):
+                found[step] += next(batches)["input_ids"].tolist()
+            batches.close()
+        return found
+
+    whole = taken(1, 0, 60)
+    for step, rows in enumerate(whole):
+        for row, (_, index) in zip(rows, ids(stream, step * batch, batch), strict=True):
+            assert row == plain[index >> 32][index & 0xFFFFFFFF]["input_ids"].tolist()
+    assert taken(2, 0, 60) == whole and taken(3, 17, 20) == whole[17:37]
+
+
+def _saved(data: Any, files: Path) -> str:
+    folder = files.parent / "tokenizer"
+    data.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("part_bytes", [100, 1000, 7001])
+def test_parts_of_a_file_have_each_line_once(
+    files: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "PART_BYTES", part_bytes)
+    name = str(files / "part-8.jsonl")
+    stream = shards.open_stream(name, Fields(), downloads=files, digests=None, remember=False)
+    assert len(stream.shards) == -(-(files / "part-8.jsonl").stat().st_size // part_bytes)
+    texts = [document.text for document in stream.documents()]
+    assert texts == [json.loads(line)["text"] for line in (files / "part-8.jsonl").read_text().splitlines()]
+
+
+# -- the disk -----------------------------------------------------------------------------------------------
+
+
+def test_no_more_is_on_disk_than_the_limit(files: Path) -> None:
+    """Two epochs within the room of about three shards, with the same samples as without a limit."""
+    free = opened(files, cache_dir=str(files.parent / "free"))
+    largest = max(_sizes(files.parent / "free"))
+    limited = opened(files, cache_limit=3 * largest / 1e9)
+    most = 0
+    for position in range(0, 2600, 13):
+        place = limited.locate(position, 0)
+        assert place == free.locate(position, 0)
+        assert limited[place[1]]["input_ids"].tolist() == free[place[1]]["input_ids"].tolist()
+        most = max(most, sum(_sizes(files.parent / "cache")))
+    assert len(_sizes(files.parent / "free")) == FILES
+    assert most <= 5 * largest  # what was just made may be beyond the limit
+
+
+def _sizes(cache: Path) -> list[int]:
+    folders = [one for one in (cache / "streams" / "tokens").iterdir() if one.is_dir()]
+    return [sum(file.stat().st_size for file in folder.iterdir()) for folder in folders]
+
+
+def test_shards_are_tokenized_ahead(files: Path) -> None:
+    stream = opened(files)
+    stream._reads_ahead = True
+    stream.locate(0, 0)
+    deadline = time.monotonic() + 60
+    while len(_sizes(files.parent / "cache")) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(_sizes(files.parent / "cache")) == 3  # this one and two windows
+    assert stream._ahead is not None
+    stream._ahead.close()
+
+
+# -- faults -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_changed_is_refused(files: Path) -> None:
+    stream = opened(files, cache_limit=1e-9)
+    ids(stream, 0, 900)
+    shard = stream.locate(0, 0)[1] >> 32
+    file = files / f"part-{shard}.jsonl"
+    text = file.read_text()
+    file.write_text(text.replace("r3 ", "r4 "))
+    shutil.rmtree(files.parent / "cache" / "streams" / "tokens")
+    stream._open.clear()
+    with pytest.raises(RunError, match=rf"part-{shard}.jsonl has changed since the run read it"):
+        stream[stream.locate(0, 0)[1]]
+    other = opened(files, cache_dir=str(files.parent / "other"))
+    with pytest.raises(RunError, match="has changed since the checkpoint"):
+        other.adopt(stream.state())
+
+
+def test_a_missing_or_broken_file_ends_the_run_in_one_line(files: Path) -> None:
+    stream = opened(files)
+    last = int(stream._order[-1])
+    (files / f"part-{last}.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(UserError, match=rf"part-{last}.jsonl:1: not a line of JSON \(not UTF-8\)"):
+        ids(stream, 0, 3000)
+    (files / f"part-{last}.jsonl").unlink()
+    with pytest.raises(UserError, match=rf"part-{last}.jsonl: cannot read it"):
+        ids(stream, 0, 3000)
+
+
+def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ids(opened(files, cache_dir=str(files.parent / "other")), 0, 900)
+    stream = opened(files)
+    stream._reads_ahead = True
+    monkeypatch.setattr("portable.data.tokens.ahead.Tokenizing.__call__", _die)
+    assert ids(stream, 0, 900) == expected
+    assert stream._ahead is not None
+    stream._ahead.close()
+
+
+def _die(self: Any, source: Any) -> bool:
+    import os
+
+    os._exit(3)
+
+
+def test_a_file_without_text_has_no_samples(files: Path) -> None:
+    (files / "part-4.jsonl").write_text('{"text": " "}\n')
+    (files / "part-5.jsonl").write_text('{"text": "one"}\n')
+    stream = opened(files)
+    ids(stream, 0, 2000)
+    assert stream._manifest[4][0] == stream._manifest[5][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data.stream": True, "data.source": "x.jsonl", "train.epochs": 1}, "train.epochs needs the length"),
+        ({"data.stream": True, "data.source": "x.jsonl", "model.task": "masked-lm"}, "causal-lm alone"),
+        ({"data.stream": True, "data.source": "x.jsonl", "data.eval_fraction": 0.1}, "holds nothing out"),
+        ({"data.sources": [{"name": "a", "source": "x", "stream": True}]}, "give it a weight"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_config(None, given)
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("brief_runs")
+def test_a_run_of_a_mixture_with_a_stream(files: Path, tmp_path: Path) -> None:
+    """A stop in between, on a machine with an empty cache afterwards, changes no loss."""
+    texts = write_corpus(tmp_path)
+    sources = [
+        {"name": "texts", "source": str(texts), "weight": 1},
+        {"name": "web", "source": str(files / "*.jsonl"), "stream": True, "weight": 2},
+    ]
+    given: dict[str, Any] = {
+        "data__source": None,
+        "data__sources": sources,
+        "data__cache_dir": str(tmp_path / "cache"),
+        "train__eval_every": 4,
+        "checkpoint__export": False,
+    }
+    assert run_rank("cpu", configured(tmp_path / "whole", texts, **given)) == 0
+    expected = [row["loss"] for row in read_metrics(tmp_path / "whole") if "loss" in row]
+    parted = tmp_path / "parted"
+    assert run_rank("cpu", configured(parted, texts, **given, train__stop_after=3)) == 0
+    shutil.rmtree(tmp_path / "cache" / "streams")
+    assert run_rank("cpu", configured(parted, texts, **given)) == 0
+    rows = [row for row in read_metrics(parted) if "loss" in row]
+    assert [row["loss"] for row in rows] == expected
+    assert rows[-1]["samples/web"] == 2 * rows[-1]["samples/texts"]
+    assert any("eval_loss/texts" in row for row in read_metrics(parted))
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 26, 200])
+def test_bad_records_are_skipped_and_told(
+    tmp_path: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a stream and in a file: the first five with their place, then the number; or the run ends."""
+    monkeypatch.setattr(shards, "PART_BYTES", part_bytes)
+    bad = {
+        3: b"{broken",
+        9: b'{"text": 5}',
+        11: b"\xff\xfe",
+        20: b"[]",
+        25: b'{"txt": "x"}',
+        30: b"{",
+        31: b"nul",
+    }
+    lines = [bad.get(n, b'{"text": "good %d words of a record"}' % n) for n in range(60)]
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    good = [json.loads(line)["text"] for n, line in enumerate(lines) if n not in bad]
+    streamed = part_bytes < 1000
+    given: dict[str, Any] = {
+        "source": str(path),
+        "stream": streamed,
+        "on_bad_record": "skip",
+        "eval_fraction": 0.0,
+    }
+    data = build_data(DataConfig(**given, vocab_size=300, seq_len=8, cache_dir=str(tmp_path / "cache")))
+    if not streamed:
+        tokens = data.tokens
+        found = [data.tokenizer.decode(tokens.document("text", n)[:-1]) for n in range(tokens.documents)]
+        assert found == good
+        told = capfd.readouterr().err.splitlines()
+        assert [
+            line for line in told if ":4: not a line of JSON" in line and line.startswith("warning: skipped")
+        ]
+        assert len([line for line in told if "skipped: " in line]) == 5
+        assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
+    else:
+        stream = data.train
+        while stream.epochs(1) is None:
+            stream.locate(stream._ends[-1], 0)  # type: ignore[attr-defined]
+        documents = sum(
+            stream._tokens(shard).documents  # type: ignore[attr-defined]
+            for shard, (_, told) in stream._manifest.items() if told  # type: ignore[attr-defined]
+        )  # fmt: skip
+        assert documents == len(good)
+    with pytest.raises(UserError, match=r"not a line of JSON .* or set data.on_bad_record to skip"):
+        build_data(DataConfig(**(given | {"on_bad_record": "error"}), vocab_size=300, seq_len=8,
+                              cache_dir=str(tmp_path / "cache")))  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_a_hundred_thousand_samples_of_a_mixture_with_a_stream(files: Path, tmp_path: Path) -> None:
+    """The very samples, on 1, 2, 3 and 7 ranks, with 0 and 4 workers, and after moves at random moments.
+
+    Every move is to a machine with an empty cache, which has the manifest of the rank that stopped.
+    """
+    sources = [
+        {"name": "web", "source": str(files / "*.jsonl"), "stream": True, "weight": 5},
+        {"name": "texts", "source": str(write_corpus(tmp_path)), "weight": 3},
+        {"name": "one", "source": str(files / "part-0.jsonl"), "weight": 2},
+    ]
+    batch, steps = 42, 2381
+    whole: list[Any] = []
+    chance = random.Random(5)
+    tokenizer: str | None = None
+
+    def machine(number: int) -> Any:
+        given = settings(
+            files, source=None, stream=False, sources=tuple(sources), shuffle_window=2, tokenizer=tokenizer,
+            cache_dir=str(tmp_path / f"cache-{number}"),
+        )  # fmt: skip
+        return build_data(given, seed=3)
+
+    tokenizer = _saved(machine(0), files)
+    for number, (world_size, workers) in enumerate([(1, 0), (2, 0), (3, 0), (7, 0), (1, 4)], start=1):
+        stops = sorted(chance.sample(range(1, steps), 4)) if number > 1 else []
+        found: list[list[bytes]] = [[] for _ in range(steps)]
+        state: dict[str, Any] = {}
+        left: dict[str, Any] = {}
+        for leg, (first, last) in enumerate(zip([0, *stops], [*stops, steps], strict=True)):
+            for rank in range(world_size):
+                train = machine(100 * number + leg).train
+                train.adopt(json.loads(json.dumps(state)))
+                loader = TrainLoader(
+                    train, seed=3, position=first * batch, global_batch_size=batch, rank=rank,
+                    micro_batch_size=batch // world_size, world_size=world_size, num_workers=workers,
+                )  # fmt: skip
+                batches = iter(loader)
+                for step in range(first, last):
+                    found[step] += [row.tobytes() for row in next(batches)["input_ids"].numpy()]
+                batches.close()
+                left = train.state() if rank == 0 else left
+            state = left
+        whole = whole or found
+        assert found == whole
+    assert sum(map(len, whole)) >= 100_000
+
+
+def test_a_stream_from_a_store(files: Path, tmp_path: Path, s3: ObjectStore) -> None:
+    """The samples of local files; read ahead in another process; no copy of a file stays."""
+    s3.put_tree(files, "data")
+    local = opened(files)
+    found = build_data(
+        settings(files, source=s3.url("data/*.jsonl"), tokenizer=None, cache_dir=str(tmp_path / "remote"))
+    ).train
+    assert isinstance(found, Stream)
+    for place in ids(local, 0, 900)[::7]:
+        assert found.batch([place])["input_ids"].tolist() == local.batch([place])["input_ids"].tolist()
+    assert ids(found, 0, 900) == ids(local, 0, 900)
+    deadline = time.monotonic() + 30
+    while (left := _copies(tmp_path / "remote")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+    assert found._ahead is not None
+    found._ahead.close()
+
+
+def _copies(cache: Path) -> list[Path]:
+    return [path for path in (cache / "streams" / "downloads").rglob("*") if path.suffix == ".jsonl"]

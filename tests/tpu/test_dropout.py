@@ -1,0 +1,104 @@
+"""Dropout draws by position: each device its own part of one mask."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.runs import TINY_MODEL, configured
+from tests.tpu.test_trace import DEVICES, traced
+from tpu.compile.hlo import Module
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.xla import XlaPool
+
+
+def keyed(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = torch.randint(0, 1 << 31, (2,), generator=torch.Generator().manual_seed(seed)).int()
+    return first, second
+
+
+def z_scores(mask: torch.Tensor, p: float) -> list[float]:
+    """How many standard deviations the mask is off in its mean, and between neighbours along each dim."""
+    centered = mask.double() - p
+    found = [float(centered.sum()) / math.sqrt(p * (1 - p) * mask.numel())]
+    for dim, size in enumerate(mask.shape):
+        for lag in (1, 2, 16):
+            if lag < size:
+                pairs = centered.narrow(dim, 0, size - lag) * centered.narrow(dim, lag, size - lag)
+                found.append(float(pairs.sum()) / (p * (1 - p) * math.sqrt(pairs.numel())))
+    return found
+
+
+@pytest.mark.parametrize("p", [0.9, 0.5, 0.01])
+def test_masks_are_random(p: float) -> None:
+    from tpu.dropout import drawn
+
+    shape = torch.Size((4, 8, 64, 128))
+    first, second = keyed(0)
+    keys = [(first, second), (first + 1, second), (first, second + 1), (first ^ (1 << 30), second)]
+    masks = torch.stack([drawn(shape, key, p) for key in keys])
+    assert max(map(abs, z_scores(masks, p))) < 4.5  # 16 figures: one in ten thousand times
+
+
+def test_masks_at_the_ends() -> None:
+    from tpu.dropout import drawn
+
+    assert drawn(torch.Size((4, 8)), keyed(1), 1.0).all()
+    assert not drawn(torch.Size((4, 8)), keyed(1), 0.0).any()
+    assert drawn(torch.Size(()), keyed(1), 1.0).shape == ()
+
+
+def dropped() -> list[torch.Tensor]:
+    from portable.config import load_config
+    from tpu import runtime
+    from tpu.dropout import draw_by_position
+    from tpu.layout import Layout
+    from tpu.runtime import xla, xr
+
+    runtime.start()
+    draw_by_position()
+    layout = Layout(load_config(None, {"backend": "xla"}), int(xr.addressable_runtime_device_count()))
+    xla._xla_set_rng_seed(7, "xla:0")
+    ones = torch.ones(8, 16, 33, device="xla:0")
+    xla._xla_mark_sharding(ones, layout.sharding(layout.batch(3)))
+    first, second = (torch.nn.functional.dropout(ones, 0.25) for _ in range(2))
+    return [first.cpu(), second.cpu()]
+
+
+def test_the_mask_does_not_depend_on_the_devices(xla: XlaPool) -> None:
+    alone, shared = xla.run(1, dropped), xla.run(4, dropped)
+    for ours, theirs in zip(alone, shared, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(alone[0], alone[1])
+    assert set(alone[0].unique().tolist()) == {0.0, float(torch.tensor(1.0) / 0.75)}
+    assert abs(float((alone[0] == 0).float().mean()) - 0.25) < 0.04
+
+
+def test_no_device_draws_for_the_others(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    """The compiler partitions no random bit generator, so nothing but a key may come from one."""
+    config = configured(
+        tmp_path / "run",
+        corpus,
+        backend="xla",
+        log__sample_tokens=0,
+        data__eval_fraction=0,
+        train__micro_batch_size=2,
+        train__global_batch_size=8,
+        model__config={**TINY_MODEL, "num_hidden_layers": 1, "attention_dropout": 0.1},
+    )
+    (name,) = xla.run(DEVICES, traced, config, tmp_path, environment={"XLA_HLO_DEBUG": "1"})
+    module = Module((tmp_path / f"{name}.hlo.pb").read_bytes())
+    drawing = [
+        instruction
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        if instruction.opcode == "rng-bit-generator"
+    ]
+    assert drawing
+    assert max(sum(array.elements for array in one.arrays) for one in drawing) <= 4

@@ -1,0 +1,81 @@
+"""Dropout whose random numbers are sharded like what they are for.
+
+The compiler does not partition its random bit generator: under SPMD each device draws the numbers of all, and
+they lie in its memory. Here a number is a hash of its position and of a key that is drawn for each call. Each
+device computes its own part, where it is read, and the mask does not depend on how many devices there are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The multipliers of a hash of 32 bits (Wellons, "Prospecting for Hash Functions": lowbias32), and for each
+# word of the key an odd number by which positions are spread.
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
+_SPREAD = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
+
+
+@cache  # once per process
+def draw_by_position() -> None:
+    """Make every dropout on XLA, that of torch's attention among them, draw with :func:`drawn`."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("dropout", _dropout, "AutogradXLA")
+    _registered.append(library)  # it undoes what it registered when it is freed
+
+
+_registered: list[Any] = []
+
+
+def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0:
+        return tensor
+    # Floats: the compiler computes with 64-bit integers in many steps, and takes minutes over a random one.
+    first, second = (torch.rand(2, device=tensor.device) * (1 << 24)).int()
+    kept = drawn(tensor.shape, (first, second), 1 - p)
+    return torch.where(kept, tensor * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+
+
+def drawn(shape: torch.Size, key: tuple[Tensor, Tensor], p: float) -> Tensor:
+    """Bools of ``shape``, each true with probability ``p``.
+
+    Args:
+        shape: of the result.
+        key: two int32 scalars, on the device of the result.
+        p: is rounded to a multiple of 2 ** -31.
+    """
+    # A hash of the key and of the row, which is small beside the result; then one of that and of the column.
+    *rows, columns = shape if len(shape) else (1,)
+    stride, row = 1, torch.zeros((), dtype=torch.int32, device=key[0].device)
+    for dim, size in reversed(list(enumerate(rows))):
+        row = row + _places(size, len(rows) - dim, key[0].device) * stride
+        stride *= size
+    first, second = _mixed(key[0] + 1, key[1]), _mixed(key[1], key[0])
+    first, second = first + row * _SPREAD[0], second + row * _SPREAD[1]
+    first, second = _mixed(first, second), _mixed(second, first)
+    first = first + _places(columns, 0, key[0].device) * _SPREAD[0]
+    bits = _mixed(first, second) & 0x7FFFFFFF
+    bound = round(p * (1 << 31))
+    kept = bits < bound if bound < 1 << 31 else torch.ones_like(bits, dtype=torch.bool)
+    return kept.view(shape)
+
+
+def _places(size: int, after: int, device: torch.device) -> Tensor:
+    """The position along a dim of ``size`` that ``after`` dims follow."""
+    return torch.arange(size, dtype=torch.int32, device=device).view(-1, *[1] * after)
+
+
+def _mixed(value: Tensor, other: Tensor) -> Tensor:
+    """A hash of two words."""
+    value = _folded(value, 16) * _FIRST
+    value = _folded(value ^ other, 15) * _SECOND
+    return _folded(value, 16)
+
+
+def _folded(value: Tensor, bits: int) -> Tensor:
+    return value ^ ((value >> bits) & ((1 << (32 - bits)) - 1))  # int32 shifts in copies of the sign

@@ -1,0 +1,69 @@
+"""The product that makes the logits, and its gradient without the logits of other devices.
+
+The head's matrix is gathered, since a shard of it would need the activations of all tokens. Its gradient is a
+sum over the tokens of all devices. The compiler would add up whole matrices on every device and cut them
+afterwards, or gather the gradients of all logits. Here each device has a product of its own, and the sum of
+these is what is sharded: one reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tpu.layout import marked
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tpu.layout import Layout, Spec
+
+
+def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:
+    """Give ``head`` a forward whose gradient is reduced to shards of its matrix; whether that is possible.
+
+    Args:
+        head: a model's output embeddings.
+        layout: of the mesh.
+        spec: of the head's matrix ``[vocabulary, hidden size]``.
+    """
+    if type(head) is not nn.Linear or layout.devices == 1 or set(spec) == {None}:
+        return False
+    whole, cut = layout.sharding(layout.replicated(2)), layout.sharding(spec[::-1])
+    apart = layout.sharding(layout.batch(3))
+
+    def forward(hidden: Tensor) -> Tensor:
+        weight, bias = head.weight, head.bias
+        if hidden.dim() != 3 or hidden.shape[0] % layout.devices:
+            return nn.functional.linear(hidden, marked(weight, whole), bias)
+        function: Any = _Head
+        logits: Tensor = function.apply(hidden, weight, layout.devices, whole, cut, apart)
+        return logits if bias is None else logits + bias
+
+    module: Any = head
+    module.forward = forward
+    return True
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, devices: int, whole: Any, cut: Any, apart: Any
+    ) -> Tensor:
+        gathered = marked(weight, whole)
+        ctx.save_for_backward(hidden, gathered)
+        ctx.devices, ctx.cut, ctx.apart = devices, cut, apart
+        return hidden @ gathered.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (gradient,) = gradients
+        hidden, gathered = ctx.saved_tensors
+        of_hidden = gradient @ gathered
+        rows = hidden.reshape(ctx.devices, -1, hidden.shape[-1])
+        columns = gradient.reshape(ctx.devices, -1, gradient.shape[-1])
+        each = marked(torch.bmm(rows.transpose(1, 2), columns), ctx.apart)
+        # Transposed: the compiler scatters along a major dim, but not along every minor one.
+        return of_hidden, marked(each.sum(dim=0), ctx.cut).t(), None, None, None, None
