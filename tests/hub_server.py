@@ -155,10 +155,13 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
                 self.connection.shutdown(socket.SHUT_RDWR)
                 self.close_connection = True
                 return
+            status: int
+            answer: dict[str, Any]
+            headers: dict[str, str] = {}
             if fault is not None:
-                status, answer, headers = int(fault), {"error": "a fault"}, {}
+                status, answer = int(fault), {"error": "a fault"}
             elif not path.startswith("/lfs/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                status, answer, headers = 401, {"error": "Invalid credentials in Authorization header"}, {}
+                status, answer = 401, {"error": "Invalid credentials in Authorization header"}
                 headers["X-Error-Message"] = answer["error"]
             else:
                 status, answer, headers = hub.answer(self.command, path, body)

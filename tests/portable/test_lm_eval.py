@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on ``final`` and in a callback, with a task made on the spot; where it is installed."""
+"""lm-evaluation-harness, where it is installed, on ``final`` and in a callback, with a task made here."""
 
 from __future__ import annotations
 
