@@ -1,4 +1,4 @@
-"""A small server that answers as the Hugging Face hub does, for what an upload asks, with faults on demand."""
+"""A small server that answers as the Hugging Face hub does to an upload, with faults on demand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOKEN = "hf_test_token"
-DROP = "drop"
+DROP, LOST = "drop", "lost"
+"""Faults: no answer; what was asked is done, and the answer does not arrive."""
 
 
 @dataclass
@@ -36,7 +38,7 @@ class FakeHub:
 
     Attributes:
         role: of the token: write or read.
-        faults: for a part of a request ("PUT /lfs", "/commit/"), the statuses to answer next, or ``DROP``.
+        faults: for a part of a request ("PUT /lfs", "/commit/"), the next answers: statuses, DROP or LOST.
         hold: while set to an unset event, commits wait for it.
     """
 
@@ -147,13 +149,19 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             hub.requests.append(request)
             body = self._body()
             fault = hub.fault(request)
-            if fault == DROP:
-                self.connection.close()
+            if fault == LOST:
+                hub.answer(self.command, path, body)
+            if fault in (DROP, LOST):
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
                 return
+            status: int
+            answer: dict[str, Any]
+            headers: dict[str, str] = {}
             if fault is not None:
-                status, answer, headers = int(fault), {"error": "a fault"}, {}
+                status, answer = int(fault), {"error": "a fault"}
             elif not path.startswith("/lfs/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                status, answer, headers = 401, {"error": "Invalid credentials in Authorization header"}, {}
+                status, answer = 401, {"error": "Invalid credentials in Authorization header"}
                 headers["X-Error-Message"] = answer["error"]
             else:
                 status, answer, headers = hub.answer(self.command, path, body)

@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+import converters
+import portable
+from portable import losses
 from portable.config import load_config, parse_args
 from portable.errors import UserError
 from portable.run.rank import run_rank
@@ -135,6 +138,7 @@ def test_every_block_of_commands_says_whether_it_runs() -> None:
 
 def test_every_block_has_a_language_that_is_known() -> None:
     known = {*COMMANDS, "python", "yaml", "json", "mermaid", "", "{toctree}", "{include} ../SECURITY.md"}
+    known |= {"{eval-rst}"}
     assert [str(block) for page in PAGES for block in blocks(page) if block.language not in known] == []
 
 
@@ -271,6 +275,9 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     page = (tmp_path / "site" / "start.html").read_text("utf-8")
     assert "portable-train" in page and 'href="moving.html"' in page
+    api = (tmp_path / "site" / "api.html").read_text("utf-8")
+    exported = [(one, name) for one in (portable, losses, converters) for name in one.__all__]
+    assert [name for one, name in exported if f'id="{one.__name__}.{name}"' not in api] == []
 
 
 CHOICES: dict[str, dict[str, Any]] = {

@@ -6,24 +6,30 @@ import json
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import load
+from huggingface_hub.utils import get_session
+from safetensors.numpy import load, save_file
 
+from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.trainer_state import STATE_FILE
 from portable.config import load_config
-from portable.errors import UserError
+from portable.errors import RunError, UserError
 from portable.output import hub as hub_module
 from portable.output.export import MARKER
-from portable.ranks import launch
+from portable.output.hub import Hub
 from portable.reporting.card import CARD
 from portable.run.rank import run_rank
-from tests.hub_server import DROP, TOKEN, FakeHub, Repository, serving
+from portable.run.uploads import Uploads
+from tests.hub_server import DROP, LOST, TOKEN, FakeHub, Repository, serving
 from tests.runs import TINY_MODEL, configured, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from portable import Run
     from tests.ranks import RankPool
 
 MODEL = {**TINY_MODEL, "num_hidden_layers": 1}
@@ -53,13 +59,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 def run(folder: Path, corpus: Path, **settings: Any) -> int:
     given = {"train__steps": 2, "checkpoint__every_steps": 1, "model__config": MODEL, "hub__push": "end"}
     return run_rank("cpu", configured(folder, corpus, **{**given, "log__sample_tokens": 0, **settings}))
-
-
-def refused(folder: Path, corpus: Path, **settings: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        run(folder, corpus, **settings)
-    assert "\n" not in str(caught.value) and not folder.exists()
-    return str(caught.value)
 
 
 def on_rank(url: str, config: Any) -> int:
@@ -93,23 +92,33 @@ def test_two_ranks_upload_the_final_model_once(
 
 def test_the_command_of_a_card_is_that_run(tmp_path: Path, corpus: Path) -> None:
     """Its file is read back as the settings of the run, but for what is the machine's."""
-    run(tmp_path / "run", corpus, hub__push=None)
+    run(tmp_path / "run", corpus, hub__push=None, train__steps=1)
     text = (tmp_path / "run" / "final" / CARD).read_text("utf-8")
     (tmp_path / "again.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
     again = load_config(tmp_path / "again.yaml").fingerprint()
     mine = load_config(tmp_path / "run" / "config.yaml").fingerprint()
     assert {key for key in mine if mine[key] != again[key]} <= {"data.source", "data.format"}
-    assert again["data.source"] == "corpus.jsonl"
+    assert "source: corpus.jsonl\n" in text
+
+
+RELEASE = threading.Event()
+
+
+class Release:
+    """Lets the first upload end only once all steps are done."""
+
+    def on_end(self, run: Run) -> None:
+        RELEASE.set()
 
 
 def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Path, hub: FakeHub) -> None:
-    """One at a time; a slow upload holds nothing up, and keeps its checkpoint from being deleted."""
-    hub.hold = threading.Event()
-    threading.Timer(2.0, hub.hold.set).start()
+    """One at a time; a slow upload holds nothing up, and newer checkpoints replace those that wait."""
+    hub.hold = RELEASE
     run(
         tmp_path / "run",
         corpus,
         train__steps=6,
+        train__callbacks="tests.portable.test_hub:Release",
         hub__push="checkpoints",
         hub__repo="lab/tiny",
         checkpoint__keep=1,
@@ -126,32 +135,109 @@ def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Pa
     assert left == ["step-000006"] and not (tmp_path / "run" / ".scratch").exists()
 
 
+def test_a_checkpoint_is_kept_until_it_is_exported(tmp_path: Path, hub: FakeHub) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints", keep=1)
+    folders = [checkpoints.path / f"step-{step:06d}" for step in (1, 2, 3)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / STATE_FILE).write_text("{}")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def export(checkpoint: Any, folder: Path) -> None:
+        begun.set()
+        assert go_on.wait(60) and checkpoint.is_dir()
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    uploads = Uploads(of(tmp_path), export, tmp_path / "scratch")
+    checkpoints.in_use = uploads.in_use
+    uploads.add(folders[0])
+    assert begun.wait(60)
+    checkpoints.prune(set())
+    assert [step for step, _ in checkpoints.complete()] == [1, 3]
+    go_on.set()
+    assert uploads.finish(None, None) == (None, [])
+    checkpoints.prune(set())
+    assert [step for step, _ in checkpoints.complete()] == [3]
+    assert [message for message, _ in hub.repositories["me/run"].commits] == ["Step 1"]
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """A folder such as an export's."""
+    folder = tmp_path / "final"
+    folder.mkdir()
+    save_file({"weight": np.arange(6.0)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    (folder / CARD).write_text("---\nlibrary_name: transformers\n---\n")
+    (folder / MARKER).write_text("{}")
+    return folder
+
+
+def of(folder: Path, **settings: Any) -> Hub:
+    given = {"hub.push": "end", "output_dir": str(folder / "run"), "backend": "cpu"}
+    return Hub(load_config(None, given | {key.replace("__", "."): value for key, value in settings.items()}))
+
+
 @pytest.mark.parametrize(
     ("part", "faults"),
-    [("POST /me/run.git", [503]), ("PUT /lfs", [DROP]), ("/commit/", [500, 502]), ("/validate-yaml", [DROP])],
+    [
+        ("POST /me/run.git", [503]),
+        ("PUT /lfs", [DROP]),
+        ("/commit/", [500, DROP]),
+        ("/validate-yaml", [DROP]),
+        ("create", [429]),
+    ],
     ids=str,
 )
-def test_a_failing_upload_is_repeated(
-    part: str, faults: list[int | str], tmp_path: Path, corpus: Path, hub: FakeHub
-) -> None:
+def test_a_failing_upload_is_repeated(part: str, faults: list[int | str], export: Path, hub: FakeHub) -> None:
     hub.faults = {part: faults}
-    assert run(tmp_path / "run", corpus) == 0
-    assert not faults and "model.safetensors" in hub.repositories["me/run"].files
+    assert of(export).push(export, "Step 1") == f"{hub.url}/me/run"
+    assert not faults
+    assert set(hub.repositories["me/run"].files) == {"model.safetensors", "config.json", CARD}
 
 
-@pytest.mark.parametrize("fault", [500, 403, DROP], ids=str)
+def test_a_commit_whose_answer_is_lost_is_not_made_twice(export: Path, hub: FakeHub) -> None:
+    hub.faults = {"/commit/": [LOST]}
+    of(export).push(export, "Step 1")
+    assert len(hub.repositories["me/run"].commits) == 1
+
+
+def test_a_hub_that_never_answers(export: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub has no limit of its own."""
+    before = get_session().timeout
+    hub.hold = threading.Event()
+    monkeypatch.setattr(hub_module, "_NO_ANSWER", 0.3)
+    with pytest.raises(RunError, match="timed out"):
+        of(export).push(export, "Step 1")
+    hub.hold.set()
+    assert get_session().timeout == before
+
+
+def test_a_hub_that_is_down_at_the_start(
+    export: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults = {"whoami": [503, DROP]}
+    one = of(export)
+    one.check()
+    one.create()
+    assert capsys.readouterr().err.count("warning: hub.push: the hub does not answer (") == 1
+    one.push(export, "Step 1")
+    assert hub.repositories["me/run"].commits
+
+
+@pytest.mark.parametrize("fault", [500, 403], ids=str)
 def test_a_lost_upload_loses_no_run(
     fault: int | str, tmp_path: Path, corpus: Path, hub: FakeHub, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hub.faults = {"/commit/": [fault] * 9}
-    assert run(tmp_path / "run", corpus, hub__push="checkpoints") == 0
+    assert run(tmp_path / "run", corpus, hub__push="checkpoints", train__steps=1) == 0
     told = [line for line in capfd.readouterr().err.splitlines() if "warning: hub" in line]
     final = tmp_path / "run" / "final"
     assert (final / "model.safetensors").is_file() and not hub.repositories["me/run"].commits
     by_hand = f"upload it by hand: hf upload me/run {final} . --exclude {MARKER} --private"
     assert told[-1].endswith(by_hand), told
-    tries = sum("/commit/" in one for one in hub.requests)
-    assert tries % 2 == 0 if fault == 403 else tries % 3 == 0
+    assert sum("/commit/" in one for one in hub.requests) in ((1, 2) if fault == 403 else (3, 6))
 
 
 @pytest.mark.parametrize(
@@ -159,11 +245,7 @@ def test_a_lost_upload_loses_no_run(
     [
         ({}, {"faults": {"whoami": [401]}}, "the hub does not know the token; set HF_TOKEN"),
         ({}, {"role": "read"}, "the token may only read"),
-        (
-            {"hub__repo": "other/tiny"},
-            {},
-            "other/tiny: there is none, and the token's user, me, is not in other",
-        ),
+        ({"hub__repo": "other/tiny"}, {}, "there is none, and the token's user, me, is not in other"),
         ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "the token may not write to lab/tiny"),
         (
             {"hub__repo": "other/open", "hub__private": False},
@@ -181,43 +263,34 @@ def test_a_lost_upload_loses_no_run(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_uploaded_is_refused_at_the_start(
-    settings: dict[str, Any], server: dict[str, Any], told: str, tmp_path: Path, corpus: Path, hub: FakeHub
+def test_what_cannot_be_uploaded_is_refused(
+    settings: dict[str, Any], server: dict[str, Any], told: str, tmp_path: Path, hub: FakeHub
 ) -> None:
     vars(hub).update(server)
-    assert told in refused(tmp_path / "run", corpus, **settings)
-    assert not any("/commit/" in one or "/preupload/" in one for one in hub.requests)
+    with pytest.raises(UserError) as caught:
+        one = of(tmp_path, **settings)
+        one.check()
+        one.create()
+    assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_without_a_token(tmp_path: Path, corpus: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(hub.url, None, monkeypatch)
-    assert "hub.push: there is no token; set HF_TOKEN" in refused(tmp_path / "run", corpus)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in refused(tmp_path / "run", corpus)
-    assert not hub.requests
-
-
-def test_a_hub_that_is_down_at_the_start(
-    tmp_path: Path, corpus: Path, hub: FakeHub, capfd: pytest.CaptureFixture[str]
+def test_a_refused_run_leaves_nothing(
+    tmp_path: Path, corpus: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.faults = {"whoami": [503, DROP]}
-    assert run(tmp_path / "run", corpus) == 0
-    assert "warning: hub.push: the hub does not answer (" in capfd.readouterr().err
-    assert hub.repositories["me/run"].commits
+    def refused(**settings: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            run(tmp_path / "run", corpus, **settings)
+        assert not (tmp_path / "run").exists()
+        return str(caught.value)
 
-
-def test_an_answer_that_never_comes(hub: FakeHub, tmp_path: Path, corpus: Path) -> None:
-    """huggingface_hub waits for ever by itself."""
-    from huggingface_hub.utils import get_session
-
-    before = get_session().timeout
-    hub.hold = threading.Event()
-    hub.repositories["me/run"] = Repository(private=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub_module, "_NO_ANSWER", 0.2)
-        assert run(tmp_path / "run", corpus) == 0
-    hub.hold.set()
-    assert get_session().timeout == before
+    hub.writable = {"me"}
+    assert "may not write to lab/tiny" in refused(hub__repo="lab/tiny")  # known once it is to be created
+    use(hub.url, None, monkeypatch)
+    before = len(hub.requests)
+    assert "hub.push: there is no token; set HF_TOKEN" in refused()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused()
+    assert not hub.repositories and len(hub.requests) == before
 
 
 def test_the_launcher_and_rank_zero_alone_ask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,4 +298,3 @@ def test_the_launcher_and_rank_zero_alone_ask(monkeypatch: pytest.MonkeyPatch) -
     assert hub_module.pushes(config)
     monkeypatch.setenv("RANK", "1")
     assert not hub_module.pushes(config)
-    assert launch.joined is not None

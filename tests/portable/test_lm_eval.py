@@ -1,0 +1,87 @@
+"""lm-evaluation-harness, where it is installed, on ``final`` and in a callback, with a task made here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from typing import Any
+
+pytest.importorskip("lm_eval")
+PAIRS = [("the loss", " falls", " zebra"), ("a small", " text", " model"), ("one line of", " text", " a")]
+
+
+def task_in(folder: Path) -> Path:
+    records = folder / "words.jsonl"
+    with records.open("w") as file:
+        for question, first, second in PAIRS:
+            print(json.dumps({"question": question, "choices": [first, second], "answer": 0}), file=file)
+    (folder / "tasks").mkdir()
+    task = {
+        "task": "words",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(records)}, "cache_dir": str(folder / "cache")},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (folder / "tasks" / "words.yaml").write_text(yaml.safe_dump(task))
+    return folder / "tasks"
+
+
+def by_hand(final: Path) -> float:
+    model: Any = AutoModelForCausalLM.from_pretrained(final)
+    tokens = AutoTokenizer.from_pretrained(final)
+
+    def log_p(question: str, choice: str) -> float:
+        context, whole = (tokens(text)["input_ids"] for text in (question, question + choice))
+        with torch.no_grad():
+            rows = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+        return sum(float(rows[at - 1, whole[at]]) for at in range(len(context), len(whole)))
+
+    return sum(log_p(q, first) > log_p(q, second) for q, first, second in PAIRS) / len(PAIRS)
+
+
+def test_the_callback_and_the_command_give_what_is_computed_by_hand(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    tasks = task_in(tmp_path)
+    callback = f"eval_harness:EvalHarness(tasks=['words'], include_path='{tasks}')"
+    config = configured(
+        tmp_path / "run", corpus, train__steps=4, train__eval_every=2, train__callbacks=callback
+    )
+    assert run_rank("cpu", config) == 0
+    logged = [
+        row["harness/words/acc"] for row in read_metrics(tmp_path / "run") if "harness/words/acc" in row
+    ]
+    assert logged and all(0 <= value <= 1 for value in logged)
+
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    final = tmp_path / "run" / "final"
+    found = simple_evaluate(
+        model="hf",
+        model_args=f"pretrained={final}",
+        device="cpu",
+        tasks=["words"],
+        task_manager=TaskManager(include_path=str(tasks)),
+        bootstrap_iters=0,
+    )
+    assert found is not None
+    assert found["results"]["words"]["acc,none"] == pytest.approx(by_hand(final))
