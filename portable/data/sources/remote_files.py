@@ -94,15 +94,19 @@ class RemoteFiles(LocalFiles):
         """A no-op: the files exist, and reading them would download them."""
 
     def release(self) -> None:
-        for copy in self._checked:
-            shutil.rmtree(copy.parent, ignore_errors=True)
+        for path in self._files:
+            shutil.rmtree(self._folder(path), ignore_errors=True)
         self._checked.clear()
+
+    def _folder(self, path: RemotePath) -> Path:
+        """The folder of a file's copy."""
+        content = repr((str(path), self._objects[path]))
+        return self._downloads / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def _local(self, path: RemotePath) -> Path:  # type: ignore[override]
         """Return the copy of a file. Downloads it if needed; other processes of this machine wait."""
         listed_object = self._objects[path]
-        version = hashlib.blake2b(repr((str(path), listed_object)).encode(), digest_size=16).hexdigest()
-        folder = self._downloads / version
+        folder = self._folder(path)
         copy = folder / path.name
         if copy in self._checked and copy.exists():
             return copy
